@@ -1,0 +1,1 @@
+"""The data plane: an EAGLE tree-attention engine behind an OpenAI-compatible server."""

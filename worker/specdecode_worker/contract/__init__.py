@@ -1,0 +1,80 @@
+"""What crosses the wall between operator and worker: config, plan, report, routes, metric names.
+
+Owned by the worker, imported by the operator; nothing else of the worker may be. The config travels once, in the
+pod's environment; the plan is pushed down and mounted; the report is polled. Readers ignore fields that they do not
+know, so that either side may be one version ahead; writers of config and plan are checked strictly where a person
+could have written them.
+"""
+
+from specdecode_worker.contract.config import DraftConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig
+from specdecode_worker.contract.names import Env, Metric, Port, Route
+from specdecode_worker.contract.plan import Buckets, Plan, PlanRow, TaskMatch
+from specdecode_worker.contract.report import (
+    FEATURES,
+    AcceptanceCell,
+    DraftState,
+    GuardCell,
+    LatencyHistogram,
+    PlanState,
+    Report,
+    RequestCell,
+    StepCell,
+    TrafficCell,
+)
+from specdecode_worker.contract.shape import TreeShape
+from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
+from specdecode_worker.contract.wire import (
+    CONTRACT_VERSION,
+    MAX_NODES,
+    MAX_RANKS,
+    MAX_REPORT_BYTES,
+    MAX_TASKS,
+    OTHER_TASK,
+    Dtype,
+    Method,
+    Mode,
+    Received,
+    TaskName,
+    Written,
+)
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "FEATURES",
+    "MAX_NODES",
+    "MAX_RANKS",
+    "MAX_REPORT_BYTES",
+    "MAX_TASKS",
+    "OTHER_TASK",
+    "AcceptanceCell",
+    "Buckets",
+    "DraftConfig",
+    "DraftState",
+    "Dtype",
+    "EngineConfig",
+    "Env",
+    "GuardCell",
+    "LatencyHistogram",
+    "Method",
+    "Metric",
+    "Mode",
+    "ModelConfig",
+    "Plan",
+    "PlanRow",
+    "PlanState",
+    "Port",
+    "Received",
+    "Report",
+    "RequestCell",
+    "Route",
+    "ServerConfig",
+    "StepCell",
+    "StepTime",
+    "SyntheticKnobs",
+    "TaskMatch",
+    "TaskName",
+    "TrafficCell",
+    "TreeShape",
+    "WorkerConfig",
+    "Written",
+]

@@ -1,0 +1,75 @@
+"""What a worker must know at start; travels once, in the pod's environment."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from specdecode_worker.contract.names import Port
+from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Written
+
+
+class ModelConfig(Written):
+    """The target: where it comes from and how it is served."""
+
+    uri: str
+    served_name: str
+    dtype: Dtype = "bfloat16"
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Tokens of prompt and answer together; None takes the model's own limit."""
+
+
+class DraftConfig(Written):
+    """What proposes tokens. ``required`` makes a draft that does not fit fatal instead of serving plainly."""
+
+    method: Method = "eagle3"
+    uri: str | None = None
+    required: bool = False
+
+
+class EngineConfig(Written):
+    """Bounds of the engine. Names follow vLLM's flags."""
+
+    max_num_seqs: int = Field(default=16, ge=1, le=1024)
+    max_num_batched_tokens: int = Field(default=512, ge=16)
+    kv_cache_tokens: int | None = Field(default=None, ge=256)
+    """Tokens of KV cache; None takes what the free memory allows."""
+    threads: int | None = Field(default=None, ge=1)
+    """Torch threads on a CPU; None takes the container's CPU limit."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+
+
+class ServerConfig(Written):
+    """The HTTP surface and the way out."""
+
+    host: str = "0.0.0.0"
+    port: int = Port.http
+    admin_port: int = Port.admin
+    max_waiting: int = Field(default=256, ge=1)
+    """Requests that may wait for a slot; beyond it the answer is 429."""
+    endpoint_delay_seconds: float = Field(default=5, ge=0)
+    """After SIGTERM: how long requests are still served while endpoints forget this pod."""
+    grace_period_seconds: float = Field(default=60, ge=0)
+    """After SIGTERM: how long running requests may take to finish."""
+
+
+class WorkerConfig(Written):
+    """Everything that a worker must know at start; a change of it rolls the pods."""
+
+    contract_version: int = CONTRACT_VERSION
+    deployment_uid: str = ""
+    """uid of the SpecDecodeDeployment; a plan for another uid is refused."""
+    model: ModelConfig
+    draft: DraftConfig = DraftConfig(method="none")
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    cache_dir: str = "/var/cache/specdecode"
+    """Where `pull` puts models and `serve` finds them."""
+
+    @model_validator(mode="after")
+    def _draft_has_a_source(self) -> Self:
+        if (self.draft.method == "none") != (self.draft.uri is None):
+            raise ValueError("draft.uri is needed by every method but none, and only by those")
+        return self

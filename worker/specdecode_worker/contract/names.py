@@ -1,0 +1,53 @@
+"""Ports, routes, environment variables and metric names: what the two sides call things."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Port:
+    """Ports of a worker: the public surface and the admin surface, which never joins the public Service."""
+
+    http = 8000
+    admin = 8001
+
+
+class Route:
+    """Paths that the operator calls on the admin port. All but health need the bearer token."""
+
+    report = "/v1/report"
+    plan = "/v1/plan"
+    synthetic = "/v1/synthetic"
+    drain = "/v1/drain"
+
+
+class Env:
+    """Names of the environment variables that a worker pod is started with."""
+
+    config = "SPECDECODE_CONFIG"
+    admin_token = "SPECDECODE_ADMIN_TOKEN"
+    plan_path = "SPECDECODE_PLAN_PATH"
+    pod_name = "POD_NAME"
+
+
+class Metric(StrEnum):
+    """Names on /metrics: vLLM's under our prefix where vLLM has one."""
+
+    num_drafts = "specdecode_spec_decode_num_drafts"
+    num_draft_tokens = "specdecode_spec_decode_num_draft_tokens"
+    num_accepted_tokens = "specdecode_spec_decode_num_accepted_tokens"
+    num_accepted_tokens_per_pos = "specdecode_spec_decode_num_accepted_tokens_per_pos"
+    prompt_tokens = "specdecode_prompt_tokens"
+    generation_tokens = "specdecode_generation_tokens"
+    request_success = "specdecode_request_success"
+    num_requests_running = "specdecode_num_requests_running"
+    num_requests_waiting = "specdecode_num_requests_waiting"
+    kv_cache_usage_perc = "specdecode_kv_cache_usage_perc"
+    time_to_first_token_seconds = "specdecode_time_to_first_token_seconds"
+    inter_token_latency_seconds = "specdecode_inter_token_latency_seconds"
+    e2e_request_latency_seconds = "specdecode_e2e_request_latency_seconds"
+    request_queue_time_seconds = "specdecode_request_queue_time_seconds"
+    iteration_seconds = "specdecode_iteration_seconds"
+    plan_version = "specdecode_plan_version"
+    guard_suppressed = "specdecode_guard_suppressed"
+    synthetic = "specdecode_synthetic"

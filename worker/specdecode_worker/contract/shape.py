@@ -1,0 +1,121 @@
+"""Draft trees as the list of their parents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ConfigDict, RootModel, field_validator, model_validator
+
+from specdecode_worker.contract.wire import MAX_NODES
+
+
+class TreeShape(RootModel[tuple[int, ...]]):
+    """The parents of a draft tree's nodes, in breadth-first order.
+
+    Node 0 is the root, the last committed token; it stands in no list and counts in neither depth nor nodes. Entry i
+    is the parent of node i + 1. A chain is a tree of width 1, no entry is plain decoding. Children of one parent are
+    listed by rank: the first child is the draft's best token, the second its second best.
+
+    Text form: ``none``, ``chain:5``, ``tree:4,2,1`` (children per node, level by level), or ``0,0,1`` (the parents).
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        return _parents_of_text(value) if isinstance(value, str) else value
+
+    @field_validator("root")
+    @classmethod
+    def _check(cls, parents: tuple[int, ...]) -> tuple[int, ...]:
+        if len(parents) > MAX_NODES:
+            raise ValueError(f"a tree has at most {MAX_NODES} nodes, this one has {len(parents)}")
+        for node, parent in enumerate(parents, start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} names parent {parent}; a parent comes before its children")
+        if list(parents) != sorted(parents):
+            raise ValueError("nodes must be listed in breadth-first order (parents never decrease)")
+        return parents
+
+    @classmethod
+    def chain(cls, depth: int) -> TreeShape:
+        return cls(tuple(range(depth)))
+
+    @classmethod
+    def levels(cls, *children: int) -> TreeShape:
+        """Every node of level i has ``children[i]`` children."""
+        if any(width < 1 for width in children):
+            raise ValueError(f"every level of a tree needs at least one child per node, got {children}")
+        parents: list[int] = []
+        level = [0]
+        for width in children:
+            first = len(parents) + 1
+            parents += [parent for parent in level for _ in range(width)]
+            if len(parents) > MAX_NODES:
+                raise ValueError(f"a tree has at most {MAX_NODES} nodes, {children} has more")
+            level = list(range(first, len(parents) + 1))
+        return cls(tuple(parents))
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        return cls.model_validate(text)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        return self.root
+
+    @property
+    def nodes(self) -> int:
+        return len(self.root)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node, the root's 0 first."""
+        depths = [0]
+        for parent in self.root:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of every node among its siblings, the root's 0 first."""
+        seen: dict[int, int] = {}
+        ranks = [0]
+        for parent in self.root:
+            ranks.append(seen.get(parent, 0))
+            seen[parent] = ranks[-1] + 1
+        return tuple(ranks)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.root == tuple(range(len(self.root)))
+
+    def children(self, node: int) -> Iterator[int]:
+        return (child for child, parent in enumerate(self.root, start=1) if parent == node)
+
+    def __str__(self) -> str:
+        if not self.root:
+            return "none"
+        return f"chain:{self.nodes}" if self.is_chain else ",".join(map(str, self.root))
+
+
+def _parents_of_text(text: str) -> tuple[int, ...]:
+    kind, _, rest = text.strip().partition(":")
+    try:
+        if text.strip() in ("", "none"):
+            return ()
+        if kind == "chain":
+            return tuple(range(int(rest)))
+        if kind == "tree":
+            return TreeShape.levels(*map(int, rest.split(","))).root
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is no tree shape ({error}); write none, chain:5, tree:4,2,1 or a list of parents"
+        ) from None

@@ -1,0 +1,1 @@
+"""Continuous batching of speculative steps over a paged cache."""
