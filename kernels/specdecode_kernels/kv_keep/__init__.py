@@ -1,0 +1,1 @@
+"""Accepted tree nodes move to their place behind the committed prefix."""

@@ -1,0 +1,62 @@
+"""Philox 4x32-10 (Salmon et al., SC 2011) and the Gumbel noise drawn from it, in plain torch on int64.
+
+A request's noise at absolute position i for token v depends on (seed, i, v, stream) and on nothing else: not on the
+draft, the tree, the batch or the device's state. That is what makes speculation invisible.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+ROUNDS = 10
+
+GUMBEL_STREAM = 0
+"""Noise of the emitted token."""
+COIN_STREAM = 1
+"""Uniform coins of multi-round sampling: one per (position, node), never used twice."""
+RESIDUAL_STREAM = 2
+"""Gumbel noise of the token drawn from the residual, when no child of a node was accepted."""
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit outputs (in int64) of the 10-round bijection for broadcastable 32-bit counters and keys."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 wraps modulo 2^64, so an arithmetic shift and a mask give the high word of an unsigned product.
+        p0, p1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _LOW) ^ c1 ^ k0,
+            p1 & _LOW,
+            ((p0 >> 32) & _LOW) ^ c3 ^ k1,
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniform(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int) -> Tensor:
+    """[R, V] fp64 in the open interval (0, 1): row r from (seed[r], position[r]), column v from token v.
+
+    Token v takes word v mod 4 of the counter (v div 4, position low, position high, stream); the key is the seed.
+    """
+    device = seed_R.device
+    quad = torch.arange(-(-vocab_size // 4), device=device)[None, :]
+    position, seed = position_R[:, None], seed_R[:, None]
+    words = philox(
+        (quad, position & _LOW, (position >> 32) & _LOW, torch.full_like(position, stream)),
+        (seed & _LOW, (seed >> 32) & _LOW),
+    )
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    return (bits.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GUMBEL_STREAM) -> Tensor:
+    """[R, V] standard Gumbel noise in fp64: adding it to log-probabilities and taking the argmax samples them."""
+    return -torch.log(-torch.log(uniform(seed_R, position_R, vocab_size, stream)))

@@ -1,0 +1,1 @@
+"""From logits to the distribution that a request asked for."""

@@ -1,0 +1,1 @@
+"""Attention of packed tokens over a paged prefix and their own tree. The mathematics is in README.md."""
