@@ -1,0 +1,1 @@
+"""The promise to users: the SpecDecodeDeployment resource. Pydantic models are its single source."""
