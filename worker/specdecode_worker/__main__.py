@@ -1,0 +1,43 @@
+"""``specdecode-worker COMMAND``: reads flags, hands over to one module of ``commands``.
+
+A command's module is imported only when it runs, so that ``pull`` starts without torch and ``--help`` at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "serve": "OpenAI-compatible server over the engine",
+    "generate": "text for prompts, with the engine alone",
+    "pull": "fetch a model into the cache and check it",
+    "bench": "speculation against plain decoding, in one run",
+    "eval": "acceptance of a draft by domain and depth",
+    "train": "an EAGLE-3 head for a target, from what the target itself says",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 for an error of the run, 2 for wrong usage."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] not in COMMANDS:
+        return _usage(words)
+    command = import_module(f"specdecode_worker.commands.{words[0]}")
+    parser = argparse.ArgumentParser(f"specdecode-worker {words[0]}", description=COMMANDS[words[0]])
+    command.add_arguments(parser)
+    code: int = command.run(parser.parse_args(words[1:]))
+    return code
+
+
+def _usage(words: list[str]) -> int:
+    asked = bool(words) and words[0] in ("-h", "--help")
+    lines = ["usage: specdecode-worker COMMAND [--help]", ""]
+    lines += [f"  {name:9} {text}" for name, text in COMMANDS.items()]
+    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Flags that mean the same in every command."""
+
+from __future__ import annotations
+
+import argparse
+
+from specdecode_worker.contract import TreeShape
+
+EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
+EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """--model --draft --method --dtype --device --threads --cache-dir."""
+    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
+    parser.add_argument("--method", choices=("eagle3", "none"), help="default: eagle3 with a draft, else none")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
+
+
+def add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    """--depth N | --tree SHAPE, both into ``args.shape`` (a TreeShape, or None when neither is given)."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
+    which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1, or parents 0,0,1")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"messages": [...]} or {"prompt": "..."}')
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
+    """(method, draft URI) after defaults. Raises ValueError when the two contradict each other."""
+    draft = args.draft
+    if draft is None and args.method != "none" and args.model == EMBEDDED_TARGET:
+        draft = EMBEDDED_DRAFT
+    method = args.method or ("eagle3" if draft else "none")
+    if method == "none" and args.draft is not None:
+        raise ValueError("--method none takes no --draft")
+    if method != "none" and draft is None:
+        raise ValueError(f"--method {method} needs --draft URI")
+    return method, draft
+
+
+def _chain(text: str) -> TreeShape:
+    return _shape(f"chain:{text}")
+
+
+def _shape(text: str) -> TreeShape:
+    try:
+        return TreeShape.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write chain:5, tree:4,2,1 or parents 0,0,1") from None

@@ -1,0 +1,78 @@
+"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one decoder layer over pairs of states.
+
+Slot i of the draft reads the pair (hidden state h[i-1], embedding of token i) and proposes token i + 1. ``h`` is the
+target's, fused from three layers by ``fc``, wherever the target has run; beyond it, the head's own output. Parameter
+names are SafeAILab's (``midlayer.*``); other families are renamed on load.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models.config import Eagle3Config
+from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+
+
+class Midlayer(nn.Module):
+    """The head's decoder layer; its attention reads both states side by side, its residual is the hidden one."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed_TE = self.hidden_norm(hidden_TE)
+        residual_TE = normed_TE if self.norm_before_residual else hidden_TE
+        pair = torch.cat((self.input_layernorm(embedding_TE), normed_TE), dim=-1)
+        x_TE = residual_TE + self.self_attn(0, pair, rope, attend)
+        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))  # type: ignore[no-any-return]
+
+
+class Eagle3Head(nn.Module):
+    """A draft head. ``embed_tokens`` is shared with the target unless the checkpoint brings its own.
+
+    ``d2t`` [draft_vocab] holds offsets: target id = draft id + d2t[draft id].
+    """
+
+    d2t: Tensor
+
+    def __init__(self, config: Eagle3Config, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Midlayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self._shared_embedding = (embed_tokens,)  # in a tuple: no parameter of this module
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        """The target's three aux states [T, 3E] as one hidden state [T, E]."""
+        result: Tensor = self.fc(aux_TA)
+        return result
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states for the next slot, before the norm: [T, E]. ``positions_T`` are the slots'."""
+        embedding_TE = self._shared_embedding[0](tokens_T).to(hidden_TE.dtype)
+        cos, sin = self.rope.tables(positions_T)
+        result: Tensor = self.midlayer(
+            embedding_TE, hidden_TE, (cos.to(hidden_TE.dtype), sin.to(hidden_TE.dtype)), attend
+        )
+        return result
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """[T, draft_vocab]; ``target_ids`` maps its columns to the target's vocabulary."""
+        result: Tensor = self.lm_head(self.norm(hidden_TE))
+        return result
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab] target ids of the draft's vocabulary."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
