@@ -1,0 +1,60 @@
+"""The plan's rows, and how both sides read what a newer version wrote."""
+
+import pytest
+from pydantic import ValidationError
+
+from specdecode_worker.contract import (
+    Buckets,
+    Plan,
+    PlanRow,
+    Report,
+    SyntheticKnobs,
+    TreeShape,
+    WorkerConfig,
+)
+
+
+def row(concurrency: int, context: int, task: str, depth: int) -> PlanRow:
+    return PlanRow(concurrency=concurrency, context=context, task=task, shape=TreeShape.chain(depth))
+
+
+def test_a_row_is_the_tasks_own_else_that_of_other_else_none() -> None:
+    plan = Plan(rows=(row(0, 0, "other", 2), row(0, 0, "code", 5)))
+    assert plan.row(0, 0, "code") == row(0, 0, "code", 5)
+    assert plan.row(0, 0, "prose") == row(0, 0, "other", 2)
+    assert plan.row(1, 0, "code") is None
+
+
+def test_rows_must_lie_in_buckets_that_exist() -> None:
+    buckets = Buckets(concurrency=(1, 4), context=(1024,))
+    Plan(buckets=buckets, rows=(row(2, 1, "other", 1),))
+    for outside in (row(3, 0, "other", 1), row(0, 2, "other", 1)):
+        with pytest.raises(ValidationError, match="bucket that does not exist"):
+            Plan(buckets=buckets, rows=(outside,))
+
+
+@pytest.mark.parametrize("edges", [(4, 2), (0, 1), (2, 2)])
+def test_bucket_edges_must_rise(edges: tuple[int, ...]) -> None:
+    with pytest.raises(ValidationError, match="must rise"):
+        Buckets(concurrency=edges)
+
+
+def test_a_reader_ignores_what_a_newer_writer_added() -> None:
+    text = Plan(version=3, rows=(row(0, 0, "other", 2),)).model_dump_json()
+    assert Plan.model_validate_json(text[:-1] + ',"invented_later":1}').version == 3
+    report = Report(boot_id="b", worker="w", clock_seconds=1.0).model_dump_json()
+    assert Report.model_validate_json(report[:-1] + ',"invented_later":{}}').boot_id == "b"
+
+
+def test_what_people_write_is_strict() -> None:
+    with pytest.raises(ValidationError, match="served_nam"):
+        WorkerConfig.model_validate({"model": {"uri": "file:///m", "served_name": "m", "served_nam": "m"}})
+    with pytest.raises(ValidationError, match="acceptence"):
+        SyntheticKnobs.model_validate({"acceptence": [0.5]})
+
+
+def test_a_draft_needs_a_source_and_none_has_none() -> None:
+    model = {"uri": "file:///m", "served_name": "m"}
+    for draft in ({"method": "eagle3"}, {"method": "none", "uri": "file:///d"}):
+        with pytest.raises(ValidationError, match=r"draft\.uri is needed"):
+            WorkerConfig.model_validate({"model": model, "draft": draft})
