@@ -1,0 +1,52 @@
+{{- define "specdecode.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Cluster-scoped names carry the namespace, so that releases of one name in two namespaces do not meet. */}}
+{{- define "specdecode.clusterName" -}}
+{{- printf "%s:%s" .Release.Namespace (include "specdecode.fullname" .) -}}
+{{- end -}}
+
+{{- define "specdecode.serviceAccountName" -}}
+{{- default (include "specdecode.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "specdecode.selector" -}}
+app.kubernetes.io/name: specdecode-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "specdecode.labels" -}}
+{{ include "specdecode.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: specdecode
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "specdecode.image" -}}
+{{- printf "%s:%s" .Values.image.repository .Values.image.tag -}}
+{{- end -}}
+
+{{/* Both pods of the chart fit the restricted Pod Security Standard. */}}
+{{- define "specdecode.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "specdecode.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}

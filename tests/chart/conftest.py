@@ -1,0 +1,66 @@
+"""The chart as helm renders it; no cluster needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "specdecode"
+HELM = Path(sys.executable).parent / "helm"
+
+Manifest = dict[str, Any]
+
+
+class Rendered(list[Manifest]):
+    """Manifests of one `helm template`."""
+
+    def of(self, kind: str) -> list[Manifest]:
+        return [manifest for manifest in self if manifest["kind"] == kind]
+
+    def one(self, kind: str) -> Manifest:
+        """The only installed manifest of this kind: what `helm test` makes does not count."""
+        (found,) = [manifest for manifest in self.of(kind) if "helm.sh/hook" not in annotations(manifest)]
+        return found
+
+
+class Chart:
+    """helm on our chart, with values as a user would write them."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder = folder
+        self._values = scratch / "values.yaml"
+
+    def helm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=60)
+
+    def try_template(self, values: Mapping[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
+        self._values.write_text(yaml.safe_dump(dict(values)))
+        return self.helm(
+            "template", "sd", str(self.folder), "--namespace", "sys", "--values", str(self._values), *flags
+        )
+
+    def template(self, values: Mapping[str, Any] | None = None, *flags: str) -> Rendered:
+        done = self.try_template(values or {}, *flags)
+        assert done.returncode == 0, done.stderr
+        return Rendered(manifest for manifest in yaml.safe_load_all(done.stdout) if manifest)
+
+
+def annotations(manifest: Manifest) -> dict[str, str]:
+    return manifest["metadata"].get("annotations") or {}
+
+
+@pytest.fixture
+def chart(tmp_path: Path) -> Chart:
+    return Chart(CHART, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT

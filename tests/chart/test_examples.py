@@ -1,0 +1,88 @@
+"""The examples and the CRD hold what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Spec
+from specdecode_operator.manifests import worker_config
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_fits_the_resource(path: Path) -> None:
+    """The models are the CRD's source and carry its cross-field rules; unknown fields are refused."""
+    (found,) = yaml.safe_load_all(path.read_text())
+    assert (found["apiVersion"], found["kind"]) == (f"{GROUP}/{VERSION}", KIND)
+    spec = Spec.model_validate(found["spec"])
+    assert worker_config(spec, "uid").model.served_name == found["spec"]["model"]["servedName"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_fits_the_structural_schema(path: Path, root: Path) -> None:
+    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    found = yaml.safe_load(path.read_text())
+    assert list(misfits(found["spec"], schema["properties"]["spec"], "spec")) == []
+
+
+def test_the_schema_check_sees_a_misfit(root: Path) -> None:
+    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    bad = {"model": {"uri": "x", "size": 1}, "speculation": {"depth": {"max": 99}, "method": "magic"}}
+    assert sorted(misfits(bad, schema, "spec")) == [
+        "spec.model.size: unknown",
+        "spec.model.uri: does not match the pattern",
+        "spec.speculation.depth.max: 99 is above 16",
+        "spec.speculation.method: 'magic' is none of ['eagle3', 'none']",
+    ]
+
+
+def misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
+    """What the API server would refuse or prune, for the parts of a structural schema that ours uses."""
+    types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    if not isinstance(value, types[schema["type"]]):
+        yield f"{path}: {value!r} is no {schema['type']}"
+    elif isinstance(value, dict):
+        yield from (f"{path}.{key}: missing" for key in schema.get("required", []) if key not in value)
+        properties = schema.get("properties", {})
+        for key, child in value.items():
+            if key in properties:
+                yield from misfits(child, properties[key], f"{path}.{key}")
+            elif not schema.get("x-kubernetes-preserve-unknown-fields"):
+                yield f"{path}.{key}: unknown"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from misfits(item, schema["items"], f"{path}[{index}]")
+    else:
+        yield from _scalar_misfits(value, schema, path)
+
+
+def _scalar_misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{path}: {value!r} is none of {schema['enum']}"
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        yield f"{path}: does not match the pattern"
+    if "minimum" in schema and value < schema["minimum"]:
+        yield f"{path}: {value} is below {schema['minimum']}"
+    if "maximum" in schema and value > schema["maximum"]:
+        yield f"{path}: {value} is above {schema['maximum']}"
+
+
+def test_the_crd_and_the_charts_copy_are_what_the_models_say(root: Path) -> None:
+    command = [sys.executable, "-m", "specdecode_operator.api.crd", "--check", "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_charts_crd_renders_to_the_crd(chart: Any, root: Path) -> None:
+    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+    assert chart.template().one("CustomResourceDefinition") == crd

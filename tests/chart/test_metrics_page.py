@@ -1,0 +1,38 @@
+"""docs/metrics.md lists every metric that the code has, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics import MetricWrapperBase
+
+from specdecode_operator import metrics as operator_metrics
+from specdecode_worker.contract import Metric
+
+OF_OPERATOR = {m._name: m for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
+
+
+@pytest.fixture
+def sections(root: Path) -> dict[str, list[list[str]]]:
+    """Cells of the table rows, by section."""
+    found = {}
+    for part in (root / "docs" / "metrics.md").read_text().split("\n## ")[1:]:
+        rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| `specdecode_")]
+        found[part.split(":")[0]] = [[cell.strip(" `") for cell in row] for row in rows]
+    return found
+
+
+def test_worker(sections: dict[str, list[list[str]]]) -> None:
+    assert {name.removesuffix("_total") for name, *_ in sections["Worker"]} == set(Metric)
+
+
+def test_operator(sections: dict[str, list[list[str]]]) -> None:
+    listed = {name.removesuffix("_total"): (kind, labels) for name, kind, labels, _ in sections["Operator"]}
+    assert listed == {name: (m._type, ", ".join(m._labelnames)) for name, m in OF_OPERATOR.items()}
+
+
+def test_a_counter_is_listed_as_it_is_exposed(sections: dict[str, list[list[str]]]) -> None:
+    for name, kind, *_ in sections["Worker"] + sections["Operator"]:
+        assert name.endswith("_total") == (kind == "counter"), re.escape(name)

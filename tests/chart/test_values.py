@@ -1,0 +1,62 @@
+"""values.schema.json: what a user may write, and that a typo is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+TYPOS: dict[str, dict[str, Any]] = {
+    "top level": {"watchNamespace": ["a"]},
+    "image": {"image": {"repo": "x"}},
+    "worker": {"worker": {"imagePullpolicy": "Always"}},
+    "crds": {"crds": {"enable": False}},
+    "metrics": {"metrics": {"serviceMonitor": {"enable": True}}},
+    "service account": {"serviceAccount": {"create": True}},
+    "resources": {"resources": {"limit": {}}},
+    "a string for a list": {"watchNamespaces": "a"},
+    "a namespace that cannot be": {"watchNamespaces": ["Team_A"]},
+    "log level": {"logLevel": "verbose"},
+    "poll seconds": {"pollSeconds": 0.1},
+    "pull policy": {"image": {"pullPolicy": "Sometimes"}},
+}
+
+
+@pytest.mark.parametrize("values", TYPOS.values(), ids=TYPOS)
+def test_a_typo_is_refused_by_name(chart: Any, values: dict[str, Any]) -> None:
+    done = chart.try_template(values)
+    assert done.returncode != 0
+    name = next(iter(values))
+    assert name in done.stderr, done.stderr
+
+
+def test_schema_and_values_name_the_same_things(chart: Any) -> None:
+    def names(node: dict[str, Any], path: str = "") -> set[str]:
+        """Paths of values that the schema lists; free-form maps end there."""
+        found = set()
+        for key, child in node.get("properties", {}).items():
+            found |= {path + key} | (names(child, f"{path}{key}.") if path + key != "resources" else set())
+        return found
+
+    def paths(node: dict[str, Any], path: str = "") -> set[str]:
+        found = set()
+        for key, child in node.items():
+            inner = isinstance(child, dict) and path + key != "resources"
+            found |= {path + key} | (paths(child, f"{path}{key}.") if inner else set())
+        return found
+
+    schema = json.loads((chart.folder / "values.schema.json").read_text())
+    values = yaml.safe_load((chart.folder / "values.yaml").read_text())
+    assert names(schema) - {"global"} == paths(values)
+
+
+def test_bounds_are_the_operators_own(chart: Any) -> None:
+    from specdecode_operator.settings import Settings
+
+    schema = json.loads((chart.folder / "values.schema.json").read_text())["properties"]
+    own = Settings.model_json_schema()["properties"]
+    for value, field in {"pollSeconds": "poll_seconds", "concurrency": "concurrency"}.items():
+        assert schema[value]["minimum"] == own[field]["minimum"]
+        assert schema[value]["maximum"] == own[field]["maximum"]
