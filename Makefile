@@ -1,0 +1,56 @@
+# Entry points. Each makes what it needs first; nothing has to be installed by hand.
+# CLUSTER=current uses the cluster of the current kubectl context; IMAGE_PREFIX says where its images are pushed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+# One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo demo-down check lint test crds images bench lossless requirements
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## .venv with everything, from the hashed files in requirements/
+	@hack/venv
+
+demo: venv ## boot a cluster, install the operator, deploy a small Llama, chat with it, show what it measured
+	@hack/demo
+
+demo-down: ## undo `make demo`: no process, mount, link, rule or sysctl stays
+	@hack/demo-down
+
+lint: venv ## style, types, layers, and whether crds/ is what the models say
+	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
+	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
+	$(BIN)/mypy
+	MYPYPATH=hack/cluster $(BIN)/mypy --package localcluster
+	$(BIN)/lint-imports
+	$(BIN)/python -m specdecode_operator.api.crd --check
+
+# Commands of hack/ that are Python without the suffix.
+PYTHON_SCRIPTS := $(shell grep -lE '^\#!.*python' hack/* hack/cluster/* 2>/dev/null)
+
+check: lint ## what to run before every commit: lint and the tests that need no cluster, in three minutes
+	$(BIN)/pytest tests/unit tests/kernels tests/architecture tests/chart
+
+test: lint ## everything that CI runs, on the cluster that is up, or on one that is booted and taken down
+	@hack/test
+
+lossless: venv ## speculative text equals plain text, on 200 prompts of the embedded model
+	$(BIN)/pytest tests/unit -k lossless --lossless-prompts 200
+
+crds: venv ## write crds/ and the chart's copy from the pydantic models
+	$(BIN)/python -m specdecode_operator.api.crd
+
+images: ## build both images into the local cluster's store
+	@hack/cluster/images
+
+bench: venv ## speculation against plain decoding on the embedded model, in one run
+	$(BIN)/specdecode-worker bench --against plain --model embedded://smollm2-135m-instruct \
+	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
+
+requirements: venv ## pin the dependencies of pyproject.toml anew
+	@hack/requirements

@@ -1,0 +1,68 @@
+"""The packet filter: remove exactly what kube-proxy, the kubelet and the CNI plugins put there.
+
+They all mark their own: chains named KUBE-* and CNI-*, and rules that jump there or carry their comment. What
+belongs to others in the same tables (a container engine's NAT, an administrator's rules) is never touched,
+and a table goes only if it was not there before and holds nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+from localcluster.shell import run
+
+_OUR_CHAIN = re.compile(r"^(KUBE-|CNI-)")
+_JUMP = re.compile(r" (?:-j|-g) (?:KUBE-|CNI-)")
+
+
+def tables() -> list[str]:
+    """Names of all nftables tables, as 'family name'."""
+    if shutil.which("nft") is None:
+        return []
+    listed = json.loads(run(["nft", "-j", "list", "tables"]))["nftables"]
+    found = [item["table"] for item in listed if "table" in item]
+    return sorted(f"{table['family']} {table['name']}" for table in found)
+
+
+def clean(tables_before: list[str]) -> None:
+    """Take our rules and chains out of iptables, then the tables that only we had made."""
+    for family in ("iptables", "ip6tables"):
+        script = removal_script(run([f"{family}-save"]))
+        if script:
+            run([f"{family}-restore", "--noflush"], stdin=script)
+    for table in tables():
+        if table not in tables_before and not _has_rules(table):
+            run(["nft", "delete", "table", *table.split(" ", 1)])
+
+
+def removal_script(saved: str) -> str:
+    """Input for iptables-restore --noflush that deletes what is ours in the output of iptables-save.
+
+    Rules in foreign chains first, then our chains emptied, then dropped: no moment has a jump to nowhere.
+    """
+    script: list[str] = []
+    table, chains, rules = "", [""], [""]
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            table, chains, rules = line, [], []
+        elif line.startswith(":") and _OUR_CHAIN.match(line[1:]):
+            chains.append(line[1:].split()[0])
+        elif line.startswith("-A ") and _is_our_rule(line):
+            rules.append("-D" + line.removeprefix("-A"))
+        elif line == "COMMIT" and chains + rules:
+            empty = [f"-F {chain}" for chain in chains]
+            drop = [f"-X {chain}" for chain in chains]
+            script += [table, *rules, *empty, *drop, "COMMIT"]
+    return "".join(line + "\n" for line in script)
+
+
+def _is_our_rule(line: str) -> bool:
+    """A rule of a foreign chain that leads into one of ours; rules inside ours go with their chain."""
+    return not _OUR_CHAIN.match(line.removeprefix("-A ")) and _JUMP.search(line) is not None
+
+
+def _has_rules(table: str) -> bool:
+    listed = json.loads(run(["nft", "-j", "list", "table", *table.split(" ", 1)]))["nftables"]
+    return any("rule" in item for item in listed)

@@ -1,0 +1,126 @@
+"""What pods leave behind when their runtime is gone: processes, mounts, network namespaces, cgroups.
+
+Everything is found by a mark that only this cluster has: its containerd's socket in a shim's arguments, its
+state folder in a mount point, its CNI network's name in a cached result, the kubelet's own cgroup tree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from localcluster.daemons import Identity, end, identify
+from localcluster.settings import CNI_NETWORK, Layout
+from localcluster.shell import run, succeeds
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_CNI_CACHE = Path("/var/lib/cni/results")
+_NAMESPACE = re.compile(r"/run/netns/(cni-[0-9a-f-]+)")
+
+
+def clear(layout: Layout) -> None:
+    """In the order in which they hold each other: processes, mounts, namespaces, cgroups."""
+    end(list(_processes(layout)), grace_s=1)
+    _unmount_below(layout.state)
+    _remove_namespaces()
+    _remove_cgroups()
+
+
+def _processes(layout: Layout) -> Iterator[Identity]:
+    """Shims of our containerd, and whatever runs in a pod's cgroup."""
+    pids = {pid for tree in _pod_cgroups() for pid in _processes_in(tree)}
+    pids.update(_shims(layout))
+    for pid in pids:
+        identity = identify(pid)
+        if identity is not None:
+            yield identity
+
+
+def _shims(layout: Layout) -> Iterator[int]:
+    mark = str(layout.containerd_socket).encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"containerd-shim" in arguments[0] and mark in arguments:
+            yield int(entry.name)
+
+
+def _pod_cgroups() -> list[Path]:
+    """The kubelet's trees: one a controller with cgroup v1, one in all with v2; BuildKit's beside them."""
+    names = ("kubepods", "buildkit")
+    return [tree for name in names for tree in (*_CGROUPS.glob(f"*/{name}"), _CGROUPS / name) if tree.is_dir()]
+
+
+def _processes_in(tree: Path) -> Iterator[int]:
+    for file in tree.rglob("cgroup.procs"):
+        try:
+            yield from map(int, file.read_text().split())
+        except OSError:
+            continue  # the group went away while we looked
+
+
+def _unmount_below(folder: Path) -> None:
+    """Deepest first; a mount that is still busy is detached."""
+    for _ in range(3):
+        points = [point for point in mount_points() if Path(point).is_relative_to(folder)]
+        for point in sorted(points, key=len, reverse=True):
+            if not succeeds(["umount", point]):
+                succeeds(["umount", "--lazy", point])
+        if not points:
+            return
+
+
+def mount_points() -> list[str]:
+    """All of this machine, from the kernel's list, where blanks in a path are octal escapes."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    escaped = [line.split()[4] for line in lines]
+    return [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), point) for point in escaped]
+
+
+def _remove_namespaces() -> None:
+    """CNI writes down, per sandbox and network, which namespace it has set up."""
+    for file in _CNI_CACHE.glob(f"{CNI_NETWORK}-*"):
+        for name in set(_NAMESPACE.findall(file.read_text())):
+            if Path("/run/netns", name).exists():
+                run(["ip", "netns", "delete", name])
+        sandbox = file.name.removeprefix(f"{CNI_NETWORK}-").rpartition("-")[0]
+        for cached in _CNI_CACHE.glob(f"*-{sandbox}-*"):  # its loopback's too
+            cached.unlink()
+
+
+def _remove_cgroups() -> None:
+    """A cgroup is removed by rmdir once its last process is reaped, which takes a moment."""
+    deadline = time.monotonic() + 5
+    for tree in _pod_cgroups():
+        folders = [folder for folder in tree.rglob("*") if folder.is_dir()]
+        for folder in [*sorted(folders, key=lambda path: len(path.parts), reverse=True), tree]:
+            while not _rmdir(folder) and time.monotonic() < deadline:
+                time.sleep(0.1)
+
+
+def _rmdir(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def wipe(layout: Layout) -> None:
+    """The state folder itself; only after its mounts are gone."""
+    run(["rm", "-rf", "--one-file-system", layout.state])  # millions of small files: much faster than shutil
+
+
+def namespaces() -> list[str]:
+    """Names of the machine's named network namespaces."""
+    listed = run(["ip", "-j", "netns", "list"]).strip() or "[]"
+    return sorted(entry["name"] for entry in json.loads(listed))

@@ -1,0 +1,99 @@
+"""What `up`, `down` and `status` do, in order. Every step looks first, so each can be repeated after any failure."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from localcluster import binaries, control_plane, daemons, host, leftovers, node, packages
+from localcluster.console import say, step
+from localcluster.errors import ClusterError
+from localcluster.settings import API_URL, LOCK, Layout
+
+_ALL = (*control_plane.DAEMONS, *node.DAEMONS)
+
+
+def prepare(layout: Layout) -> None:
+    """What `up` needs and `down` leaves in place: Debian packages and the cache of programs."""
+    host.check_root()
+    packages.install_missing()
+    binaries.build_for_boot(layout)
+
+
+def up(layout: Layout) -> None:
+    """From whatever state the machine is in to a node that is Ready."""
+    host.check_root()
+    with _only_one(layout):
+        if is_up(layout):
+            say(f"==> The cluster is up ({API_URL})")
+            return
+        prepare(layout)
+        layout.state.mkdir(parents=True, exist_ok=True, mode=0o755)
+        _clear_after_reboot(layout)
+        LOCK.write_text(str(layout.state))
+        host.remember(layout)
+        host.prepare()
+        control_plane.ensure(layout)
+        node.ensure(layout)
+        say(f"==> Ready. export KUBECONFIG={layout.kubeconfig}")
+
+
+def down(layout: Layout) -> None:
+    """Back to the machine before `up`: also after a crash, also when nothing runs."""
+    host.check_root()
+    with _only_one(layout), step("Taking the cluster down"):
+        daemons.stop(layout, "buildkitd")
+        node.stop(layout)
+        control_plane.stop(layout)
+        leftovers.clear(layout)
+        host.restore(layout)
+        leftovers.wipe(layout)
+        LOCK.write_text("")
+
+
+def status(layout: Layout) -> bool:
+    """Print what runs; whether that is a working cluster."""
+    for name in (*_ALL, "buildkitd"):
+        identity = daemons.running(layout, name)
+        say(f"{name:24} {f'pid {identity.pid}' if identity else 'not running'}")
+    ready = node.ready(layout)
+    say(f"{'node':24} {'Ready' if ready else 'not Ready'}")
+    return ready
+
+
+def is_up(layout: Layout) -> bool:
+    """Whether there is nothing for `up` to do."""
+    running = all(daemons.running(layout, name) for name in _ALL)
+    return running and node.ready(layout) and node.resolves(layout)
+
+
+def require_up(layout: Layout) -> None:
+    if not is_up(layout):
+        raise ClusterError("the cluster is not up: run hack/cluster/up first.")
+
+
+def _clear_after_reboot(layout: Layout) -> None:
+    """When no runtime of ours is alive, pods of an earlier run are remains, not pods."""
+    if daemons.running(layout, "containerd") is None:
+        daemons.stop(layout, "kubelet")
+        leftovers.clear(layout)
+
+
+@contextmanager
+def _only_one(layout: Layout) -> Iterator[None]:
+    """One `up` or `down` at a time; one cluster a machine, because bridges and addresses are fixed."""
+    LOCK.touch()
+    with LOCK.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("==> Another hack/cluster command is at work; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        owner = LOCK.read_text().strip()
+        if owner not in ("", str(layout.state)):
+            raise ClusterError(
+                f"a cluster in {owner} is up: use it, or take it down with "
+                f"SPECDECODE_CLUSTER_DIR={owner} hack/cluster/down"
+            )
+        yield

@@ -1,0 +1,108 @@
+"""Versions, addresses and paths of the local cluster; every other module takes a `Layout`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+KUBERNETES_VERSION = "1.36.3"
+KUBERNETES_GO = "go1.26"  # the minor version that the release is built with; newer ones serve a broken openapi
+BUILDKIT_VERSION = "0.30.0"
+COREDNS_VERSION = "1.15.0"
+PAUSE_VERSION = "1"
+DEBIAN_SUITE = "bookworm"
+
+NODE_NAME = "specdecode-node"
+NODE_BRIDGE = "sdnode0"  # carries the node's own address: nothing listens on the machine's outside one
+NODE_ADDRESS = "10.66.0.1"
+NODE_NETWORK = "10.66.0.0/24"
+POD_BRIDGE = "sdpod0"
+POD_NETWORK = "10.244.0.0/24"
+SERVICE_NETWORK = "10.96.0.0/16"
+SERVICE_OF_API = "10.96.0.1"
+SERVICE_OF_DNS = "10.96.0.10"
+CNI_NETWORK = "specdecode"
+API_URL = f"https://{NODE_ADDRESS}:6443"
+ETCD_URL = "http://127.0.0.1:12379"
+ETCD_PEER_URL = "http://127.0.0.1:12380"
+
+PAUSE_IMAGE = f"localhost/specdecode-pause:{PAUSE_VERSION}"
+COREDNS_IMAGE = f"localhost/specdecode-coredns:{COREDNS_VERSION}"
+DEBIAN_IMAGE = f"docker.io/library/debian:{DEBIAN_SUITE}-slim"
+
+HERE = Path(__file__).resolve().parent.parent  # hack/cluster
+REPOSITORY = HERE.parent.parent
+LOCK = Path("/run/lock/specdecode-cluster.lock")  # one cluster a machine, whatever its state folder
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where this cluster keeps what: `state` goes with `down`, `cache` stays."""
+
+    state: Path
+    cache: Path
+
+    @classmethod
+    def from_environment(cls) -> Layout:
+        state = os.environ.get("SPECDECODE_CLUSTER_DIR", "/var/lib/specdecode/cluster")
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return cls(Path(state).resolve(), Path(cache).resolve() / "specdecode")
+
+    @property
+    def kubernetes(self) -> Path:
+        return self.cache / f"kubernetes-{KUBERNETES_VERSION}"
+
+    @property
+    def buildkit(self) -> Path:
+        return self.cache / f"buildkit-{BUILDKIT_VERSION}"
+
+    @property
+    def coredns(self) -> Path:
+        return self.cache / f"coredns-{COREDNS_VERSION}"
+
+    @property
+    def pause(self) -> Path:
+        return self.cache / f"pause-{PAUSE_VERSION}"
+
+    @property
+    def debian(self) -> Path:
+        return self.cache / f"debian-{DEBIAN_SUITE}"
+
+    @property
+    def kubectl(self) -> Path:
+        return self.kubernetes / "kubectl"
+
+    @property
+    def pki(self) -> Path:
+        return self.state / "pki"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's; the daemons' own stand beside it."""
+        return self.state / "kubeconfig" / "admin.conf"
+
+    @property
+    def config(self) -> Path:
+        return self.state / "config"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "log"
+
+    @property
+    def pids(self) -> Path:
+        return self.state / "pid"
+
+    @property
+    def host_before(self) -> Path:
+        """What the machine looked like before us; `down` puts it back and removes the file."""
+        return self.state / "host-before.json"
+
+    @property
+    def containerd_socket(self) -> Path:
+        return self.state / "containerd" / "containerd.sock"
+
+    @property
+    def buildkit_socket(self) -> Path:
+        return self.state / "buildkit" / "buildkitd.sock"

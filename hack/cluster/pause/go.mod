@@ -1,0 +1,3 @@
+module specdecode/pause
+
+go 1.26

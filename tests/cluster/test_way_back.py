@@ -1,0 +1,158 @@
+"""hack/cluster leaves alone what is not its own: processes, packet filter rules, folders. No cluster needed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+from localcluster import daemons, firewall, lifecycle, snapshot, templates
+from localcluster.errors import ClusterError, DaemonDied
+from localcluster.settings import HERE, Layout
+
+_SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+_SAVED = """\
+*nat
+:PREROUTING ACCEPT [5:300]
+:POSTROUTING ACCEPT [5:300]
+:DOCKER - [0:0]
+:KUBE-SERVICES - [0:0]
+:KUBE-POSTROUTING - [0:0]
+:CNI-0123 - [0:0]
+-A PREROUTING -m addrtype --dst-type LOCAL -j DOCKER
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A POSTROUTING -s 10.244.0.7/32 -m comment --comment "name: \\"specdecode\\"" -j CNI-0123
+-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE
+-A DOCKER -i docker0 -j RETURN
+-A KUBE-SERVICES -d 10.96.0.10/32 -j KUBE-POSTROUTING
+-A CNI-0123 -d 10.244.0.0/24 -j ACCEPT
+COMMIT
+*filter
+:INPUT ACCEPT [0:0]
+-A INPUT -p tcp --dport 22 -j ACCEPT
+COMMIT
+"""
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is not ours."""
+    with subprocess.Popen(_SLEEP) as process:
+        yield process
+        process.kill()
+
+
+def test_only_our_rules_are_removed_from_a_shared_table() -> None:
+    script = firewall.removal_script(_SAVED).splitlines()
+    assert script == [
+        "*nat",
+        '-D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES',
+        '-D POSTROUTING -s 10.244.0.7/32 -m comment --comment "name: \\"specdecode\\"" -j CNI-0123',
+        "-F KUBE-SERVICES",
+        "-F KUBE-POSTROUTING",
+        "-F CNI-0123",
+        "-X KUBE-SERVICES",
+        "-X KUBE-POSTROUTING",
+        "-X CNI-0123",
+        "COMMIT",
+    ]
+
+
+def test_a_clean_packet_filter_needs_no_script() -> None:
+    assert firewall.removal_script("*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n") == ""
+
+
+def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
+    daemons.start(layout, "sleeper", _SLEEP)
+    first = daemons.running(layout, "sleeper")
+    daemons.start(layout, "sleeper", _SLEEP)
+    assert first is not None
+    assert daemons.running(layout, "sleeper") == first
+    daemons.stop(layout, "sleeper")
+    assert daemons.identify(first.pid) != first
+
+
+def test_a_reused_pid_is_never_signalled(layout: Layout, stranger: subprocess.Popen[bytes]) -> None:
+    """The pid file names a pid that another process has got since."""
+    identity = daemons.identify(stranger.pid)
+    assert identity is not None
+    layout.pids.mkdir(parents=True)
+    earlier = replace(identity, started_ticks=identity.started_ticks - 1)
+    (layout.pids / "etcd.json").write_text(json.dumps(asdict(earlier)))
+    assert daemons.running(layout, "etcd") is None
+    daemons.stop(layout, "etcd")
+    assert stranger.poll() is None
+
+
+def test_a_pid_of_an_earlier_boot_is_never_signalled(layout: Layout, stranger: subprocess.Popen[bytes]) -> None:
+    identity = daemons.identify(stranger.pid)
+    assert identity is not None
+    layout.pids.mkdir(parents=True)
+    (layout.pids / "etcd.json").write_text(json.dumps(asdict(replace(identity, boot="another"))))
+    daemons.stop(layout, "etcd")
+    assert stranger.poll() is None
+
+
+def test_a_torn_pid_file_is_no_daemon(layout: Layout) -> None:
+    layout.pids.mkdir(parents=True)
+    (layout.pids / "etcd.json").write_text('{"pid": 1')
+    assert daemons.running(layout, "etcd") is None
+
+
+def test_a_dead_daemon_is_reported_with_its_log(layout: Layout) -> None:
+    words = [sys.executable, "-c", "print('no space left on device')"]
+    daemons.start(layout, "etcd", words)
+    while daemons.running(layout, "etcd"):
+        pass
+    with pytest.raises(DaemonDied, match="no space left on device"):
+        daemons.check_alive(layout, "etcd")
+
+
+def test_a_stubborn_daemon_is_killed(layout: Layout) -> None:
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    daemons.start(layout, "deaf", [sys.executable, "-c", program])
+    identity = daemons.running(layout, "deaf")
+    assert identity is not None
+    while "deaf" not in (layout.logs / "deaf.log").read_text():
+        pass
+    daemons.stop(layout, "deaf", grace_s=0.2)
+    assert daemons.identify(identity.pid) != identity
+
+
+def test_a_second_cluster_is_refused(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    lock = tmp_path_factory.mktemp("lock") / "lock"
+    lock.write_text("/somewhere/else")
+    monkeypatch.setattr(lifecycle, "LOCK", lock)
+    monkeypatch.setattr(lifecycle.host, "check_root", lambda: None)
+    with pytest.raises(ClusterError, match="SPECDECODE_CLUSTER_DIR=/somewhere/else hack/cluster/down"):
+        lifecycle.up(layout)
+    with pytest.raises(ClusterError, match="/somewhere/else"):
+        lifecycle.down(layout)
+
+
+def test_every_template_has_its_values(layout: Layout) -> None:
+    for file in (path for path in (HERE / "config").rglob("*") if path.is_file()):
+        name = str(file.relative_to(HERE / "config"))
+        assert "$" not in templates.text(layout, name, forward="")
+
+
+def test_a_leftover_is_found(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A process that names the state folder, as a shim does, appears after the first look."""
+    monkeypatch.setattr(snapshot, "FILE", tmp_path_factory.mktemp("snapshot") / "before.json")
+    snapshot.save(layout)
+    with subprocess.Popen([*_SLEEP, str(layout.state)]) as forgotten:
+        found = [line for line in snapshot.differences(layout) if "process" in line]
+        forgotten.send_signal(signal.SIGKILL)
+    assert len(found) == 1
+    assert str(layout.state) in found[0]

@@ -1,0 +1,33 @@
+"""Fixtures that every suite may use. A suite that needs a cluster asks for `cluster` or `namespace`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests import `kube` from there
+
+from kube import Cluster, connect
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """The cluster to test on. `make test` always has one; without it, tests by hand are skipped, loudly."""
+    found = connect()
+    if found is None:
+        message = "no cluster answers: run hack/cluster/up and hack/cluster/images first"
+        if os.environ.get("SPECDECODE_REQUIRE_CLUSTER"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+@pytest.fixture(scope="session")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace for this run alone: whatever else lives on the cluster is not touched."""
+    with cluster.namespace("test") as name:
+        yield name

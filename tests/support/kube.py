@@ -1,0 +1,127 @@
+"""kubectl for tests: which cluster, how to call it, how to wait. Fixtures around it stand in tests/conftest.py.
+
+The cluster is the one that `make test` has chosen: KUBECONFIG and CLUSTER from the environment, else the local one of
+hack/cluster when it is up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
+Manifest = dict[str, Any]
+
+
+class KubectlError(Exception):
+    """kubectl exited non-zero; the message is what it said on standard error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that answers, and the names of the images that were built for it."""
+
+    program: str
+    kubeconfig: str | None
+    local: bool
+    operator_image: str
+    worker_image: str
+
+    def kubectl(
+        self, *words: str, namespace: str | None = None, stdin: str | None = None, timeout_s: float = 150
+    ) -> str:
+        """Standard output of kubectl; raises KubectlError."""
+        command = [self.program, *(["--namespace", namespace] if namespace else []), *words]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self.environment
+        )
+        if done.returncode != 0:
+            raise KubectlError(done.stderr.strip())
+        return done.stdout
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """For programs that find the cluster themselves: helm, kubectl's plugins."""
+        return {**os.environ, **({"KUBECONFIG": self.kubeconfig} if self.kubeconfig else {})}
+
+    def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest:
+        found: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
+        return found
+
+    def list(self, kind: str, selector: str = "", namespace: str | None = None) -> Sequence[Manifest]:
+        words = ["get", kind, "-o", "json", *(["--selector", selector] if selector else [])]
+        items: list[Manifest] = json.loads(self.kubectl(*words, namespace=namespace))["items"]
+        return items
+
+    def apply(self, *manifests: Manifest, namespace: str | None = None, server_side: bool = False) -> None:
+        flags = ["--server-side"] if server_side else []
+        document = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
+        self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)
+
+    @contextmanager
+    def namespace(self, purpose: str) -> Iterator[str]:
+        """A namespace of its own that is gone, with all in it, when the block ends."""
+        name = f"specdecode-{purpose}-{uuid.uuid4().hex[:6]}"
+        self.kubectl("create", "namespace", name)
+        try:
+            yield name
+        finally:
+            self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=110s")
+
+
+def connect() -> Cluster | None:
+    """The cluster to test on; None when none answers."""
+    local = os.environ.get("CLUSTER", "local") == "local"
+    program, kubeconfig = _local_client() if local else (shutil.which("kubectl"), os.environ.get("KUBECONFIG"))
+    if program is None:
+        return None
+    prefix = os.environ.get("IMAGE_PREFIX") or "localhost"
+    images = [
+        os.environ.get(f"SPECDECODE_{part.upper()}_IMAGE") or f"{prefix}/specdecode-{part}:dev"
+        for part in ("operator", "worker")
+    ]
+    cluster = Cluster(program, kubeconfig, local, *images)
+    try:
+        cluster.kubectl("get", "--raw", "/readyz", timeout_s=10)
+    except (KubectlError, subprocess.TimeoutExpired):
+        return None
+    return cluster
+
+
+def _local_client() -> tuple[str | None, str | None]:
+    """kubectl and kubeconfig of hack/cluster, when they exist."""
+    kubeconfig = subprocess.run(
+        [ROOT / "hack/cluster/kubeconfig"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    program = str(ROOT / "hack/cluster/kubectl")
+    return (program, kubeconfig) if Path(kubeconfig).exists() else (None, None)
+
+
+def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.5) -> T:
+    """The first truthy answer of `condition`; AssertionErrors and KubectlErrors in it only mean: not yet.
+
+    Fails with the last answer or error, so that a timeout tells what was seen instead.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        seen: object
+        try:
+            answer = condition()
+            if answer:
+                return answer
+            seen = answer
+        except (AssertionError, KubectlError, OSError) as error:
+            seen = error
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not after {timeout_s:.0f} s; last seen: {seen!r}")
+        time.sleep(every_s)
