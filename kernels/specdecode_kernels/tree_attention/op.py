@@ -1,0 +1,178 @@
+"""Tree attention over keys that all stand in the paged cache: the path that the engine takes.
+
+The prefix and the tree's own keys are one run of slots behind each other, so one masked attention over that run is
+the two passes of the reference merged. What is the same in every layer (which slots, which keys are visible) is made
+once per pass by `prepare`; `attend` is then one gather and one attention a layer. A sequence whose blocks lie behind
+each other is read in place.
+
+Suffixes as in reference.py; L keys of a sequence, G query heads per key-value head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_kernels.tree_attention.reference import CAUSAL
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One sequence, read in place: its queries, the cache rows of its keys, and the mask over [G * Q, L] if any."""
+
+    queries: slice
+    rows: slice
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """All sequences, padded to the most queries and keys: indices into queries and cache rows, mask, way back."""
+
+    query_BQ: Tensor
+    row_BL: Tensor
+    mask_B1QL: Tensor
+    back_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `attend` needs of a pass, for every layer: `runs`, or `gathered` when some sequence is scattered."""
+
+    runs: tuple[Run, ...]
+    gathered: Gathered | None
+
+
+def prepare(
+    *,
+    blocks: Sequence[Sequence[int]],
+    block_table_BM: Tensor,
+    block_size: int,
+    query_counts: Sequence[int],
+    key_bounds: Sequence[int],
+    prefix_len_B: Tensor,
+    ancestors_T: Tensor,
+    key_starts: Sequence[int],
+    dense: bool,
+    groups: int,
+    dtype: torch.dtype,
+) -> Prepared:
+    """``blocks``, ``key_bounds`` and ``key_starts`` are the host's view: which blocks each sequence owns, how many
+    keys it has at most, and how many of the oldest are hidden; ``prefix_len_B`` is the device's. ``dense`` is the
+    host's word that the bounds are exact and every query sees every key from its start. ``groups`` is H / K.
+
+    Query t of a sequence sees its prefix and, behind it, the rows named by ``ancestors``; CAUSAL sees the rows up to
+    its own. Every query must see at least one key.
+    """
+    in_place = block_table_BM.device.type == "cpu" and all(map(_in_place, blocks))
+    visible_TL = None
+    if not (dense and (in_place or len(blocks) == 1)):
+        visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
+    if not in_place:
+        return Prepared((), _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype))
+    runs = []
+    end = 0
+    for owned, count, first, bound in zip(blocks, query_counts, key_starts, key_bounds, strict=True):
+        start, end, row = end, end + count, owned[0] * block_size
+        mask = None
+        if visible_TL is not None:
+            mask = _additive(visible_TL[start:end, first:bound], dtype).repeat(groups, 1)
+        runs.append(Run(slice(start, end), slice(row + first, row + bound), mask))
+    return Prepared(tuple(runs), None)
+
+
+def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
+    """Attended values [T, H, D]; this pass's keys and values have been written to the cache before."""
+    k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
+    if prepared.gathered is not None:
+        return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
+    parts = [_attend_run(q_THD[run.queries], k_RKD[run.rows], v_RKD[run.rows], run.mask) for run in prepared.runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None) -> Tensor:
+    """The query heads of one key-value head become its rows, so that no key is repeated."""
+    queries, heads, size = q_QHD.shape
+    kv = k_LKD.shape[1]
+    if queries == 1:
+        q = q_QHD.view(1, kv, heads // kv, size)
+    else:
+        q = q_QHD.view(queries, kv, heads // kv, size).permute(1, 2, 0, 3).reshape(1, kv, -1, size)
+    out = F.scaled_dot_product_attention(q, k_LKD.transpose(0, 1)[None], v_LKD.transpose(0, 1)[None], attn_mask=mask)
+    if queries == 1:
+        return out.reshape(1, heads, size)
+    return out.view(kv, heads // kv, queries, size).permute(2, 0, 1, 3).reshape(queries, heads, size)
+
+
+def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered) -> Tensor:
+    batch, keys = plan.row_BL.shape
+    groups = q_THD.shape[1] // k_RKD.shape[1]
+    k, v = (
+        rows.index_select(0, plan.row_BL.flatten()).view(batch, keys, *rows.shape[1:]).transpose(1, 2)
+        for rows in (k_RKD, v_RKD)
+    )
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    q_BHQD = q_THD[plan.query_BQ].transpose(1, 2)
+    out = F.scaled_dot_product_attention(q_BHQD, k, v, attn_mask=plan.mask_B1QL)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.back_T)
+
+
+def _visible(
+    query_counts: Sequence[int], keys: int, prefix_len_B: Tensor, ancestors_T: Tensor, key_starts: Sequence[int]
+) -> Tensor:
+    """[T, L] bool: which keys each query sees."""
+    device = ancestors_T.device
+    counts_B = torch.tensor(query_counts, device=device)
+    sequence_T = torch.repeat_interleave(counts_B, output_size=len(ancestors_T))
+    own_row_T = torch.arange(len(ancestors_T), device=device) - (counts_B.cumsum(0) - counts_B)[sequence_T]
+    key_L = torch.arange(keys, device=device)
+    behind_TL = key_L - prefix_len_B[sequence_T, None]
+    in_tree = (ancestors_T[:, None] >> behind_TL.clamp(0, 63)) & 1 == 1
+    causal = behind_TL <= own_row_T[:, None]
+    own_rows = torch.where((ancestors_T == CAUSAL)[:, None], causal, in_tree & (behind_TL < 64))
+    visible = (behind_TL < 0) | own_rows
+    if any(key_starts):
+        visible &= key_L >= torch.tensor(key_starts, device=device)[sequence_T, None]
+    return visible
+
+
+def _in_place(blocks: Sequence[int]) -> bool:
+    """Whether the blocks of a sequence lie behind each other in the cache."""
+    return blocks[-1] - blocks[0] == len(blocks) - 1 and all(b > a for a, b in pairwise(blocks))
+
+
+def _gathered(
+    block_table_BM: Tensor,
+    block_size: int,
+    query_counts: Sequence[int],
+    keys: int,
+    visible_TL: Tensor | None,
+    dtype: torch.dtype,
+) -> Gathered:
+    device = block_table_BM.device
+    most = max(query_counts)
+    starts = [sum(query_counts[:b]) for b in range(len(query_counts))]
+    query = [
+        [start + min(i, count - 1) for i in range(most)] for start, count in zip(starts, query_counts, strict=True)
+    ]
+    back = [b * most + i for b, count in enumerate(query_counts) for i in range(count)]
+    query_BQ = torch.tensor(query, device=device)
+    key_L = torch.arange(keys, device=device)
+    row_BL = block_table_BM[:, key_L // block_size] * block_size + key_L % block_size
+    if visible_TL is None:
+        mask = torch.zeros(1, 1, 1, keys, dtype=dtype, device=device)
+    else:
+        # A padding query repeats its sequence's last one, so that it sees something and yields no NaN.
+        mask = _additive(visible_TL[query_BQ][:, None], dtype)
+    return Gathered(query_BQ, row_BL, mask, torch.tensor(back, device=device))
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
