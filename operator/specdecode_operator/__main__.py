@@ -1,0 +1,52 @@
+"""``specdecode-operator run``: reads the settings and runs kopf with our handlers until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+import kopf
+
+from specdecode_operator.errors import SettingsError
+from specdecode_operator.handlers import kopf_settings, register
+from specdecode_operator.settings import Settings, read_settings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 after a stop, 2 for wrong settings."""
+    parser = argparse.ArgumentParser("specdecode-operator", description="Keeps SpecDecodeDeployments as they should be")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="serve the cluster of the pod's service account, or of the current kubeconfig")
+    parser.parse_args(argv)
+    try:
+        settings = read_settings(os.environ)
+    except SettingsError as error:
+        print(f"specdecode-operator: {error}", file=sys.stderr)
+        return 2
+    run(settings)
+    return 0
+
+
+def run(settings: Settings) -> None:
+    """Blocks until SIGINT or SIGTERM."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
+    )
+    for chatty in ("httpx", "kopf.objects", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    kopf.run(
+        registry=register(settings),
+        settings=kopf_settings(),
+        standalone=True,
+        # Given, because kopf would look the user up in /etc/passwd, and a container's uid need not be there.
+        identity=os.environ.get("HOSTNAME", "specdecode-operator"),
+        clusterwide=not settings.watch_namespaces,
+        namespaces=settings.watch_namespaces,
+        liveness_endpoint=f"http://{settings.listen_address}:{settings.port_health}/healthz",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

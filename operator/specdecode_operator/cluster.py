@@ -1,0 +1,215 @@
+"""The Kubernetes API: the only module that speaks to it (beside kopf's own watch in handlers.py).
+
+Requests go through the asyncio dynamic client by path: our kinds are few and fixed, so nothing is discovered and
+an API server that is away at start does no harm. Foreign errors become ClusterError here, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio.dynamic import DynamicClient
+
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
+
+FIELD_MANAGER = "specdecode"
+REAPPLY_SECONDS = 60.0
+"""An unchanged child is applied again after this long, which mends what somebody else did to it."""
+
+log = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    """A kind of object and its path."""
+
+    api_version: str
+    kind: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        root = "api" if "/" not in self.api_version else "apis"
+        parts = [root, self.api_version, *(["namespaces", namespace] if namespace else []), self.plural]
+        return "/" + "/".join([*parts, *([name] if name else []), *([subresource] if subresource else [])])
+
+
+DEPLOYMENTS = Kind(f"{GROUP}/{VERSION}", KIND, PLURAL)
+WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
+PODS = Kind("v1", "Pod", "pods")
+SERVICES = Kind("v1", "Service", "services")
+CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
+SECRETS = Kind("v1", "Secret", "secrets")
+EVENTS = Kind("v1", "Event", "events")
+BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+
+APPLIED = {kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS)}
+"""Kinds that are applied from manifests."""
+
+
+PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
+    (GROUP, "specdecodedeployments"): frozenset({"get", "list", "watch"}),
+    (GROUP, "specdecodedeployments/status"): frozenset({"patch"}),
+    ("apps", "deployments"): frozenset({"get", "list", "watch", "create", "patch"}),
+    ("", "pods"): frozenset({"list", "watch"}),
+    ("", "services"): frozenset({"create", "patch"}),
+    ("", "configmaps"): frozenset({"get", "create", "patch"}),
+    ("", "secrets"): frozenset({"get", "create"}),
+    ("", "events"): frozenset({"create"}),
+    ("policy", "poddisruptionbudgets"): frozenset({"create", "patch"}),
+}
+"""All that the operator may do, kopf's watch of our kind included: the chart's Role is compared with this."""
+
+
+class Cluster:
+    """One connection to one API server."""
+
+    def __init__(self, api: ApiClient, *, timeout_seconds: float = 10) -> None:
+        self._api = api
+        self._client = DynamicClient(api)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        self._applied: dict[tuple[str, str, str], tuple[str, float]] = {}
+
+    @classmethod
+    async def connect(cls, kubeconfig: str | None = None) -> Cluster:
+        """With the pod's service account, else with ``kubeconfig`` (default: the user's own)."""
+        configuration = Configuration()
+        try:
+            config.load_incluster_config(configuration)
+        except config.ConfigException:
+            await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+        return cls(ApiClient(configuration))
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+        """The object, or None when there is none."""
+        try:
+            return await self._request("get", kind.path(namespace, name))
+        except NotFound:
+            return None
+
+    async def list(self, kind: Kind, namespace: str | None, *, labels: str) -> dict[str, Any]:
+        """The List, with its resource version. ``namespace`` None lists all namespaces."""
+        return await self._request("get", kind.path(namespace), label_selector=labels)
+
+    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises Conflict when the name is taken."""
+        namespace = manifest["metadata"]["namespace"]
+        return await self._request("post", kind.path(namespace), body=dict(manifest), field_manager=FIELD_MANAGER)
+
+    async def apply(self, manifest: Mapping[str, Any]) -> None:
+        """Server-side apply; skipped while the same text was applied less than a minute ago."""
+        kind = APPLIED[manifest["kind"]]
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        before, when = self._applied.get((kind.kind, namespace, name), ("", 0.0))
+        if before == digest and time.monotonic() - when < REAPPLY_SECONDS:
+            return
+        await self._apply(kind.path(namespace, name), manifest)
+        self._applied[kind.kind, namespace, name] = digest, time.monotonic()
+
+    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Writes the whole status; fields that were ours and are missing now go."""
+        body = {
+            "apiVersion": DEPLOYMENTS.api_version,
+            "kind": KIND,
+            "metadata": {"name": name, "namespace": namespace},
+            "status": dict(status),
+        }
+        await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Applies a child again at the next look, whatever was applied last: it is gone."""
+        for known in [key for key in self._applied if key[1:] == (namespace, name)]:
+            del self._applied[known]
+
+    async def watch(
+        self, kind: Kind, namespace: str | None, *, labels: str, version: str
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """(type, object) from ``version`` on, until the server ends the stream. Raises ClusterError."""
+        params = {"label_selector": labels, "resource_version": version, "watch": "true", "timeout_seconds": 300}
+        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=330)
+        response = await self._raw("get", kind.path(namespace), timeout=timeout, **params)
+        try:
+            async for line in _lines(response):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise Unavailable(str(event["object"].get("message", event["object"])))
+                yield event["type"], event["object"]
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise Unavailable(f"the watch of {kind.plural} ended: {error!r}") from error
+        finally:
+            response.close()
+
+    async def _apply(self, path: str, body: Mapping[str, Any]) -> None:
+        await self._request(
+            "patch",
+            path,
+            body=dict(body),
+            content_type="application/apply-patch+yaml",
+            field_manager=FIELD_MANAGER,
+            force_conflicts=True,
+        )
+
+    async def _request(self, method: str, path: str, **params: Any) -> dict[str, Any]:
+        response = await self._raw(method, path, timeout=self._timeout, **params)
+        try:
+            found: dict[str, Any] = await response.json()
+            return found
+        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+            raise Unavailable(f"{method} {path}: {error!r}") from error
+
+    async def _raw(self, method: str, path: str, *, timeout: aiohttp.ClientTimeout, **params: Any) -> Any:
+        try:
+            # Lists of its own for every call: the client's defaults are shared between calls and would grow.
+            return await self._client.request(
+                method,
+                path,
+                serialize=False,
+                query_params=[],
+                header_params={},
+                _request_timeout=timeout,
+                **params,
+            )
+        except ApiException as error:
+            raise translated(error, f"{method} {path}") from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Unavailable(f"{method} {path}: {error!r}") from error
+
+
+def translated(error: ApiException, what: str) -> ClusterError:
+    """The ClusterError for an answer of the API server, with the server's own sentence."""
+    message = f"{what}: {_sentence(error)}"
+    if error.status == 404:
+        return NotFound(message)
+    if error.status == 409:
+        return Conflict(message)
+    if error.status in (400, 403, 405, 413, 415, 422):
+        return Refused(message)
+    return Unavailable(message)
+
+
+def _sentence(error: ApiException) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return f"{error.status} {error.reason}"
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Lines of any length: aiohttp's own readline gives up on objects beyond its buffer."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line

@@ -1,0 +1,117 @@
+"""The tree of conditions, each as a pure verdict; status.py puts them together. Reasons are one word each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from specdecode_operator.api.v1alpha1 import ConditionType
+from specdecode_operator.records import Decision, Deployment, Observed, Outcome
+
+
+class Verdict(NamedTuple):
+    """What one condition says now."""
+
+    type: ConditionType
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
+    bad: bool = False
+    """Worth the REASON column."""
+
+
+def verdicts(deployment: Deployment, observed: Observed, decision: Decision, outcome: Outcome) -> tuple[Verdict, ...]:
+    """All conditions whose feature is in use, the gravest first."""
+    found = [reconciled(deployment, outcome), ready(observed, decision), progressing(observed)]
+    speculation = deployment.spec.speculation
+    if speculation.method != "none":
+        found.append(draft_compatible(observed))
+    if speculation.method != "none" and speculation.mode != "Off":
+        found.append(speculation_effective(deployment, decision))
+    if decision.wanted is not None:
+        found.append(scaling_limited(deployment, decision.wanted))
+    return tuple(found)
+
+
+def reconciled(deployment: Deployment, outcome: Outcome) -> Verdict:
+    kind = ConditionType.reconciled
+    if deployment.paused:
+        return Verdict(kind, "Unknown", "Paused", "the annotation specdecode.io/paused is set; only status is written")
+    if outcome.problems:
+        return Verdict(kind, "False", "ApplyRefused", "; ".join(outcome.problems), True)
+    return Verdict(kind, "True", "Applied", "all children are as they should be")
+
+
+def ready(observed: Observed, decision: Decision) -> Verdict:
+    kind = ConditionType.ready
+    workload = observed.workload
+    if workload and workload.available > 0:
+        return Verdict(kind, "True", "WorkerAvailable", "at least one worker answers")
+    if decision.replicas == 0:
+        return Verdict(kind, "False", "ScaledToZero", "no workers are wanted", True)
+    trouble = next(_troubles(observed), None)
+    if trouble:
+        return Verdict(kind, "False", "WorkerFailing", trouble, True)
+    return Verdict(kind, "False", "WorkersStarting", "no worker is available yet", True)
+
+
+def progressing(observed: Observed) -> Verdict:
+    """True while a rollout or scaling is under way; a stalled one says why."""
+    kind = ConditionType.progressing
+    workload = observed.workload
+    if workload is None:
+        return Verdict(kind, "True", "Creating", "the workload is being made")
+    if workload.settled:
+        return Verdict(kind, "False", "Complete", "all workers run the present template")
+    trouble = next(_troubles(observed), None) or workload.stalled
+    counts = f"{workload.updated} of {workload.wanted} workers are up to date, {workload.available} available"
+    if trouble:
+        return Verdict(kind, "True", "Stalled", f"{counts}; {trouble}", True)
+    return Verdict(kind, "True", "RollingOut", counts)
+
+
+def draft_compatible(observed: Observed) -> Verdict:
+    """A draft that does not fit never takes the endpoint down: the workers serve plainly."""
+    kind = ConditionType.draft_compatible
+    reports = observed.reports
+    problem = next((report.draft.problem for report in reports if report.draft.problem), None)
+    if problem:
+        return Verdict(kind, "False", "DraftRefused", f"{problem}; the target serves plainly", True)
+    if any(report.draft.hash for report in reports):
+        return Verdict(kind, "True", "DraftLoaded", "the draft fits its target")
+    return Verdict(kind, "Unknown", "NotLoadedYet", next(_report_problems(observed), "no worker has reported yet"))
+
+
+def speculation_effective(deployment: Deployment, decision: Decision) -> Verdict:
+    """Quality, outside Ready. Says what was measured last."""
+    kind = ConditionType.speculation_effective
+    known = deployment.status.speculation
+    now = decision.figures.speed.speedup if decision.figures and decision.figures.speed else None
+    speedup = now if now is not None else (known.speedup if known else None)
+    if decision.depth == 0:
+        return Verdict(kind, "False", "PlainIsFaster", "plain decoding runs at the present load")
+    if speedup is None:
+        return Verdict(kind, "Unknown", "NotMeasured", "too few drafts, or no plain steps to compare with")
+    # Rounded as in status, so that the message changes only when the figure does.
+    speedup = round(round(speedup / 0.05) * 0.05, 2)
+    if speedup >= 1:
+        return Verdict(kind, "True", "Faster", f"{speedup:.2f} times plain decoding")
+    return Verdict(kind, "False", "Slower", f"{speedup:.2f} times plain decoding")
+
+
+def scaling_limited(deployment: Deployment, wanted: int) -> Verdict:
+    kind = ConditionType.scaling_limited
+    scaling = deployment.spec.scaling
+    assert scaling is not None, "replicas are wanted by demand only under spec.scaling"
+    if wanted > scaling.max_replicas:
+        message = f"demand asks for {wanted} workers, maxReplicas is {scaling.max_replicas}"
+        return Verdict(kind, "True", "AtMaximum", message, True)
+    return Verdict(kind, "False", "WithinBounds", "the bounds do not stand in the way of demand")
+
+
+def _troubles(observed: Observed) -> Iterator[str]:
+    return (f"pod {worker.name}: {worker.trouble}" for worker in observed.workers if worker.trouble)
+
+
+def _report_problems(observed: Observed) -> Iterator[str]:
+    return (f"pod {worker.name}: {worker.report_problem}" for worker in observed.workers if worker.report_problem)

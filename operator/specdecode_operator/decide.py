@@ -1,0 +1,298 @@
+"""What should be so: plan, replicas, pod template and children, from what was observed and remembered. Pure.
+
+The only place where planning, scaling and manifests meet; it gives every number a single owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from specdecode_operator import manifests, planning, scaling
+from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.measurements import Delta, difference, fleet, over
+from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, TemplateMemory
+from specdecode_operator.planning import Chosen
+from specdecode_operator.planning.loads import bucket_text
+from specdecode_operator.planning.rows import Change
+from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
+from specdecode_worker.contract import Buckets, Plan, Report
+
+LEAST_READING_SECONDS = 2.0
+"""Readings closer together than this wait for the next: events cause looks at any time."""
+PUBLISH_SECONDS = 30.0
+HISTORY = 10
+
+
+def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, now: float) -> tuple[Decision, Memory]:
+    """Raises SpecError when the spec asks for what cannot be."""
+    spec = deployment.spec
+    found = planning.buckets(spec.workers.max_num_seqs)
+    memory, delta = _read(observed, found, now)
+    kept = memory.kept.model_copy(update={"uid": deployment.uid})
+    kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
+    kept, plan, changes, recommended = _plan(deployment, observed, kept, found, now)
+    scaled, kept = _scale(deployment, observed, kept, memory, delta, now)
+    template = _template(deployment, observed, kept, defaults)
+    kept = kept.model_copy(update={"template": template})
+    replicas = scaled.replicas if scaled else spec.replicas
+    memory = replace(memory, kept=kept)
+    figures, memory = _published(deployment, observed, memory, plan, found, now)
+    decision = Decision(
+        plan=plan,
+        replicas=replicas,
+        image=template.image,
+        url=manifests.service_url(deployment.namespace, deployment.name),
+        selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
+        children=_children(deployment, plan, template, replicas),
+        pushes=_pushes(observed, plan, deployment.uid),
+        changes=changes,
+        recommended=recommended,
+        depth=_depth_in_use(deployment, observed, kept, plan, found),
+        task_depths=_task_depths(deployment, plan, kept, found),
+        figures=figures,
+        wanted=scaled.wanted if scaled else None,
+        urgent=_is_decision(observed.memory.kept, kept),
+    )
+    return decision, memory
+
+
+# --- what the workers did -----------------------------------------------------------------------------------------
+
+
+def _read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, Delta | None]:
+    """Moves the baselines and the window; the delta is None when no worker has a new reading."""
+    memory = observed.memory
+    baselines: dict[str, Report] = {}
+    deltas: list[Delta] = []
+    for worker in observed.workers:
+        before = memory.baselines.get(worker.uid)
+        baseline, delta = _one(before, worker.report, found, now)
+        if baseline is not None:
+            baselines[worker.uid] = baseline
+        if delta is not None:
+            deltas.append(delta)
+    total = fleet(deltas, at=now, draft=_draft(observed, memory.kept)) if deltas else None
+    window = (*memory.window, *([total] if total else []))
+    recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)
+    return replace(memory, baselines=baselines, window=recent), total
+
+
+def _one(before: Report | None, after: Report | None, found: Buckets, now: float) -> tuple[Report | None, Delta | None]:
+    """The next baseline of one worker, and what it did since the last."""
+    if after is None or before is None:
+        return after or before, None
+    if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < LEAST_READING_SECONDS:
+        return before, None
+    return after, difference(before, after, at=now, buckets=found)
+
+
+def _draft(observed: Observed, kept: Kept) -> str:
+    """Hash of the draft that most workers run; the remembered one while none says."""
+    hashes = [report.draft.hash for report in observed.reports if report.draft.hash]
+    return max(sorted(set(hashes)), key=hashes.count, default=kept.draft)
+
+
+def _new_draft(kept: Kept, observed: Observed) -> Kept:
+    """A draft is known as soon as a worker names it, long before its first token."""
+    return planning.learn(kept, Delta(draft=_draft(observed, kept)), now=0)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    deployment: Deployment, observed: Observed, kept: Kept, found: Buckets, now: float
+) -> tuple[Kept, Plan, tuple[DecisionRecord, ...], str | None]:
+    """The kept rows and plan, and what changed. Advisory and a pause choose, tell, and change nothing."""
+    speculation = deployment.spec.speculation
+    chosen = Chosen(rows=kept.rows)
+    if speculation.method != "none" and speculation.mode in ("Auto", "Advisory"):
+        chosen = planning.choose(speculation, kept, found, max_num_seqs=deployment.spec.workers.max_num_seqs, now=now)
+    follows = speculation.mode == "Auto" and not deployment.paused
+    rows = chosen.rows if follows else kept.rows
+    recommended = _recommended(chosen, kept, found) if speculation.mode == "Advisory" else None
+    if deployment.paused and kept.plan is not None:
+        return kept, kept.plan, (), recommended
+    plan = planning.next_plan(
+        speculation,
+        uid=deployment.uid,
+        draft=kept.draft,
+        found=found,
+        rows=rows,
+        before=kept.plan,
+        running=[report.plan for report in observed.reports],
+    )
+    changes = _records(chosen.changes, kept, found, now) if follows else ()
+    history = (*reversed(changes), *kept.history)[:HISTORY]
+    return kept.model_copy(update={"rows": rows, "plan": plan, "history": history}), plan, changes, recommended
+
+
+def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) -> tuple[DecisionRecord, ...]:
+    """One record for all rows of a task that moved alike; the row at the present load speaks for them."""
+    present = planning.present_row(kept.load, found)
+    groups: dict[tuple[str, int, int], list[Change]] = {}
+    for change in changes:
+        groups.setdefault((change.row.task, change.before, change.row.depth), []).append(change)
+    records = []
+    for (task, before, after), group in groups.items():
+        first = min(group, key=lambda change: (change.row.concurrency, change.row.context) != present)
+        load = f"{bucket_text(found, first.row.concurrency, first.row.context)}, task {task}"
+        records.append(
+            DecisionRecord(
+                time=datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                load=load if len(group) == 1 else f"{load} and {len(group) - 1} other loads",
+                before=_shape(before),
+                after=_shape(after),
+                expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),
+                reason=first.reason,
+            )
+        )
+    return tuple(records)
+
+
+def _recommended(chosen: Chosen, kept: Kept, found: Buckets) -> str | None:
+    present = planning.present_row(kept.load, found)
+    rows = [row for row in chosen.rows if (row.concurrency, row.context) == present]
+    return next((_shape(row.depth) for row in rows if row.task == kept.load.task), None) or next(
+        (_shape(row.depth) for row in rows), None
+    )
+
+
+def _shape(depth: int) -> str:
+    return f"chain:{depth}" if depth else "none"
+
+
+def _depth_in_use(deployment: Deployment, observed: Observed, kept: Kept, plan: Plan, found: Buckets) -> int | None:
+    """Depth of the row at the present load, as soon as a worker says that it runs this plan."""
+    if deployment.spec.speculation.method == "none":
+        return None
+    running = [report for report in observed.reports if report.plan.version == plan.version]
+    if not running:
+        return None
+    if all(report.draft.problem for report in running):
+        return 0
+    concurrency, context = planning.present_row(kept.load, found)
+    suppressed = [
+        cell.suppressed
+        for report in running
+        for cell in report.guard
+        if (cell.concurrency, cell.context) == (concurrency, context)
+    ]
+    if suppressed and all(suppressed):
+        return 0
+    if not any(report.plan.matches_draft for report in running):
+        return plan.initial.depth
+    row = plan.row(concurrency, context, kept.load.task)
+    return row.shape.depth if row else plan.initial.depth
+
+
+def _task_depths(deployment: Deployment, plan: Plan, kept: Kept, found: Buckets) -> dict[str, int]:
+    concurrency, context = planning.present_row(kept.load, found)
+    depths = {}
+    for name in [task.name for task in deployment.spec.speculation.tasks]:
+        row = plan.row(concurrency, context, name)
+        depths[name] = row.shape.depth if row else plan.initial.depth
+    return depths
+
+
+def _pushes(observed: Observed, plan: Plan, uid: str) -> tuple[str, ...]:
+    """Addresses of workers whose report shows a lower version; what a report says is what runs."""
+    return tuple(
+        worker.address
+        for worker in observed.workers
+        if worker.address
+        and worker.report
+        and not worker.leaving
+        and (worker.report.plan.uid != uid or worker.report.plan.version < plan.version)
+    )
+
+
+# --- replicas, template, children ---------------------------------------------------------------------------------
+
+
+def _scale(
+    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, delta: Delta | None, now: float
+) -> tuple[scaling.Scaled | None, Kept]:
+    spec = deployment.spec.scaling
+    if spec is None or spec.owner != "Operator":
+        return None, kept.model_copy(update={"scaling": type(kept.scaling)()})
+    recent = over(memory.window)
+    demand = scaling.Demand(
+        now=delta.running + delta.waiting if delta and not deployment.paused else None,
+        recent=recent.running + recent.waiting,
+        max_num_seqs=min(
+            (report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs
+        ),
+        trusted=_trusted(observed),
+    )
+    workload = observed.workload
+    start = workload.wanted if workload else deployment.spec.replicas
+    scaled = scaling.scale(spec, kept.scaling, demand, start=start, now=now)
+    return scaled, kept.model_copy(update={"scaling": scaled.memory})
+
+
+def _trusted(observed: Observed) -> bool:
+    workload = observed.workload
+    return (
+        workload is not None
+        and workload.settled
+        and all(worker.ready and worker.report is not None for worker in observed.workers if not worker.leaving)
+    )
+
+
+def _template(deployment: Deployment, observed: Observed, kept: Kept, defaults: Defaults) -> TemplateMemory:
+    """The remembered template while the rolling part of the spec is the same: an upgrade of the operator rolls nothing.
+
+    When the memory was lost, the live workload says what it was made of.
+    """
+    spec_hash = manifests.rolling_hash(deployment.spec)
+    known = kept.template
+    workload = observed.workload
+    if known is None and not observed.memory.found and workload and workload.spec_hash:
+        template = dict(workload.template)
+        known = TemplateMemory(
+            spec_hash=workload.spec_hash, template=template, image=manifests.resolved_image(template)
+        )
+    if known and known.spec_hash == spec_hash and deployment.spec.workers.update_policy == "OnSpecChange":
+        return known
+    template = manifests.pod_template(deployment, defaults)
+    return TemplateMemory(spec_hash=spec_hash, template=template, image=manifests.resolved_image(template))
+
+
+def _children(deployment: Deployment, plan: Plan, template: TemplateMemory, replicas: int) -> tuple[Manifest, ...]:
+    return (
+        manifests.plan_config_map(deployment, plan),
+        manifests.service(deployment),
+        manifests.budget(deployment),
+        manifests.workload(deployment, template.template, template.spec_hash, replicas),
+    )
+
+
+# --- what is told -------------------------------------------------------------------------------------------------
+
+
+def _published(
+    deployment: Deployment, observed: Observed, memory: Memory, plan: Plan, found: Buckets, now: float
+) -> tuple[Figures | None, Memory]:
+    """Figures for status, at most every half minute."""
+    if now - memory.published_at < PUBLISH_SECONDS or not memory.window:
+        return None, memory
+    figures = planning.figures(
+        memory.window,
+        memory.kept.costs,
+        _task_depths(deployment, plan, memory.kept, found),
+        synthetic=any(report.synthetic is not None for report in observed.reports),
+    )
+    return figures, replace(memory, published_at=now)
+
+
+def _is_decision(before: Kept, after: Kept) -> bool:
+    """Whether something changed that must not be lost, rather than estimates that moved."""
+    return (
+        before.plan != after.plan
+        or before.template != after.template
+        or before.scaling.replicas != after.scaling.replicas
+        or before.uid != after.uid
+    )

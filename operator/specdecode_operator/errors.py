@@ -1,0 +1,60 @@
+"""Errors of the operator. Foreign ones are translated at cluster.py and worker_client.py, once.
+
+OperatorError
+|-- SettingsError          an environment variable of the operator makes no sense; the process does not start
+|-- SpecError              the resource asks for what cannot be; retried only when it changes
+|-- ClusterError           the API server did not do what it was asked
+|   |-- NotFound           404: the object, or its kind, is not there
+|   |-- Conflict           409: somebody else was faster, or owns the field
+|   |-- Refused            400, 403, 422: asking again will not help by itself
+|   `-- Unavailable        5xx, 429, no connection: asking again will
+`-- WorkerError            a worker's admin port
+    |-- WorkerUnreachable  no answer in time
+    `-- BadReport          an answer that is no report; names what is wrong with it
+"""
+
+from __future__ import annotations
+
+
+class OperatorError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class SettingsError(OperatorError):
+    """A setting of the operator itself; says which variable and what it may be."""
+
+
+class SpecError(OperatorError):
+    """What the user wrote cannot be done; the message says what to change."""
+
+
+class ClusterError(OperatorError):
+    """The API server refused or failed."""
+
+
+class NotFound(ClusterError):
+    """The object is not there (any more)."""
+
+
+class Conflict(ClusterError):
+    """Somebody else holds the name or the field."""
+
+
+class Refused(ClusterError):
+    """The request itself is not acceptable: invalid, or not allowed by RBAC or a quota."""
+
+
+class Unavailable(ClusterError):
+    """The API server is away or overloaded."""
+
+
+class WorkerError(OperatorError):
+    """One worker's admin port; never a reason to fail a reconcile."""
+
+
+class WorkerUnreachable(WorkerError):
+    """No answer in time."""
+
+
+class BadReport(WorkerError):
+    """An answer that cannot be used; the message names the field."""

@@ -1,0 +1,277 @@
+"""What workers did between two readings: differences of their counters. Pure; read by planning, scaling and status.
+
+A report's counters only rise within one boot, so any two readings can be subtracted; a new ``boot_id`` makes the
+later reading a baseline of its own and costs one poll of that worker, never the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import NamedTuple, Self, TypeVar
+
+from specdecode_worker.contract import FEATURES, Buckets, Report, StepCell
+
+K = len(FEATURES)
+PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
+"""Positions of the upper triangle of x x', row by row, as StepCell sums it."""
+
+
+class CellKey(NamedTuple):
+    """One kind of step, as StepCell names it."""
+
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over steps of one kind: count, t, t^2, emitted tokens, then x (K), x t (K) and x x' (upper triangle)."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of_cell(cls, cell: StepCell) -> Self:
+        return cls((cell.count, cell.t, cell.tt, cell.emitted, *cell.x, *cell.xt, *cell.xx))
+
+    @property
+    def count(self) -> float:
+        return self.values[0]
+
+    @property
+    def seconds(self) -> float:
+        return self.values[1]
+
+    @property
+    def seconds_squared(self) -> float:
+        return self.values[2]
+
+    @property
+    def emitted(self) -> float:
+        return self.values[3]
+
+    @property
+    def x(self) -> tuple[float, ...]:
+        return self.values[4 : 4 + K]
+
+    @property
+    def xt(self) -> tuple[float, ...]:
+        return self.values[4 + K : 4 + 2 * K]
+
+    @property
+    def xx(self) -> tuple[float, ...]:
+        return self.values[4 + 2 * K :]
+
+    @property
+    def mean_x(self) -> tuple[float, ...]:
+        return tuple(value / self.count for value in self.x)
+
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / self.count
+
+    @property
+    def variance(self) -> float:
+        """Of one step's seconds."""
+        return max(0.0, self.seconds_squared / self.count - self.mean_seconds**2)
+
+    def plus(self, other: Moments) -> Moments:
+        return Moments(tuple(a + b for a, b in zip(self.values, other.values, strict=True)))
+
+    def times(self, factor: float) -> Moments:
+        return Moments(tuple(value * factor for value in self.values))
+
+
+class Hits(NamedTuple):
+    """How often the draft's first choice was the target's token, of how many."""
+
+    hits: float
+    total: float
+
+    def plus(self, other: Hits) -> Hits:
+        return Hits(self.hits + other.hits, self.total + other.total)
+
+    def times(self, factor: float) -> Hits:
+        return Hits(self.hits * factor, self.total * factor)
+
+
+class RequestSums(NamedTuple):
+    """Sums over finished requests of accepted tokens a and drafts d."""
+
+    n: float
+    a: float
+    d: float
+    aa: float
+    ad: float
+    dd: float
+
+    def plus(self, other: RequestSums) -> RequestSums:
+        return RequestSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> RequestSums:
+        return RequestSums(*(value * factor for value in self))
+
+
+NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one worker, or the fleet, did between two polls."""
+
+    at: float = 0
+    """When the later reading was taken, operator's clock."""
+    draft: str = ""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    plain_steps: int = 0
+    output_tokens: int = 0
+    running: float = 0
+    """Mean running requests: request-seconds per second, summed over workers."""
+    waiting: float = 0
+    seconds: float = 0
+    """Workers' clock, averaged over workers."""
+    acceptance: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """By (task, depth), along the main path."""
+    requests: Mapping[str, RequestSums] = field(default_factory=dict)
+    steps: Mapping[CellKey, Moments] = field(default_factory=dict)
+
+
+def difference(before: Report, after: Report, *, at: float, buckets: Buckets) -> Delta | None:
+    """What the worker did in between; None when the two cannot be subtracted (a new boot, a clock that stood still).
+
+    Steps are left out when the worker counts them in other context buckets than ``buckets``: after a change of the
+    plan's edges its cells mean something else.
+    """
+    seconds = after.clock_seconds - before.clock_seconds
+    if before.boot_id != after.boot_id or seconds <= 0 or went_backwards(before, after):
+        return None
+    same_buckets = after.plan.buckets.context == before.plan.buckets.context == buckets.context
+    return Delta(
+        at=at,
+        draft=after.draft.hash,
+        drafts=after.drafts - before.drafts,
+        draft_tokens=after.draft_tokens - before.draft_tokens,
+        accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+        plain_steps=after.plain_steps - before.plain_steps,
+        output_tokens=_output(after) - _output(before),
+        running=(after.running_request_seconds - before.running_request_seconds) / seconds,
+        waiting=(after.waiting_request_seconds - before.waiting_request_seconds) / seconds,
+        seconds=seconds,
+        acceptance=_acceptance(before, after),
+        requests=_requests(before, after),
+        steps=_steps(before, after) if same_buckets else {},
+    )
+
+
+def went_backwards(before: Report, after: Report) -> str | None:
+    """The first counter that fell within one boot, or None."""
+    names = ("drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds")
+    return next((name for name in names if getattr(after, name) < getattr(before, name)), None)
+
+
+def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
+    """One poll of all workers as one Delta. What was done with another draft than ``draft`` counts as load alone."""
+    found = list(deltas)
+    if not found:
+        return Delta(at=at, draft=draft)
+    total = reduce(_added, (delta for delta in found if delta.draft == draft), Delta(draft=draft))
+    return replace(
+        total,
+        at=at,
+        output_tokens=sum(delta.output_tokens for delta in found),
+        running=sum(delta.running for delta in found),
+        waiting=sum(delta.waiting for delta in found),
+        seconds=sum(delta.seconds for delta in found) / len(found),
+    )
+
+
+def over(window: Iterable[Delta]) -> Delta:
+    """Polls one after the other as one Delta; running and waiting become means over the window's time."""
+    found = list(window)
+    seconds = sum(delta.seconds for delta in found)
+    return replace(
+        reduce(_added, found, Delta()),
+        running=sum(delta.running * delta.seconds for delta in found) / seconds if seconds else 0,
+        waiting=sum(delta.waiting * delta.seconds for delta in found) / seconds if seconds else 0,
+        seconds=seconds,
+    )
+
+
+def _added(one: Delta, two: Delta) -> Delta:
+    return Delta(
+        at=max(one.at, two.at),
+        draft=two.draft or one.draft,
+        drafts=one.drafts + two.drafts,
+        draft_tokens=one.draft_tokens + two.draft_tokens,
+        accepted_tokens=one.accepted_tokens + two.accepted_tokens,
+        plain_steps=one.plain_steps + two.plain_steps,
+        output_tokens=one.output_tokens + two.output_tokens,
+        acceptance=merged(one.acceptance, two.acceptance),
+        requests=merged(one.requests, two.requests),
+        steps=merged(one.steps, two.steps),
+    )
+
+
+Sum = TypeVar("Sum", Hits, RequestSums, Moments)
+Key = TypeVar("Key")
+
+
+def merged(one: Mapping[Key, Sum], two: Mapping[Key, Sum]) -> dict[Key, Sum]:
+    """Sums of both, key by key."""
+    found = dict(one)
+    for key, value in two.items():
+        found[key] = found[key].plus(value) if key in found else value
+    return found
+
+
+def _output(report: Report) -> int:
+    return sum(cell.output_tokens for cell in report.traffic)
+
+
+def _acceptance(before: Report, after: Report) -> dict[tuple[str, int], Hits]:
+    """Greedy and sampled together: the mix that was measured is the mix that is planned for."""
+    return _difference(_main_path(before, after.draft.hash), _main_path(after, after.draft.hash))
+
+
+def _main_path(report: Report, draft: str) -> dict[tuple[str, int], Hits]:
+    found: dict[tuple[str, int], Hits] = {}
+    for cell in report.acceptance:
+        if cell.draft == draft and cell.parent == "main":
+            found = merged(found, {(cell.task, cell.depth): Hits(cell.ranks[0], cell.total)})
+    return found
+
+
+def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
+    return _difference(_by_task(before, after.draft.hash), _by_task(after, after.draft.hash))
+
+
+def _by_task(report: Report, draft: str) -> dict[str, RequestSums]:
+    found: dict[str, RequestSums] = {}
+    for cell in report.requests:
+        if cell.draft == draft:
+            sums = RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd)
+            found = merged(found, {cell.task: sums})
+    return found
+
+
+def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
+    found = _difference(_cells(before), _cells(after))
+    return {key: moments for key, moments in found.items() if moments.count > 0}
+
+
+def _cells(report: Report) -> dict[CellKey, Moments]:
+    found: dict[CellKey, Moments] = {}
+    for cell in report.steps:
+        key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+        found = merged(found, {key: Moments.of_cell(cell)})
+    return found
+
+
+def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
+    """What ``after`` has more than ``before``; a cell that the worker dropped in between counts from zero."""
+    return {key: value.plus(before[key].times(-1)) if key in before else value for key, value in after.items()}

@@ -1,0 +1,151 @@
+"""What the operator remembers of one deployment between two looks at it. Pure.
+
+``Kept`` outlives the operator: it is the JSON in the ConfigMap ``<name>-state``. The rest of ``Memory`` (the last
+reading of every worker, a minute of differences) lives in the process and is learnt anew after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.measurements import Delta
+from specdecode_worker.contract import Plan, Report
+
+MAX_STATE_BYTES = 64 * 1024
+MAX_TEMPLATE_BYTES = 20 * 1024
+MAX_KEPT_BYTES = 40 * 1024
+WINDOW_SECONDS = 60.0
+
+
+class Lasting(BaseModel):
+    """Base of what is written down: fields of a newer operator are ignored, so that a downgrade keeps its memory."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class DepthMemory(Lasting):
+    """Acceptance of one task at one depth: decayed hits and totals. ``at`` is the operator's clock."""
+
+    task: str
+    depth: int
+    hits: float
+    total: float
+    at: float
+
+
+class RequestMemory(Lasting):
+    """Decayed sums of one task's finished requests, in the order of RequestSums."""
+
+    task: str
+    sums: tuple[float, float, float, float, float, float]
+
+
+class CostMemory(Lasting):
+    """Decayed moments of one kind of step; ``values`` as in measurements.Moments."""
+
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+    values: tuple[float, ...]
+    at: float
+
+
+class RowMemory(Lasting):
+    """One row of the plan: what it runs, since when, and how patient to be with speculation that lost there."""
+
+    concurrency: int
+    context: int
+    task: str
+    depth: int
+    since: float = 0
+    off_until: float = 0
+    patience: float = 0
+    probing: bool = False
+    """Speculation runs to be measured again; no verdict before there are new steps."""
+
+
+class LoadMemory(Lasting):
+    """The load that was last seen: it names the row that status shows while the deployment idles."""
+
+    sequences: float = 1
+    context_bucket: int = 0
+    task: str = "other"
+    at: float = 0
+
+
+class ScalingMemory(Lasting):
+    """Demand's recent past, for 'up on two polls' and 'down only after the window'."""
+
+    replicas: int | None = None
+    wanted: int | None = None
+    above_polls: int = 0
+    below_since: float | None = None
+
+
+class TemplateMemory(Lasting):
+    """The pod template that is applied, and the hash of the part of the spec that it was made of."""
+
+    spec_hash: str
+    template: dict[str, Any]
+    image: str
+
+
+class Kept(Lasting):
+    """What survives a restart of the operator."""
+
+    format: int = 1
+    uid: str = ""
+    draft: str = ""
+    """Hash of the draft that the estimates are of."""
+    plan: Plan | None = None
+    """The plan that is out; its version only rises."""
+    rows: tuple[RowMemory, ...] = ()
+    acceptance: tuple[DepthMemory, ...] = ()
+    requests: tuple[RequestMemory, ...] = ()
+    costs: tuple[CostMemory, ...] = ()
+    load: LoadMemory = LoadMemory()
+    scaling: ScalingMemory = ScalingMemory()
+    history: tuple[Decision, ...] = Field(default=(), max_length=10)
+    template: TemplateMemory | None = Field(default=None, exclude=True)
+    """Stored under a key of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Everything remembered."""
+
+    kept: Kept = field(default_factory=Kept)
+    baselines: Mapping[str, Report] = field(default_factory=dict)
+    """Last report by pod uid."""
+    window: tuple[Delta, ...] = ()
+    """The fleet's differences of the last minute, oldest first."""
+    published_at: float = 0
+    """When figures were last handed to status."""
+    found: bool = True
+    """False when no state was stored: it may be new, or somebody deleted the ConfigMap."""
+
+
+def state_data(kept: Kept) -> dict[str, str]:
+    """The data of the state ConfigMap, within its bound: the least visited cost cells go first."""
+    text = kept.model_dump_json(by_alias=True)
+    while len(text.encode()) > MAX_KEPT_BYTES and kept.costs:
+        heaviest = sorted(kept.costs, key=lambda cell: -cell.values[0])
+        kept = kept.model_copy(update={"costs": tuple(heaviest[: len(heaviest) * 3 // 4])})
+        text = kept.model_dump_json(by_alias=True)
+    template = kept.template.model_dump_json() if kept.template else ""
+    return {"memory.json": text, "template.json": template}
+
+
+def kept_of(data: Mapping[str, str], uid: str) -> Kept | None:
+    """Reads ``state_data`` back; None when it is another deployment's or of no use. Raises ValueError on garbage."""
+    kept = Kept.model_validate_json(data.get("memory.json", ""))
+    if kept.uid != uid:
+        return None
+    template = data.get("template.json")
+    return kept.model_copy(update={"template": TemplateMemory.model_validate_json(template) if template else None})

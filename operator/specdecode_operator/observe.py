@@ -1,0 +1,147 @@
+"""Everything that one reconcile needs to know: the resource, its children, its pods and their reports."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, Spec, Status
+from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
+from specdecode_operator.errors import Conflict, SpecError, WorkerError
+from specdecode_operator.memory_store import MemoryStore
+from specdecode_operator.records import Deployment, Observed, Worker, Workload
+from specdecode_operator.worker_client import Workers
+
+
+async def find(cluster: Cluster, namespace: str, name: str) -> Mapping[str, Any] | None:
+    """The resource as the API server has it; None when it is gone or going."""
+    found = await cluster.get(DEPLOYMENTS, namespace, name)
+    return None if found is None or "deletionTimestamp" in found["metadata"] else found
+
+
+def deployment_of(resource: Mapping[str, Any]) -> Deployment:
+    """Raises SpecError when the spec does not read: the CRD is of another version than this operator."""
+    metadata = resource["metadata"]
+    try:
+        spec = Spec.model_validate(resource["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return Deployment(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata["generation"],
+        spec=spec,
+        status=status_of_resource(resource),
+        paused=(metadata.get("annotations") or {}).get(PAUSED_ANNOTATION, "false") != "false",
+    )
+
+
+def status_of_resource(resource: Mapping[str, Any]) -> Status:
+    """The status as it stands; a blank one when another version wrote it."""
+    try:
+        return Status.model_validate(resource.get("status") or {})
+    except ValidationError:
+        return Status()
+
+
+async def observe(deployment: Deployment, cluster: Cluster, workers: Workers, memories: MemoryStore) -> Observed:
+    """Reads the children, then all reports at once. A worker without a report carries the reason."""
+    labels = ",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items())
+    workload, pods, memory, token = await asyncio.gather(
+        cluster.get(WORKLOADS, deployment.namespace, manifests.worker_name(deployment.name)),
+        cluster.list(PODS, deployment.namespace, labels=labels),
+        memories.load(deployment),
+        _admin_token(deployment, cluster),
+    )
+    found = [worker_of(pod) for pod in pods["items"]]
+    return Observed(
+        workload=workload_of(workload) if workload else None,
+        workers=tuple(await asyncio.gather(*(_reported(worker, workers, token) for worker in found))),
+        memory=memory,
+        token=token,
+    )
+
+
+async def _admin_token(deployment: Deployment, cluster: Cluster) -> str:
+    """The token of the admin ports; makes the Secret when there is none yet."""
+    name = manifests.admin_secret_name(deployment.name)
+    found = await cluster.get(SECRETS, deployment.namespace, name)
+    if found is None and deployment.paused:
+        return ""
+    if found is None:
+        token = secrets.token_urlsafe(32)
+        try:
+            await cluster.create(SECRETS, manifests.admin_secret(deployment, token))
+            return token
+        except Conflict:
+            found = await cluster.get(SECRETS, deployment.namespace, name)
+    data = (found or {}).get("data") or {}
+    if manifests.ADMIN_TOKEN_KEY not in data:
+        raise SpecError(f"Secret {name} has no key {manifests.ADMIN_TOKEN_KEY}; delete it and it is made anew")
+    return base64.b64decode(data[manifests.ADMIN_TOKEN_KEY]).decode()
+
+
+async def _reported(worker: Worker, workers: Workers, token: str) -> Worker:
+    if worker.leaving or worker.address is None:
+        return worker
+    try:
+        return replace(worker, report=await workers.report(worker.address, token))
+    except WorkerError as error:
+        return replace(worker, report_problem=str(error))
+
+
+def worker_of(pod: Mapping[str, Any]) -> Worker:
+    """A pod as the operator sees it."""
+    status = pod.get("status", {})
+    conditions = {found["type"]: found["status"] for found in status.get("conditions", [])}
+    over = status.get("phase") in ("Succeeded", "Failed")
+    return Worker(
+        name=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        address=status.get("podIP"),
+        ready=conditions.get("Ready") == "True",
+        leaving=over or "deletionTimestamp" in pod["metadata"],
+        trouble=_trouble(status),
+    )
+
+
+def _trouble(status: Mapping[str, Any]) -> str | None:
+    """Why the pod does not start, in the kubelet's or the scheduler's words."""
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
+            ended = container.get("lastState", {}).get("terminated", {}).get("message", "")
+            words = ended.strip().rsplit("\n", 1)[-1] or waiting.get("message", "")
+            return f"{container['name']}: {waiting['reason']}: {words}".strip(": ")[:500]
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:500]
+    return None
+
+
+def workload_of(found: Mapping[str, Any]) -> Workload:
+    """The child Deployment as the operator sees it."""
+    status = found.get("status", {})
+    conditions = {item["type"]: item for item in status.get("conditions", [])}
+    progressing = conditions.get("Progressing", {})
+    return Workload(
+        generation=found["metadata"]["generation"],
+        observed_generation=status.get("observedGeneration", 0),
+        wanted=found["spec"].get("replicas", 1),
+        replicas=status.get("replicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        available=status.get("availableReplicas", 0),
+        stalled=progressing.get("message") if progressing.get("status") == "False" else None,
+        template=found["spec"]["template"],
+        spec_hash=(found["metadata"].get("annotations") or {}).get(manifests.SPEC_HASH_ANNOTATION, ""),
+    )

@@ -1,0 +1,116 @@
+"""ACCEPT and SPEEDUP: differences of the whole fleet's counters over the window.
+
+Speedup is plain over speculative time per token in the same cost cells. A cell here is: steps without prefill, one
+context bucket, one number of running sequences. StepCell sums steps of several numbers of sequences, so each cell of
+speculative steps is compared with plain steps at its own mean number of sequences, interpolated between plain cells
+(at most 1.25 beyond the outermost). Time per token of a cell is seconds x mean sequences / emitted tokens; cells
+weigh by the tokens that they emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from specdecode_operator.measurements import CellKey, Delta, Moments, over
+from specdecode_operator.memory import CostMemory
+from specdecode_operator.records import Figures, Speed
+from specdecode_worker.contract import FEATURES
+
+LEAST_DRAFTS = 500
+LEAST_TASK_DRAFTS = 50
+LEAST_PLAIN_STEPS = 8
+REACH = 1.25
+
+_SEQUENCES = FEATURES.index("sequences")
+_VERIFY_TOKENS = FEATURES.index("verify_tokens")
+
+
+class _Point(NamedTuple):
+    sequences: float
+    per_token: float
+
+
+def figures(
+    window: Iterable[Delta], costs: Iterable[CostMemory], task_depths: Mapping[str, int], *, synthetic: bool
+) -> Figures:
+    """Of the window; plain steps that are too few in it are taken from the remembered ``costs``."""
+    total = over(window)
+    return Figures(
+        running=total.running,
+        waiting=total.waiting,
+        tokens_per_second=total.output_tokens / total.seconds if total.seconds else 0,
+        synthetic=synthetic,
+        speed=_speed(total, costs),
+        tasks=_tasks(total, task_depths),
+    )
+
+
+def _speed(total: Delta, costs: Iterable[CostMemory]) -> Speed | None:
+    if total.drafts < LEAST_DRAFTS or total.draft_tokens <= 0:
+        return None
+    return Speed(
+        acceptance_rate=total.accepted_tokens / total.draft_tokens,
+        accepted_length=1 + total.accepted_tokens / total.drafts,
+        speedup=speedup(total.steps, costs),
+    )
+
+
+def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[CostMemory]) -> float | None:
+    """None when no speculative step has plain steps to be compared with."""
+    remembered = {
+        CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket): Moments(cell.values)
+        for cell in costs
+    }
+    plain_seconds = speculative_seconds = 0.0
+    for key, moments in steps.items():
+        if key.prefill or moments.count < 1 or moments.emitted < 1 or not _speculative(moments):
+            continue
+        sequences = moments.mean_x[_SEQUENCES]
+        plain = _plain_per_token(steps, remembered, key.context_bucket, sequences)
+        if plain is not None:
+            plain_seconds += plain * moments.emitted
+            speculative_seconds += moments.seconds * sequences
+    return plain_seconds / speculative_seconds if speculative_seconds > 0 else None
+
+
+def _speculative(moments: Moments) -> bool:
+    """Whether drafts were verified: plain steps with a shadow have draft passes too, and are neither kind."""
+    return moments.x[_VERIFY_TOKENS] > 1.01 * moments.x[_SEQUENCES] > 0
+
+
+def _plain_per_token(
+    steps: Mapping[CellKey, Moments], remembered: Mapping[CellKey, Moments], context: int, sequences: float
+) -> float | None:
+    points = []
+    for key in {**remembered, **steps}:
+        if key.prefill or key.draft_passes or key.context_bucket != context:
+            continue
+        fresh = steps.get(key)
+        moments = fresh if fresh and fresh.count >= LEAST_PLAIN_STEPS else remembered.get(key, fresh)
+        if moments and moments.count >= 1 and moments.emitted >= 1:
+            mean = moments.mean_x[_SEQUENCES]
+            points.append(_Point(mean, moments.seconds * mean / moments.emitted))
+    return _interpolated(sorted(points), sequences)
+
+
+def _interpolated(points: list[_Point], sequences: float) -> float | None:
+    if not points or not points[0].sequences / REACH <= sequences <= points[-1].sequences * REACH:
+        return None
+    below = max((point for point in points if point.sequences <= sequences), default=points[0])
+    above = min((point for point in points if point.sequences >= sequences), default=points[-1])
+    if above.sequences - below.sequences < 1e-9:
+        return below.per_token
+    share = (sequences - below.sequences) / (above.sequences - below.sequences)
+    return below.per_token + min(1.0, max(0.0, share)) * (above.per_token - below.per_token)
+
+
+def _tasks(total: Delta, depths: Mapping[str, int]) -> dict[str, Speed]:
+    """Tokens per step from the requests that ended; acceptance as the share of the depth that the task's row has."""
+    found = {}
+    for task, sums in total.requests.items():
+        if sums.d >= LEAST_TASK_DRAFTS:
+            accepted = sums.a / sums.d
+            rate = min(1.0, accepted / depths[task]) if depths.get(task) else 0.0
+            found[task] = Speed(acceptance_rate=rate, accepted_length=1 + accepted)
+    return found

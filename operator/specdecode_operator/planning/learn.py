@@ -1,0 +1,147 @@
+"""Moves the estimates by what one poll brought, with exponential forgetting.
+
+Forgetting goes by the slower of two clocks, observations and seconds: a busy fleet averages over about ten seconds,
+a quiet one over a few hundred observations. Where a batch contradicts the estimate beyond chance, the estimate gives
+way at once, so that a step reaches the plan with the next poll. An estimate that nothing new is known of stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from specdecode_operator.measurements import (
+    NO_REQUESTS,
+    CellKey,
+    Delta,
+    Hits,
+    Moments,
+    RequestSums,
+)
+from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory
+from specdecode_worker.contract import FEATURES
+
+HALF_LIFE_SECONDS = 10.0
+HALF_LIFE_DRAFTS = 300.0
+HALF_LIFE_STEPS = 64.0
+HALF_LIFE_REQUESTS = 200.0
+SURPRISE = 4.0
+"""Standard errors between batch and estimate that count as a change rather than chance."""
+LEAST_STEP_SHIFT = 0.15
+"""Relative change of a step time below which it counts as noise whatever its standard error."""
+DIGITS = 6
+
+_SEQUENCES = FEATURES.index("sequences")
+
+
+def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
+    """``kept`` with the estimates moved. A new draft starts from nothing, but plain steps cost what they did."""
+    if delta.draft and delta.draft != kept.draft:
+        plain = tuple(cell for cell in kept.costs if cell.draft_passes == 0)
+        kept = kept.model_copy(update={"draft": delta.draft, "acceptance": (), "requests": (), "costs": plain})
+    return kept.model_copy(
+        update={
+            "acceptance": tuple(_acceptance(kept.acceptance, delta, now)),
+            "requests": tuple(_requests(kept.requests, delta)),
+            "costs": tuple(_costs(kept.costs, delta, now)),
+            "load": _load(kept.load, delta, now),
+        }
+    )
+
+
+def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Iterable[DepthMemory]:
+    cells = {(cell.task, cell.depth): cell for cell in known}
+    for key, fresh in delta.acceptance.items():
+        if fresh.total > 0:
+            cells[key] = _depth(cells.get(key), key, fresh, now)
+    return (cells[key] for key in sorted(cells))
+
+
+def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: float) -> DepthMemory:
+    before = Hits(known.hits, known.total) if known else Hits(0, 0)
+    keep = _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS)
+    if rate_changed(before, fresh):
+        keep = min(keep, 0.25 * fresh.total / before.total)
+    after = before.times(keep).plus(fresh)
+    return DepthMemory(task=key[0], depth=key[1], hits=_short(after.hits), total=_short(after.total), at=now)
+
+
+def rate_changed(before: Hits, fresh: Hits) -> bool:
+    """Whether two samples of hits can hardly be of one rate."""
+    if min(before.total, fresh.total) < 40:
+        return False
+    both = before.plus(fresh)
+    rate = both.hits / both.total
+    error = math.sqrt(rate * (1 - rate) * (1 / before.total + 1 / fresh.total))
+    return abs(before.hits / before.total - fresh.hits / fresh.total) > SURPRISE * error
+
+
+def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestMemory]:
+    cells = {cell.task: RequestSums(*cell.sums) for cell in known}
+    for task, fresh in delta.requests.items():
+        keep = 0.5 ** (fresh.n / HALF_LIFE_REQUESTS)
+        cells[task] = cells.get(task, NO_REQUESTS).times(keep).plus(fresh)
+    for task in sorted(cells):
+        n, a, d, aa, ad, dd = map(_short, cells[task])
+        yield RequestMemory(task=task, sums=(n, a, d, aa, ad, dd))
+
+
+def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[CostMemory]:
+    """Steps without prefill alone: plans are made for decoding."""
+    cells = {_key(cell): cell for cell in known}
+    for key, fresh in delta.steps.items():
+        if not key.prefill and fresh.count > 0 and fresh.seconds > 0:
+            cells[key] = _cost(cells.get(key), key, fresh, now)
+    return (cells[key] for key in sorted(cells))
+
+
+def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) -> CostMemory:
+    after = fresh
+    if known is not None:
+        before = Moments(known.values)
+        keep = _kept_share(fresh.count, now - known.at, HALF_LIFE_STEPS)
+        if cost_changed(before, fresh):
+            keep = min(keep, 0.25 * fresh.count / before.count)
+        after = before.times(keep).plus(fresh)
+    return CostMemory(**key._asdict(), values=tuple(map(_short, after.values)), at=now)
+
+
+def cost_changed(before: Moments, fresh: Moments) -> bool:
+    """Whether steps of one kind cost something else now."""
+    if min(before.count, fresh.count) < 8:
+        return False
+    gap = abs(before.mean_seconds - fresh.mean_seconds)
+    error = math.sqrt(before.variance / before.count + fresh.variance / fresh.count)
+    return gap > SURPRISE * error and gap > LEAST_STEP_SHIFT * before.mean_seconds
+
+
+def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:
+    """The load of this poll, if there was any worth the name."""
+    decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
+    count = sum(moments.count for moments in decoding.values())
+    if count < 10:
+        return known
+    by_context: dict[int, float] = {}
+    for key, moments in decoding.items():
+        by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
+    tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
+    sequences = sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count
+    return LoadMemory(
+        sequences=_short(sequences),
+        context_bucket=max(by_context, key=lambda bucket: by_context[bucket]),
+        task=max(tasks, key=lambda task: tasks[task]) if tasks else known.task,
+        at=now,
+    )
+
+
+def _kept_share(count: float, seconds: float, half_life: float) -> float:
+    return float(max(0.5 ** (count / half_life), 0.5 ** (max(0.0, seconds) / HALF_LIFE_SECONDS)))
+
+
+def _key(cell: CostMemory) -> CellKey:
+    return CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+
+
+def _short(value: float) -> float:
+    """Six digits are more than was measured, and the memory must stay small."""
+    return float(f"{value:.{DIGITS}g}")

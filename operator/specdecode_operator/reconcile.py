@@ -1,0 +1,153 @@
+"""Observe -> decide -> apply -> status, for one deployment. The file to read first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from specdecode_operator import metrics
+from specdecode_operator.api.v1alpha1 import KIND, Status
+from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, Cluster
+from specdecode_operator.decide import decide
+from specdecode_operator.errors import ClusterError, Refused, SpecError, WorkerError
+from specdecode_operator.memory import Memory
+from specdecode_operator.memory_store import MemoryStore
+from specdecode_operator.observe import deployment_of, find, observe, status_of_resource
+from specdecode_operator.records import Decision, Defaults, Deployment, Key, Observed, Outcome
+from specdecode_operator.status import failed_status, iso, status_of
+from specdecode_operator.worker_client import Workers
+
+SPEC_ERROR_SECONDS = 300.0
+"""A spec that cannot be carried out is looked at when it changes, and now and then in case the world did."""
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """What every reconcile needs, and the way from a key to a written status."""
+
+    def __init__(
+        self, cluster: Cluster, workers: Workers, memories: MemoryStore, defaults: Defaults, *, poll_seconds: float
+    ) -> None:
+        self.cluster = cluster
+        self.workers = workers
+        self.memories = memories
+        self.defaults = defaults
+        self.poll_seconds = poll_seconds
+        self._uids: dict[Key, str] = {}
+
+    async def handle(self, key: Key) -> float | None:
+        """Seconds until the next look; None when the deployment is gone. Raises ClusterError to be tried again."""
+        with metrics.RECONCILE_SECONDS.time():
+            try:
+                again_in = await self._look(key)
+            except Exception:
+                metrics.RECONCILES.labels("error").inc()
+                raise
+        metrics.RECONCILES.labels("success").inc()
+        return again_in
+
+    async def _look(self, key: Key) -> float | None:
+        resource = await find(self.cluster, *key)
+        if resource is None:
+            self._forget(key)
+            return None
+        if self._uids.get(key) != resource["metadata"]["uid"]:
+            self._forget(key)
+            self._uids[key] = resource["metadata"]["uid"]
+        try:
+            deployment = deployment_of(resource)
+            status = await self.reconcile(deployment, now=time.time())
+        except SpecError as error:
+            before, generation = status_of_resource(resource), resource["metadata"]["generation"]
+            status = failed_status(before, generation, "SpecRefused", str(error), now=time.time())
+            await self._write(key, resource, status)
+            return SPEC_ERROR_SECONDS
+        await self._write(key, resource, status)
+        return self.poll_seconds
+
+    async def reconcile(self, deployment: Deployment, *, now: float) -> Status:
+        """The whole loop of one deployment. Raises SpecError, or ClusterError worth another try."""
+        observed = await observe(deployment, self.cluster, self.workers, self.memories)
+        decision, memory = decide(deployment, observed, self.defaults, now=now)
+        outcome = await self._apply(deployment, observed, decision, memory, now=now)
+        return status_of(deployment, observed, decision, outcome, now=now)
+
+    async def _apply(
+        self, deployment: Deployment, observed: Observed, decision: Decision, memory: Memory, *, now: float
+    ) -> Outcome:
+        """The memory of a decision first, the plan before the pods that mount it, live workers last."""
+        _measure(deployment, observed, decision)
+        if deployment.paused:
+            return Outcome()
+        await self.memories.save(deployment, memory, urgent=decision.urgent, now=now)
+        problems = []
+        for manifest in decision.children:
+            try:
+                await self.cluster.apply(manifest)
+            except Refused as error:
+                problems.append(f"{manifest['kind']} {manifest['metadata']['name']}: {error}")
+        await asyncio.gather(*(self._push(address, observed.token, decision) for address in decision.pushes))
+        await self._tell(deployment, decision, now)
+        return Outcome(problems=tuple(problems))
+
+    async def _push(self, address: str, token: str, decision: Decision) -> None:
+        """Best effort: the next report tells whether it arrived, and it is pushed again if not."""
+        try:
+            await self.workers.push(address, token, decision.plan)
+        except WorkerError as error:
+            log.info("plan %d was not taken: %s", decision.plan.version, error)
+
+    async def _tell(self, deployment: Deployment, decision: Decision, now: float) -> None:
+        """An Event for every change of the plan. Losing one loses nothing: status has the history."""
+        for index, change in enumerate(decision.changes):
+            message = f"{change.load}: {change.before} -> {change.after}: {change.reason}"
+            try:
+                await self.cluster.create(EVENTS, _event(deployment, f"{int(now * 1000):x}{index:x}", message, now))
+            except ClusterError as error:
+                log.warning("%s/%s: no event was written: %s", *deployment.key, error)
+
+    async def _write(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
+        written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if written != resource.get("status"):
+            await self.cluster.apply_status(*key, written)
+
+    def _forget(self, key: Key) -> None:
+        uid = self._uids.pop(key, None)
+        if uid is not None:
+            self.memories.forget(uid)
+            metrics.forget(*key)
+
+
+def _measure(deployment: Deployment, observed: Observed, decision: Decision) -> None:
+    labels = deployment.key
+    metrics.DESIRED_REPLICAS.labels(*labels).set(decision.replicas)
+    metrics.READY_REPLICAS.labels(*labels).set(observed.workload.ready if observed.workload else 0)
+    metrics.PLAN_VERSION.labels(*labels).set(decision.plan.version)
+    metrics.PLAN_CHANGES.labels(*labels).inc(len(decision.changes))
+    metrics.REPORTS_REFUSED.inc(sum(worker.report_problem is not None for worker in observed.workers))
+
+
+def _event(deployment: Deployment, suffix: str, message: str, now: float) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{deployment.name}.{suffix}", "namespace": deployment.namespace},
+        "involvedObject": {
+            "apiVersion": DEPLOYMENTS.api_version,
+            "kind": KIND,
+            "namespace": deployment.namespace,
+            "name": deployment.name,
+            "uid": deployment.uid,
+        },
+        "type": "Normal",
+        "reason": "PlanChanged",
+        "message": message[:1024],
+        "source": {"component": "specdecode-operator"},
+        "firstTimestamp": iso(now),
+        "lastTimestamp": iso(now),
+        "count": 1,
+    }

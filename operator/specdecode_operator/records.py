@@ -1,0 +1,155 @@
+"""The values that pass between observe, decide, apply and status. Pure data; no behaviour beyond a property."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.memory import Memory
+from specdecode_worker.contract import Plan, Report
+
+Manifest = Mapping[str, Any]
+Key = tuple[str, str]
+"""Namespace and name of a deployment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What the operator's settings fill in where a spec is silent."""
+
+    worker_image: str
+    worker_image_pull_policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """One SpecDecodeDeployment as it was read."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: Spec
+    status: Status
+    paused: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The child Deployment as it was read."""
+
+    generation: int
+    observed_generation: int
+    wanted: int
+    replicas: int
+    updated: int
+    ready: int
+    available: int
+    stalled: str | None = None
+    """Message of a rollout that passed its deadline."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    spec_hash: str = ""
+
+    @property
+    def settled(self) -> bool:
+        """No rollout and no scaling is under way."""
+        return (
+            self.observed_generation >= self.generation
+            and self.updated == self.replicas == self.wanted == self.available
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One pod, and its report or why there is none."""
+
+    name: str
+    uid: str
+    address: str | None
+    ready: bool
+    leaving: bool = False
+    trouble: str | None = None
+    """What the kubelet says keeps it from starting."""
+    report: Report | None = None
+    report_problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """All that one reconcile knows about the world."""
+
+    workload: Workload | None
+    workers: tuple[Worker, ...]
+    memory: Memory
+    token: str = field(default="", repr=False)
+    """Of the workers' admin ports."""
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        return tuple(worker.report for worker in self.workers if worker.report and not worker.leaving)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What speculation brought over the window. Present only when enough drafts were seen."""
+
+    acceptance_rate: float
+    accepted_length: float
+    speedup: float | None = None
+    """None while there is nothing plain to compare with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What status shows of the last minute; handed out seldom, so that status is written seldom."""
+
+    running: float
+    waiting: float
+    tokens_per_second: float
+    synthetic: bool
+    speed: Speed | None = None
+    tasks: Mapping[str, Speed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What should be so."""
+
+    plan: Plan
+    replicas: int
+    image: str
+    url: str
+    selector: str
+    """Of the pods, as the scale subresource wants it."""
+    children: tuple[Manifest, ...]
+    """In the order in which they are applied: the plan before the pods that mount it."""
+    pushes: tuple[str, ...] = ()
+    """Addresses of workers that run a lower plan version."""
+    changes: tuple[DecisionRecord, ...] = ()
+    """Changes of the plan made just now; each becomes an Event."""
+    recommended: str | None = None
+    depth: int | None = None
+    """Depth that runs at the present load; None while nobody runs."""
+    task_depths: Mapping[str, int] = field(default_factory=dict)
+    figures: Figures | None = None
+    wanted: int | None = None
+    """Replicas that demand asks for, before the bounds; None unless the operator scales."""
+    urgent: bool = False
+    """The memory must be written before anything else: it holds a decision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How applying went."""
+
+    problems: tuple[str, ...] = ()
+    """Messages of what the API server refused."""
+    retry: bool = False
+    """Trying again may help."""

@@ -1,0 +1,165 @@
+"""Status as a pure function of what was observed, decided and applied.
+
+Meanings: Ready says that somebody answers, and nothing about speed. A condition exists only while its feature is in
+use. Figures that were measured earlier stay, with the time of their measurement, until there are new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from specdecode_operator.api.v1alpha1 import (
+    Condition,
+    ConditionType,
+    DraftStatus,
+    SpeculationStatus,
+    Status,
+    TaskStatus,
+    TrafficStatus,
+)
+from specdecode_operator.conditions import Verdict, verdicts
+from specdecode_operator.records import Decision, Deployment, Figures, Observed, Outcome
+
+ROUNDING = 0.05
+HISTORY = 10
+
+
+def status_of(
+    deployment: Deployment, observed: Observed, decision: Decision, outcome: Outcome, *, now: float
+) -> Status:
+    """The whole status. Equal inputs give equal status: nothing but ``now`` in a new condition tells the time."""
+    before = deployment.status
+    found = verdicts(deployment, observed, decision, outcome)
+    workload = observed.workload
+    ready = workload.ready if workload else 0
+    return Status(
+        observed_generation=deployment.generation,
+        url=decision.url,
+        replicas=workload.replicas if workload else 0,
+        ready_replicas=ready,
+        selector=decision.selector,
+        ready=f"{ready}/{decision.replicas}",
+        reason=_reason(found),
+        conditions=tuple(_condition(before, verdict, deployment.generation, now) for verdict in found),
+        resolved_image=decision.image or None,
+        speculation=_speculation(deployment, decision, now),
+        tasks=_tasks(deployment, decision),
+        draft=_draft(deployment, observed),
+        traffic=_traffic(before.traffic, decision.figures),
+    )
+
+
+def failed_status(before: Status, generation: int, reason: str, message: str, *, now: float) -> Status:
+    """The status of a spec that cannot be carried out: all as it was, and why nothing moves."""
+    verdict = Verdict(ConditionType.reconciled, "False", reason, message)
+    others = tuple(found for found in before.conditions if found.type != verdict.type)
+    condition = _condition(before, verdict, generation, now)
+    return before.model_copy(
+        update={"conditions": (*others, condition), "reason": message[:1024], "observed_generation": generation}
+    )
+
+
+def iso(now: float) -> str:
+    """A time as Kubernetes writes it."""
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def rounded(value: float | None) -> float | None:
+    """To 0.05: finer would change with every look and mean nothing."""
+    return None if value is None else round(round(value / ROUNDING) * ROUNDING, 2)
+
+
+def _condition(before: Status, verdict: Verdict, generation: int, now: float) -> Condition:
+    known = next((found for found in before.conditions if found.type == verdict.type), None)
+    since = known.last_transition_time if known and known.status == verdict.status else iso(now)
+    return Condition(
+        type=verdict.type,
+        status=verdict.status,
+        reason=verdict.reason,
+        message=verdict.message[:4096],
+        last_transition_time=since,
+        observed_generation=generation,
+    )
+
+
+def _reason(found: tuple[Verdict, ...]) -> str | None:
+    """What a user should look at first, if anything."""
+    worst = next((verdict for verdict in found if verdict.bad), None)
+    return f"{worst.reason}: {worst.message}"[:1024] if worst else None
+
+
+def _speculation(deployment: Deployment, decision: Decision, now: float) -> SpeculationStatus | None:
+    if deployment.spec.speculation.method == "none":
+        return None
+    before = deployment.status.speculation or SpeculationStatus()
+    history = (*reversed(decision.changes), *before.history)[:HISTORY]
+    last = decision.changes[-1] if decision.changes else None
+    return before.model_copy(
+        update={
+            "depth": decision.depth if decision.depth is not None else before.depth,
+            "nodes": decision.depth if decision.depth is not None else before.nodes,
+            "plan_version": decision.plan.version,
+            "recommended": decision.recommended,
+            "history": history,
+            "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096]
+            if last
+            else before.last_decision,
+            **_measured(before, decision.figures, now),
+        }
+    )
+
+
+def _measured(before: SpeculationStatus, figures: Figures | None, now: float) -> dict[str, float | str | None]:
+    """New figures when there are any and they differ; an idle deployment keeps what was measured last."""
+    if figures is None or figures.speed is None:
+        return {}
+    speed = figures.speed
+    values = {
+        "acceptance_rate": rounded(speed.acceptance_rate),
+        "accepted_length": rounded(speed.accepted_length),
+        "speedup": rounded(speed.speedup) if speed.speedup is not None else before.speedup,
+    }
+    if all(getattr(before, name) == value for name, value in values.items()):
+        return {}
+    return {**values, "measured_at": iso(now)}
+
+
+def _tasks(deployment: Deployment, decision: Decision) -> tuple[TaskStatus, ...]:
+    known = {task.name: task for task in deployment.status.tasks}
+    return tuple(
+        _task(known.get(task.name, TaskStatus(name=task.name)), decision) for task in deployment.spec.speculation.tasks
+    )
+
+
+def _task(before: TaskStatus, decision: Decision) -> TaskStatus:
+    speed = decision.figures.tasks.get(before.name) if decision.figures else None
+    update: dict[str, float | int | None] = {"depth": decision.task_depths.get(before.name, before.depth)}
+    if speed:
+        update["acceptance_rate"] = rounded(speed.acceptance_rate)
+        update["accepted_length"] = rounded(speed.accepted_length)
+    return before.model_copy(update=update)
+
+
+def _draft(deployment: Deployment, observed: Observed) -> DraftStatus | None:
+    if deployment.spec.speculation.draft is None:
+        return None
+    hashes = list(_hashes(observed))
+    before = deployment.status.draft
+    known = hashes[0] if hashes else (before.hash if before else None)
+    return DraftStatus(hash=known, uri=deployment.spec.speculation.draft.uri)
+
+
+def _hashes(observed: Observed) -> Iterator[str]:
+    return (report.draft.hash for report in observed.reports if report.draft.hash)
+
+
+def _traffic(before: TrafficStatus | None, figures: Figures | None) -> TrafficStatus | None:
+    if figures is None:
+        return before
+    return TrafficStatus(
+        running=round(figures.running, 1),
+        waiting=round(figures.waiting, 1),
+        tokens_per_second=float(f"{figures.tokens_per_second:.2g}"),
+        synthetic=figures.synthetic,
+    )

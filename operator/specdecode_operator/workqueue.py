@@ -1,0 +1,148 @@
+"""Which deployment is looked at when: one reconcile per key at a time, back-off, periodic resync.
+
+``Schedule`` is the rule, without a clock of its own; ``WorkQueue`` runs it on the event loop. Handlers add keys from
+any event, as often as they like: events that come while a key runs, or close together, become one more run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from specdecode_operator.records import Key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Times of the schedule, in seconds."""
+
+    debounce: float = 0.2
+    """Least time between the ends of one run and the start of the next of the same key."""
+    first_retry: float = 1.0
+    last_retry: float = 60.0
+
+    def retry(self, failures: int) -> float:
+        """Back-off after that many failures in a row."""
+        return min(self.last_retry, self.first_retry * 2.0 ** min(failures - 1, 30))
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Due times of keys. Every method takes the time as an argument."""
+
+    pace: Pace = field(default_factory=Pace)
+    _due: dict[Key, float] = field(default_factory=dict)
+    _running: set[Key] = field(default_factory=set)
+    _failures: dict[Key, int] = field(default_factory=dict)
+    _ended: dict[Key, float] = field(default_factory=dict)
+
+    def add(self, key: Key, now: float) -> None:
+        """The key wants a look as soon as may be."""
+        earliest = max(now, self._ended.get(key, now) + self.pace.debounce if key in self._ended else now)
+        self._due[key] = min(earliest, self._due.get(key, earliest))
+
+    def take(self, now: float) -> Key | None:
+        """The key that has been due longest and does not run; it runs from now on."""
+        ready = [(due, key) for key, due in self._due.items() if due <= now and key not in self._running]
+        if not ready:
+            return None
+        _, key = min(ready)
+        del self._due[key]
+        self._running.add(key)
+        return key
+
+    def done(self, key: Key, now: float, *, again_in: float | None) -> None:
+        """The run went well; ``again_in`` seconds is the resync, None forgets the key."""
+        self._ends(key, now)
+        self._failures.pop(key, None)
+        if again_in is not None:
+            self._at(key, now + again_in, now)
+        elif key not in self._due:
+            self._ended.pop(key, None)
+
+    def failed(self, key: Key, now: float) -> float:
+        """The run failed. Returns the back-off; an event that came meanwhile shortens it to the first retry's."""
+        self._ends(key, now)
+        self._failures[key] = self._failures.get(key, 0) + 1
+        wait = self.pace.first_retry if key in self._due else self.pace.retry(self._failures[key])
+        self._due[key] = now + wait
+        return wait
+
+    def next_due(self) -> float | None:
+        """When the next key that does not run is due."""
+        waiting = [due for key, due in self._due.items() if key not in self._running]
+        return min(waiting, default=None)
+
+    def _ends(self, key: Key, now: float) -> None:
+        self._running.discard(key)
+        self._ended[key] = now
+
+    def _at(self, key: Key, due: float, now: float) -> None:
+        asked = self._due.get(key)
+        self._due[key] = due if asked is None else min(due, max(asked, now + self.pace.debounce))
+
+
+Handle = Callable[[Key], Awaitable[float | None]]
+"""Reconciles a key; returns the seconds until the next look, None when the key is gone."""
+
+
+class WorkQueue:
+    """Runs ``handle`` for every key that is due, at most ``concurrency`` at a time."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        concurrency: int = 4,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle = handle
+        self._schedule = Schedule(pace or Pace())
+        self._slots = asyncio.Semaphore(concurrency)
+        self._clock = clock
+        self._woken = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, key: Key) -> None:
+        self._schedule.add(key, self._clock())
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until cancelled; then what runs is cancelled too."""
+        try:
+            while True:
+                await self._slots.acquire()
+                key = await self._next()
+                task = asyncio.create_task(self._one(key), name="/".join(key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _next(self) -> Key:
+        while (key := self._schedule.take(self._clock())) is None:
+            self._woken.clear()
+            due = self._schedule.next_due()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), None if due is None else max(0.0, due - self._clock()))
+        return key
+
+    async def _one(self, key: Key) -> None:
+        try:
+            again_in = await self._handle(key)
+        except Exception as error:
+            wait = self._schedule.failed(key, self._clock())
+            log.warning("%s/%s: again in %.0f s after %s: %s", *key, wait, type(error).__name__, error)
+        else:
+            self._schedule.done(key, self._clock(), again_in=again_in)
+        finally:
+            self._slots.release()
+            self._woken.set()

@@ -1,0 +1,85 @@
+"""What may import what, seen from outside: in processes of their own, and by import-linter's contracts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN_INIT = ("operator", "worker", "kernels", "tests", "tests/unit", "tests/kernels", "tests/e2e", "tests/cluster")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+
+
+BLOCK = """
+    import sys
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in {names!r}:
+                raise ImportError(f"{{name}} is blocked")
+    sys.meta_path.insert(0, Blocked())
+"""
+
+
+def blocking(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
+    return python(textwrap.dedent(BLOCK.format(names=names)) + textwrap.dedent(code))
+
+
+def test_blocking_blocks() -> None:
+    done = blocking({"torch"}, "import torch")
+    assert done.returncode != 0
+    assert "torch is blocked" in done.stderr
+
+
+def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
+    heavy = {"torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton"}
+    done = blocking(
+        heavy,
+        """
+        import pkgutil, importlib, specdecode_operator
+        for module in pkgutil.walk_packages(specdecode_operator.__path__, "specdecode_operator."):
+            importlib.import_module(module.name)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_contract_needs_pydantic_alone() -> None:
+    done = python(
+        """
+        import sys, specdecode_worker.contract
+        loaded = {name.split(".")[0] for name in sys.modules}
+        assert not loaded & {"torch", "numpy", "fastapi", "kubernetes", "kopf", "httpx"}, loaded
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_standard_library_is_not_shadowed() -> None:
+    """A folder called operator with an __init__.py would take the place of the standard module of that name."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import operator, collections; print(operator.__file__)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(ROOT) not in done.stdout
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN_INIT)
+def test_no_package_where_it_would_shadow_another(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_layers() -> None:
+    program = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,159 @@
+"""The whole pure loop against workers whose truth is known: it finds the best depth, follows changes, stays put."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Loop, Truth, best_depth, linear_time, loop_over
+
+
+def dear_when_deep(sequences: float, depth: int, context: float) -> float:
+    return linear_time(sequences, depth, context) + (0.08 if depth >= 2 else 0)
+
+
+def test_depth_falls_when_acceptance_is_low() -> None:
+    truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
+    loop = loop_over(truth)
+    loop.polls(24)
+    assert best_depth(truth) == 1
+    assert loop.depths[-1] in (1, 2)
+    assert "acceptance by depth" in loop.memory.kept.history[0].reason
+
+
+def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    loop.polls(6)
+    assert loop.depths[-1] == 0
+    assert loop.memory.kept.history[0].after == "none"
+    assert "loses against plain decoding" in loop.memory.kept.history[0].reason
+
+
+def test_depth_falls_with_the_cost_of_deep_trees_and_rises_again() -> None:
+    truth = Truth()
+    loop = loop_over(truth, explore=0.1, speculation={"hysteresis": {"minDwellSeconds": 10}})
+    loop.polls(20)
+    assert loop.depths[-1] >= 3
+    truth.step_time = dear_when_deep
+    loop.polls(6)
+    assert loop.depths[-1] == 1, "a step of cost must show within half a minute"
+    truth.step_time = linear_time
+    loop.polls(40)
+    assert loop.depths[-1] >= 2
+
+
+def test_a_step_of_acceptance_reaches_the_estimate_within_30_seconds() -> None:
+    truth = Truth(chances=[0.9] * 5)
+    loop = loop_over(truth, speculation={"mode": "Static"})
+    loop.polls(12)
+    truth.chances = [0.6] * 5
+    loop.polls(6)
+    first = next(cell for cell in loop.memory.kept.acceptance if cell.depth == 1)
+    assert first.hits / first.total == pytest.approx(0.6, abs=0.06)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_constant_input_reaches_a_fixed_point(seed: int) -> None:
+    loop = loop_over(Truth(noise=0.2), seed=seed)
+    loop.polls(30)
+    settled = loop.versions[-1]
+    loop.polls(60)
+    assert loop.versions[-1] - settled <= 1, f"the plan thrashes: {loop.depths[30:]}"
+
+
+def test_versions_only_rise_and_survive_a_restart_of_the_operator() -> None:
+    truth = Truth(chances=[0.2] * 5)
+    loop = loop_over(truth)
+    loop.polls(10)
+    before = loop.memory.kept
+    loop.restart_operator()
+    loop.poll()
+    assert loop.memory.kept.plan == before.plan
+    assert [row.since for row in loop.memory.kept.rows] == [row.since for row in before.rows]
+    assert loop.versions == sorted(loop.versions)
+
+
+def test_dwell_holds_over_a_restart() -> None:
+    truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
+    loop = loop_over(truth, explore=0.2, speculation={"hysteresis": {"minDwellSeconds": 3600}})
+    loop.polls(12)
+    moved = loop.depths[-1]
+    assert moved < 3
+    truth.chances = [0.95] * 5
+    loop.restart_operator()
+    loop.polls(30)
+    assert loop.depths[-1] == moved, "the row changed within its dwell"
+
+
+def test_lost_memory_never_lowers_the_version() -> None:
+    loop = loop_over(Truth(chances=[0.2] * 5))
+    loop.polls(10)
+    running = loop.worker.plan.version
+    loop.memory = type(loop.memory)(found=False)
+    assert loop.poll().plan.version > running
+
+
+@pytest.mark.parametrize(("mode", "depth"), [("Static", 3), ("Advisory", 3), ("Off", 0)])
+def test_modes_that_do_not_follow(mode: str, depth: int) -> None:
+    loop = loop_over(Truth(chances=[0.2] * 5), speculation={"mode": mode})
+    decision = loop.polls(12)
+    assert set(loop.depths[1:]) == {depth}
+    assert not decision.changes
+    assert (decision.recommended is not None) == (mode == "Advisory")
+
+
+def test_method_none_plans_nothing() -> None:
+    loop = loop_over(speculation={"method": "none", "draft": None})
+    plan = loop.poll().plan
+    assert (plan.rows, plan.initial.nodes, plan.max_depth) == ((), 0, 0)
+
+
+def test_bounds_of_the_spec_hold_at_once() -> None:
+    loop = loop_over(Truth())
+    loop.polls(6)
+    tighter = loop_over(speculation={"depth": {"max": 2, "initial": 2}})
+    loop.deployment = tighter.deployment
+    loop.poll()
+    assert loop.depths[-1] <= 2
+    assert loop.decision is not None
+    assert loop.decision.plan.max_depth == 2
+
+
+def test_a_paused_deployment_keeps_its_plan() -> None:
+    loop = loop_over(Truth(chances=[0.2] * 5))
+    loop.polls(1)
+    version = loop.versions[-1]
+    from dataclasses import replace
+
+    loop.deployment = replace(loop.deployment, paused=True)
+    loop.polls(10)
+    assert loop.versions[-1] == version
+
+
+def test_a_new_boot_resets_that_worker_alone() -> None:
+    loop = loop_over()
+    loop.polls(6)
+    estimates = loop.memory.kept.acceptance
+    loop.worker.boot_id = "boot-2"
+    loop.worker.counters, loop.worker.ranks, loop.worker.steps = {}, {}, {}
+    loop.worker.clock = 0
+    loop.poll()
+    assert loop.memory.kept.acceptance == estimates, "a reset must add nothing and take nothing away"
+
+
+def test_speedup_and_acceptance_match_the_truth() -> None:
+    truth = Truth(chances=[0.8] * 5)
+    loop = loop_over(truth, explore=0.1, speculation={"mode": "Static"})
+    found = [loop.poll().figures for _ in range(24)]
+    figures = [figure for figure in found if figure and figure.speed][-1]
+    assert figures.speed is not None
+    drafted = truth.step_time(1, 3, truth.context) / (1 + 0.8 + 0.64 + 0.512)
+    plain = truth.step_time(1, 0, truth.context)
+    assert figures.speed.speedup == pytest.approx(plain / drafted, rel=0.08)
+    assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
+
+
+def test_the_memory_stays_small(capsys: pytest.CaptureFixture[str]) -> None:
+    from specdecode_operator.memory import state_data
+
+    loop: Loop = loop_over(Truth(sequences=8), explore=0.3)
+    loop.polls(20)
+    assert sum(len(text) for text in state_data(loop.memory.kept).values()) < 64 * 1024

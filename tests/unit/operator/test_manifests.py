@@ -1,0 +1,258 @@
+"""Children as pure functions: what a user's spec becomes, and what may never change a live pod template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, deployment_with, loop_over, workload_with
+
+from specdecode_operator import manifests
+from specdecode_operator.decide import decide
+from specdecode_operator.errors import SpecError
+from specdecode_operator.manifests.config import cores, default_served_name
+from specdecode_operator.manifests.merge import merged
+from specdecode_operator.memory import Kept, Memory
+from specdecode_operator.records import Decision, Defaults, Observed
+from specdecode_worker.contract import Env, Plan, WorkerConfig
+
+UPGRADED = Defaults(worker_image="localhost/worker:2", worker_image_pull_policy="Always")
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    return manifests.pod_template(deployment_with(**spec), DEFAULTS)
+
+
+def container(found: dict[str, Any], name: str) -> dict[str, Any]:
+    containers = found["spec"]["containers"] + found["spec"]["initContainers"]
+    return next(item for item in containers if item["name"] == name)
+
+
+def environment(found: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(found, "worker")["env"]}
+
+
+def test_the_config_reaches_the_worker_whole() -> None:
+    spec = {
+        "model": {"uri": "hf://org/Llama@v1", "servedName": "llama", "dtype": "float32", "maxModelLen": 2048},
+        "workers": {"maxNumSeqs": 4, "kvCacheTokens": 4096, "resources": {"limits": {"cpu": "2500m"}}},
+        "drain": {"endpointDelaySeconds": 7, "gracePeriodSeconds": 90},
+    }
+    config = WorkerConfig.model_validate_json(environment(template(**spec))[Env.config])
+    assert config == manifests.worker_config(deployment_with(**spec).spec, "u1")
+    assert (config.deployment_uid, config.model.served_name, config.model.max_model_len) == ("u1", "llama", 2048)
+    assert (config.draft.method, config.draft.uri) == ("eagle3", "embedded://d")
+    assert (config.engine.max_num_seqs, config.engine.threads, config.engine.device) == (4, 2, "cpu")
+    assert config.server.grace_period_seconds == 90
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [("hf://org/Llama-3@main", "Llama-3"), ("pvc://claim/a/b", "b"), ("file:///m/x/", "x"), ("embedded://e", "e")],
+)
+def test_served_name_is_the_last_part(uri: str, name: str) -> None:
+    assert default_served_name(uri) == name
+
+
+@pytest.mark.parametrize(("quantity", "count"), [("1", 1), ("500m", 1), ("3900m", 3), (2, 2), ("1.5", 1)])
+def test_threads_are_whole_cores_of_the_limit(quantity: Any, count: int) -> None:
+    found = template(workers={"resources": {"limits": {"cpu": quantity}}})
+    assert environment(found)["OMP_NUM_THREADS"] == str(count)
+
+
+def test_a_quantity_that_is_none_is_refused() -> None:
+    with pytest.raises(SpecError, match="cores such as"):
+        cores("many")
+
+
+def test_gpus_come_from_tensor_parallel_size() -> None:
+    found = template(workers={"gpu": True, "tensorParallelSize": 4, "resources": {"limits": {"memory": "8Gi"}}})
+    worker = container(found, "worker")
+    assert worker["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 4}
+    assert "nvidia.com/gpu" not in json.dumps(container(found, "pull")), "pulling needs no GPU"
+    assert "OMP_NUM_THREADS" not in environment(found)
+
+
+def test_the_pod_is_restricted() -> None:
+    found = template()
+    pod = found["spec"]["securityContext"]
+    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    for name in ("pull", "worker"):
+        security = container(found, name)["securityContext"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert security["readOnlyRootFilesystem"]
+        assert not security["allowPrivilegeEscalation"]
+
+
+def test_the_plan_is_mounted_as_a_folder() -> None:
+    mounts = {item["mountPath"]: item for item in container(template(), "worker")["volumeMounts"]}
+    assert "subPath" not in mounts["/etc/specdecode/plan"]
+    assert environment(template())[Env.plan_path] == "/etc/specdecode/plan/plan.json"
+
+
+def test_leaving_has_time_for_delay_grace_and_some() -> None:
+    found = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
+    assert found["spec"]["terminationGracePeriodSeconds"] == 107
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        ({}, {"emptyDir": {}}),
+        ({"pvc": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}),
+        ({"hostPath": "/models"}, {"hostPath": {"path": "/models", "type": "Directory"}}),
+    ],
+)
+def test_model_cache(cache: dict[str, str], volume: dict[str, Any]) -> None:
+    found = template(storage={"modelCache": cache})
+    assert {"name": "model-cache", **volume} in found["spec"]["volumes"]
+
+
+def test_claims_of_models_are_mounted_once_and_read_only() -> None:
+    spec = {"model": {"uri": "pvc://big/target"}, "speculation": {"draft": {"uri": "pvc://big/draft"}}}
+    mounts = [item["mountPath"] for item in container(template(**spec), "pull")["volumeMounts"]]
+    assert mounts.count("/mnt/pvc/big") == 1
+
+
+def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
+    found = template(model={"tokenSecretRef": {"name": "hub"}})
+    pull = {item["name"]: item for item in container(found, "pull")["env"]}
+    assert pull["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    assert "HF_TOKEN" not in environment(found)
+
+
+def test_the_admin_port_is_not_in_the_service() -> None:
+    ports = manifests.service(deployment_with())["spec"]["ports"]
+    assert [port["targetPort"] for port in ports] == ["http"]
+
+
+def test_every_child_is_owned_and_blocks_nothing() -> None:
+    children = loop_over().poll().children
+    assert [child["kind"] for child in children] == ["ConfigMap", "Service", "PodDisruptionBudget", "Deployment"]
+    for child in children:
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u1", True, False)
+
+
+def test_names_of_children_fit_labels() -> None:
+    long = replace(deployment_with(), name="n" * 45)
+    child = manifests.workload(long, {}, "h", 1)
+    assert len(child["metadata"]["name"]) <= 63 - len("-12345678ab"), "a ReplicaSet's name becomes a label's value"
+
+
+# --- the user's template ------------------------------------------------------------------------------------------
+
+
+def test_containers_merge_by_name() -> None:
+    overlay = {
+        "metadata": {"annotations": {"a": "b"}, "labels": {"specdecode.io/name": "stolen", "team": "x"}},
+        "spec": {
+            "nodeSelector": {"disk": "fast"},
+            "containers": [
+                {"name": "worker", "env": [{"name": "HOME", "value": "/h"}, {"name": "EXTRA", "value": "1"}]},
+                {"name": "sidecar", "image": "s"},
+            ],
+        },
+    }
+    found = template(workers={"template": overlay})
+    assert [item["name"] for item in found["spec"]["containers"]] == ["worker", "sidecar"]
+    assert environment(found)["HOME"] == "/h"
+    assert environment(found)["EXTRA"] == "1"
+    assert Env.config in environment(found)
+    assert found["metadata"]["labels"]["specdecode.io/name"] == "demo", "the selector's labels are ours"
+    assert found["metadata"]["labels"]["team"] == "x"
+
+
+def test_null_removes_and_other_lists_are_replaced() -> None:
+    base = {"a": 1, "command": ["x", "y"], "env": [{"name": "K", "value": "1"}]}
+    assert merged(base, {"a": None, "command": ["z"]}) == {"command": ["z"], "env": [{"name": "K", "value": "1"}]}
+
+
+def test_an_item_without_a_name_is_refused_by_path() -> None:
+    with pytest.raises(SpecError, match=r"workers\.template\.spec\.containers\[0\] needs a name"):
+        template(workers={"template": {"spec": {"containers": [{"image": "x"}]}}})
+
+
+def test_a_template_beyond_the_bound_is_refused() -> None:
+    with pytest.raises(SpecError, match="bytes"):
+        template(workers={"template": {"metadata": {"annotations": {"a": "x" * 30_000}}}})
+
+
+# --- stability ----------------------------------------------------------------------------------------------------
+
+
+def decided(
+    memory: Memory, defaults: Defaults, observed: Observed | None = None, **spec: Any
+) -> tuple[Decision, Memory]:
+    observed = observed or Observed(workload=None, workers=(), memory=memory)
+    return decide(deployment_with(**spec), observed, defaults, now=1000)
+
+
+def pod(decision: Decision) -> Any:
+    return decision.children[-1]["spec"]["template"]
+
+
+LIVE: list[dict[str, Any]] = [
+    {"speculation": {"mode": "Static"}},
+    {"speculation": {"depth": {"min": 1, "max": 7, "initial": 2}}},
+    {"speculation": {"hysteresis": {"minDwellSeconds": 5}, "explorePercent": 9}},
+    {"speculation": {"tasks": [{"name": "code"}]}},
+    {"scaling": {"minReplicas": 2, "maxReplicas": 9}},
+    {"replicas": 3},
+    {"workers": {"updatePolicy": "Automatic"}},
+]
+ROLLING: list[dict[str, Any]] = [
+    {"model": {"dtype": "float32"}},
+    {"speculation": {"draft": {"uri": "embedded://other"}}},
+    {"speculation": {"required": True}},
+    {"workers": {"maxNumSeqs": 8}},
+    {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
+    {"drain": {"gracePeriodSeconds": 61}},
+    {"storage": {"modelCache": {"hostPath": "/x"}}},
+]
+
+
+@pytest.mark.parametrize("change", LIVE, ids=str)
+def test_what_is_live_touches_no_pod(change: dict[str, Any]) -> None:
+    first, memory = decided(Memory(), DEFAULTS)
+    second, _ = decided(memory, DEFAULTS, **change)
+    assert pod(second) == pod(first)
+
+
+@pytest.mark.parametrize("change", ROLLING, ids=str)
+def test_the_rest_rolls_pods(change: dict[str, Any]) -> None:
+    first, memory = decided(Memory(), DEFAULTS)
+    second, _ = decided(memory, DEFAULTS, **change)
+    assert pod(second) != pod(first)
+
+
+def test_an_upgrade_of_the_operator_rolls_nothing() -> None:
+    first, memory = decided(Memory(), DEFAULTS)
+    second, memory = decided(memory, UPGRADED)
+    assert pod(second) == pod(first)
+    assert second.image == "localhost/worker:1"
+    third, _ = decided(memory, UPGRADED, drain={"gracePeriodSeconds": 61})
+    assert third.image == "localhost/worker:2", "with the next change of the spec it may"
+
+
+def test_automatic_follows_the_operator() -> None:
+    _, memory = decided(Memory(), DEFAULTS, workers={"updatePolicy": "Automatic"})
+    second, _ = decided(memory, UPGRADED, workers={"updatePolicy": "Automatic"})
+    assert second.image == "localhost/worker:2"
+
+
+def test_lost_memory_takes_the_template_from_the_live_workload() -> None:
+    first, memory = decided(Memory(), DEFAULTS)
+    live = workload_with(template=pod(first), spec_hash=memory.kept.template.spec_hash if memory.kept.template else "")
+    lost = Memory(kept=Kept(uid="u1"), found=False)
+    second, _ = decided(lost, UPGRADED, Observed(workload=live, workers=(), memory=lost))
+    assert pod(second) == pod(first)
+
+
+def test_the_plan_stays_the_same_object_of_the_same_version() -> None:
+    first, memory = decided(Memory(), DEFAULTS)
+    second, _ = decided(memory, DEFAULTS)
+    assert first.plan == second.plan
+    assert Plan.model_validate_json(first.children[0]["data"]["plan.json"]) == first.plan

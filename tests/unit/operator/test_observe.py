@@ -1,0 +1,92 @@
+"""From raw objects to what the operator knows: pods, workloads, and a resource of another version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import SPEC
+
+from specdecode_operator.errors import SpecError
+from specdecode_operator.observe import deployment_of, status_of_resource, worker_of, workload_of
+
+
+def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "p", "uid": "u", **metadata}, "status": status}
+
+
+def resource(**fields: Any) -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": "n", "uid": "u", "generation": 3}
+    return {"metadata": metadata, "spec": SPEC, **fields}
+
+
+def test_a_serving_pod() -> None:
+    found = worker_of(pod({"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}))
+    assert (found.address, found.ready, found.leaving, found.trouble) == ("10.0.0.1", True, False, None)
+
+
+@pytest.mark.parametrize("status", [{}, {"phase": "Pending"}])
+def test_a_pod_that_is_not_there_yet(status: dict[str, Any]) -> None:
+    assert (worker_of(pod(status)).address, worker_of(pod(status)).ready) == (None, False)
+
+
+def test_a_pod_that_goes() -> None:
+    assert worker_of(pod({}, deletionTimestamp="now")).leaving
+    assert worker_of(pod({"phase": "Failed"})).leaving
+
+
+def test_a_failing_pull_says_its_last_words() -> None:
+    ended = {"terminated": {"message": "pulling 3 %\nerror: the disk is full: 2 GiB are missing\n"}}
+    status = {
+        "initContainerStatuses": [
+            {"name": "pull", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
+        ]
+    }
+    assert worker_of(pod(status)).trouble == "pull: CrashLoopBackOff: error: the disk is full: 2 GiB are missing"
+
+
+def test_an_image_that_cannot_be_had() -> None:
+    waiting = {"reason": "ImagePullBackOff", "message": "not found"}
+    status = {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]}
+    assert worker_of(pod(status)).trouble == "worker: ImagePullBackOff: not found"
+
+
+def test_a_pod_that_fits_nowhere() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    assert worker_of(pod({"conditions": [condition]})).trouble == "Unschedulable: no GPU"
+
+
+def test_starting_is_no_trouble() -> None:
+    status = {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]}
+    assert worker_of(pod(status)).trouble is None
+
+
+@pytest.mark.parametrize(
+    ("status", "settled"),
+    [
+        ({"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1, "availableReplicas": 1}, True),
+        ({"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "availableReplicas": 1}, False),
+        ({"observedGeneration": 2, "replicas": 2, "updatedReplicas": 1, "availableReplicas": 1}, False),
+        ({"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1}, False),
+        ({}, False),
+    ],
+)
+def test_settled(status: dict[str, Any], settled: bool) -> None:
+    found = {"metadata": {"generation": 2}, "spec": {"replicas": 1, "template": {}}, "status": status}
+    assert workload_of(found).settled == settled
+
+
+def test_a_spec_of_another_version_is_refused_by_field() -> None:
+    with pytest.raises(SpecError, match=r"spec\.weather"):
+        deployment_of(resource(spec={**SPEC, "weather": "fine"}))
+
+
+def test_paused() -> None:
+    found = resource()
+    assert not deployment_of(found).paused
+    found["metadata"]["annotations"] = {"specdecode.io/paused": "true"}
+    assert deployment_of(found).paused
+
+
+def test_a_status_of_another_version_counts_as_none() -> None:
+    assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None

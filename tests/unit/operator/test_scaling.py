@@ -1,0 +1,77 @@
+"""Replicas by demand: up on two polls, down late and one by one, always within bounds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.memory import ScalingMemory
+from specdecode_operator.scaling import Demand, scale
+
+SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
+
+
+def polls(demands: list[float], memory: ScalingMemory | None = None, *, trusted: bool = True) -> list[int]:
+    """Replicas after each poll, five seconds apart, at 10 sequences a worker: one worker carries 8."""
+    memory, found = memory or ScalingMemory(), []
+    for index, demand in enumerate(demands):
+        scaled = scale(
+            SPEC,
+            memory,
+            Demand(now=demand, recent=demand, max_num_seqs=10, trusted=trusted),
+            start=1,
+            now=1000.0 + 5 * index,
+        )
+        memory = scaled.memory
+        found.append(scaled.replicas)
+    return found
+
+
+def test_rises_on_the_second_poll() -> None:
+    assert polls([20, 20]) == [1, 3]
+
+
+def test_one_poll_is_not_enough() -> None:
+    assert polls([20, 4, 20, 4]) == [1, 1, 1, 1]
+
+
+def test_falls_one_by_one_after_the_window() -> None:
+    found = polls([0.0] * 16, ScalingMemory(replicas=3))
+    assert found[:12] == [3] * 12
+    assert found[12:15] == [2, 1, 1]
+
+
+def test_a_peak_within_the_window_starts_it_again() -> None:
+    found = polls([0.0] * 11 + [20.0] + [0.0] * 12, ScalingMemory(replicas=3))
+    assert set(found) == {3}
+
+
+def test_never_falls_on_doubtful_numbers() -> None:
+    assert polls([0.0] * 30, ScalingMemory(replicas=3), trusted=False)[-1] == 3
+
+
+def test_no_new_reading_changes_nothing() -> None:
+    memory = ScalingMemory(replicas=2, above_polls=1, wanted=3)
+    scaled = scale(SPEC, memory, Demand(now=None), start=1, now=0)
+    assert (scaled.replicas, scaled.memory) == (2, memory)
+
+
+def test_wanted_tells_what_the_bound_cuts_off() -> None:
+    scaled = scale(SPEC, ScalingMemory(replicas=4), Demand(now=100, recent=100, max_num_seqs=10), start=1, now=0)
+    assert (scaled.replicas, scaled.wanted) == (4, 13)
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
+    st.one_of(st.none(), st.integers(0, 2000)),
+    st.booleans(),
+)
+def test_within_bounds_for_any_input(demands: list[float], start: int | None, trusted: bool) -> None:
+    assert all(1 <= found <= 4 for found in polls(demands, ScalingMemory(replicas=start), trusted=trusted))
+
+
+@given(st.floats(0, 200))
+def test_constant_demand_reaches_a_fixed_point(demand: float) -> None:
+    found = polls([demand] * 80)
+    assert len(set(found[60:])) == 1

@@ -1,0 +1,33 @@
+"""Settings come from the environment and are refused by the name of their variable."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdecode_operator.__main__ import main
+from specdecode_operator.errors import SettingsError
+from specdecode_operator.settings import read_settings
+
+
+def test_defaults() -> None:
+    assert read_settings({"PATH": "/bin", "SPECDECODE_OPERATOR_LOG_LEVEL": ""}).poll_seconds == 5
+
+
+def test_lists_are_split() -> None:
+    found = read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"})
+    assert found.watch_namespaces == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("POLL_SECONDS", "often"), ("PORT_HEALTH", "0"), ("LOG_LEVEL", "loud"), ("WORKER_IMAGE_PULL_POLICY", "Maybe")],
+)
+def test_nonsense_names_the_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"SPECDECODE_OPERATOR_{name}='{value}'"):
+        read_settings({f"SPECDECODE_OPERATOR_{name}": value})
+
+
+def test_the_process_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SPECDECODE_OPERATOR_POLL_SECONDS", "-1")
+    assert main(["run"]) == 2
+    assert "SPECDECODE_OPERATOR_POLL_SECONDS" in capsys.readouterr().err

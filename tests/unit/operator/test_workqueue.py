@@ -1,0 +1,104 @@
+"""One run per key at a time, coalesced events, back-off, resync; with a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specdecode_operator.workqueue import Pace, Schedule, WorkQueue
+
+A, B = ("ns", "a"), ("ns", "b")
+PACE = Pace(debounce=0.2, first_retry=1, last_retry=60)
+
+
+@pytest.fixture
+def schedule() -> Schedule:
+    return Schedule(PACE)
+
+
+def test_a_key_does_not_run_twice_at_a_time(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    assert schedule.take(0) == A
+    schedule.add(A, 0.1)
+    assert schedule.take(0.1) is None
+    schedule.done(A, 0.5, again_in=5)
+    assert schedule.take(0.6) is None, "two runs in a row need the debounce between them"
+    assert schedule.take(0.71) == A, "an event during the run must cause one more"
+
+
+def test_many_events_are_one_run(schedule: Schedule) -> None:
+    for _ in range(10):
+        schedule.add(A, 0)
+    assert schedule.take(0) == A
+    schedule.done(A, 0.1, again_in=5)
+    assert schedule.take(1) is None
+
+
+def test_resync_comes_by_itself(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    schedule.take(0)
+    schedule.done(A, 1, again_in=5)
+    assert schedule.next_due() == 6
+    assert schedule.take(6) == A
+
+
+def test_failures_back_off_and_success_forgets_them(schedule: Schedule) -> None:
+    now, waits = 0.0, []
+    schedule.add(A, now)
+    for _ in range(8):
+        assert schedule.take(now) == A
+        waits.append(schedule.failed(A, now))
+        now += waits[-1]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    schedule.take(now)
+    schedule.done(A, now, again_in=0)
+    schedule.take(now + 1)
+    assert schedule.failed(A, now + 1) == 1
+
+
+def test_an_event_during_a_failing_run_does_not_retry_hot(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    for now in range(0, 100, 10):
+        assert schedule.take(now) == A
+        schedule.add(A, now)
+        assert schedule.failed(A, now) == 1
+
+
+def test_a_gone_key_is_forgotten(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    schedule.take(0)
+    schedule.done(A, 1, again_in=None)
+    assert schedule.next_due() is None
+
+
+def test_the_longest_due_goes_first(schedule: Schedule) -> None:
+    schedule.add(B, 1)
+    schedule.add(A, 2)
+    assert [schedule.take(3), schedule.take(3)] == [B, A]
+
+
+async def test_keys_run_side_by_side_but_never_with_themselves() -> None:
+    running: set[tuple[str, str]] = set()
+    most, runs = 0, 0
+
+    async def handle(key: tuple[str, str]) -> float | None:
+        nonlocal most, runs
+        assert key not in running, "one reconcile per key at a time"
+        running.add(key)
+        most, runs = max(most, len(running)), runs + 1
+        await asyncio.sleep(0.02)
+        running.discard(key)
+        if runs % 3 == 0:
+            raise RuntimeError("now and then it fails")
+        return 0.01
+
+    queue = WorkQueue(handle, concurrency=2, pace=Pace(debounce=0.001, first_retry=0.01))
+    task = asyncio.create_task(queue.run())
+    for name in ("a", "b", "c"):
+        queue.add(("ns", name))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert most == 2
+    assert runs > 12
