@@ -2,7 +2,15 @@
 
 ModelError
 ├── ConfigMismatch    config.json lacks a field, or holds a value that is not supported
-└── WeightMismatch    a tensor is missing, extra, misshapen or of the wrong kind
+├── WeightMismatch    a tensor is missing, extra, misshapen or of the wrong kind
+├── BadUri            the URI names no model
+├── NotPresent        the URI is fine, but nothing complete is there
+└── PullFailed
+    ├── AccessDenied      gated, private, or no such repository
+    ├── NotOnHub          no such repository, revision or usable file
+    ├── HubUnreachable    the hub cannot be reached, or keeps breaking off
+    ├── HashMismatch      what came is not what the hub announced
+    └── DiskFull          no room for the files
 """
 
 
@@ -16,3 +24,35 @@ class ConfigMismatch(ModelError):
 
 class WeightMismatch(ModelError):
     """A tensor is missing, extra or misshapen; the message names it."""
+
+
+class BadUri(ModelError):
+    """The URI names no model; the message shows the forms that there are."""
+
+
+class NotPresent(ModelError):
+    """Nothing complete is where the URI points; the message says how to get it."""
+
+
+class PullFailed(ModelError):
+    """Base of what goes wrong while a model is fetched."""
+
+
+class AccessDenied(PullFailed):
+    """The hub refuses: gated, private, or no such repository."""
+
+
+class NotOnHub(PullFailed):
+    """The hub has no such repository or revision, or no file in it that can be used."""
+
+
+class HubUnreachable(PullFailed):
+    """The hub cannot be reached, or keeps breaking off."""
+
+
+class HashMismatch(PullFailed):
+    """What came is not what the hub announced."""
+
+
+class DiskFull(PullFailed):
+    """The files do not fit on the disk."""

@@ -1,0 +1,66 @@
+"""The paged cache of keys and values, and the attention that models run on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.kv_keep.op import kv_keep
+from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
+from specdecode_worker.engine.blocks import BLOCK_SIZE
+from specdecode_worker.engine.packed import Packed
+
+
+class PagedCache:
+    """Keys and values ``[layer, 2, block, 16, kv_head, head_dim]``, zeroed: masked keys must be finite."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
+        self._groups = heads // kv_heads
+
+    def attend(self, packed: Packed) -> PagedAttend:
+        """The attention of one pass, for all of its layers."""
+        prepared = prepare(
+            blocks=packed.blocks,
+            block_table_BM=packed.block_table_BM,
+            block_size=BLOCK_SIZE,
+            query_counts=packed.query_counts,
+            key_bounds=packed.key_bounds,
+            prefix_len_B=packed.prefix_len_B,
+            ancestors_T=packed.ancestors_T,
+            key_starts=packed.key_starts,
+            dense=packed.dense,
+            groups=self._groups,
+            dtype=self.data.dtype,
+        )
+        return PagedAttend(self.data, packed.slots_T, prepared)
+
+    def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Moves accepted nodes' keys and values to the slots that their positions own."""
+        kv_keep(self.data, source_slots, target_slots)
+
+
+class PagedAttend:
+    """models.layers.Attend: writes this pass's keys and values to their slots, then attends over the paged keys."""
+
+    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared) -> None:
+        self._layers = data.unbind(0)
+        self._rows = data.flatten(2, 3).unbind(0)
+        self._slots_T = slots_T
+        self._prepared = prepared
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        rows = self._rows[layer]
+        rows[0].index_copy_(0, self._slots_T, k_TKD)
+        rows[1].index_copy_(0, self._slots_T, v_TKD)
+        return attend(q_THD, self._layers[layer], self._prepared)

@@ -1,0 +1,112 @@
+"""Step cost cells: sums from which the operator fits what a step costs. See contract.StepCell."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from specdecode_worker.contract import FEATURES, StepCell
+
+CLIP = 4.0
+"""A step slower than this many running medians of its cell is clipped to it: the machine was busy elsewhere."""
+_REMEMBERED = 31
+_LEAST_FOR_CLIP = 8
+
+Kind = tuple[int, int, bool, int]
+"""(bucket of packed tokens, draft passes, prefill or not, context bucket)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """What a step did, in the order of contract.FEATURES but for the leading one."""
+
+    sequences: int
+    verify_tokens: int
+    kv_tokens: int
+    draft_passes: int
+    prefill_tokens: int
+
+    def kind(self, context_bucket: int) -> Kind:
+        tokens = self.verify_tokens + self.prefill_tokens
+        return 1 << max(tokens - 1, 0).bit_length(), self.draft_passes, self.prefill_tokens > 0, context_bucket
+
+    @property
+    def x(self) -> tuple[float, ...]:
+        return (1.0, *(float(getattr(self, name)) for name in FEATURES[1:]))
+
+
+@dataclass(slots=True)
+class _Sums:
+    count: int = 0
+    x: list[float] = field(default_factory=lambda: [0.0] * len(FEATURES))
+    xx: list[float] = field(default_factory=lambda: [0.0] * (len(FEATURES) * (len(FEATURES) + 1) // 2))
+    xt: list[float] = field(default_factory=lambda: [0.0] * len(FEATURES))
+    t: float = 0.0
+    tt: float = 0.0
+    device_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    clipped: int = 0
+    emitted: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def add(self, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float) -> None:
+        seconds = self._clip(wall_seconds)
+        x = size.x
+        self.count += 1
+        self.x = [a + b for a, b in zip(self.x, x, strict=True)]
+        products = [x[i] * x[j] for i in range(len(x)) for j in range(i, len(x))]
+        self.xx = [a + b for a, b in zip(self.xx, products, strict=True)]
+        self.xt = [a + b * seconds for a, b in zip(self.xt, x, strict=True)]
+        self.t += seconds
+        self.tt += seconds * seconds
+        self.device_seconds += device_seconds
+        self.wall_seconds += wall_seconds
+        self.emitted += emitted
+
+    def _clip(self, seconds: float) -> float:
+        bound = CLIP * median(self.recent) if len(self.recent) >= _LEAST_FOR_CLIP else seconds
+        self.recent.append(seconds)
+        self.clipped += seconds > bound
+        return min(seconds, bound)
+
+
+class StepCosts:
+    """All cells of a worker; `cells` gives those with most steps, since a report is bounded."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Kind, _Sums] = {}
+
+    def add(
+        self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float
+    ) -> None:
+        sums = self._cells.setdefault(size.kind(context_bucket), _Sums())
+        sums.add(size, emitted, wall_seconds, device_seconds)
+
+    def cells(self, most: int) -> tuple[StepCell, ...]:
+        found = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
+        return tuple(_cell(kind, sums) for kind, sums in sorted(found))
+
+
+def _cell(kind: Kind, sums: _Sums) -> StepCell:
+    return StepCell(
+        tokens_bucket=kind[0],
+        draft_passes=kind[1],
+        prefill=kind[2],
+        context_bucket=kind[3],
+        count=sums.count,
+        x=_short(sums.x),
+        xx=_short(sums.xx),
+        xt=_short(sums.xt),
+        t=sums.t,
+        tt=sums.tt,
+        device_seconds=sums.device_seconds,
+        wall_seconds=sums.wall_seconds,
+        clipped=sums.clipped,
+        emitted=sums.emitted,
+    )
+
+
+def _short(values: list[float]) -> tuple[float, ...]:
+    """Ten digits: differences of readings stay exact enough, a report stays small."""
+    return tuple(float(f"{value:.10g}") for value in values)

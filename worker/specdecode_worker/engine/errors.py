@@ -1,0 +1,18 @@
+"""What can go wrong between the server and the engine process.
+
+EngineError
+├── EngineGone     the process crashed or was killed; nothing more will come
+└── CallRefused    the engine did not take a plan or knobs; what was in force stays
+"""
+
+
+class EngineError(Exception):
+    """Base of all errors of this package."""
+
+
+class EngineGone(EngineError):
+    """The engine process crashed or was killed; the message holds its last words."""
+
+
+class CallRefused(EngineError):
+    """The engine did not take a plan or knobs; what was in force stays."""

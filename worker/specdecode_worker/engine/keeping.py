@@ -1,0 +1,55 @@
+"""What stays of a step on the device: accepted keys, tokens and states move to where they belong, lengths advance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.engine.cache import PagedCache
+from specdecode_worker.engine.packed import slots_of
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.engine.target import Pass
+from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.speculation.trees import Forest
+
+
+def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Tensor | None) -> None:
+    """Prefill chunks: their keys are in place, their last aux states are kept for the draft."""
+    for begin, row in zip(step.packed.query_start, rows, strict=False):
+        if row.is_chunk:
+            end = row.start + row.count
+            state.length_S[row.request.slot] = end
+            if aux_TA is not None:
+                state.keep_last_aux(row.request.slot, end, aux_TA[begin : begin + row.count])
+
+
+def keep_paths(
+    state: DeviceState,
+    cache: PagedCache,
+    step: Pass,
+    roots_C: Tensor,
+    forest: Forest,
+    outcome: Outcome,
+    aux_TA: Tensor | None,
+) -> None:
+    """Rows that chose: the accepted path's keys and aux states, the emitted tokens, the new length."""
+    slots_C = step.slots_B[: len(roots_C)]
+    if not forest.all_chains:
+        _move_keys(cache, step.packed.block_table_BM, roots_C, outcome.path_BD)
+    if aux_TA is not None:
+        state.keep_path_aux(slots_C, roots_C, outcome.path_BD, aux_TA, step.root_rows_C)
+    state.commit(slots_C, roots_C, outcome.emitted_BD, outcome.count_B)
+
+
+def _move_keys(cache: PagedCache, block_table_BM: Tensor, roots_C: Tensor, path_CD: Tensor) -> None:
+    """For a chain every key is in place already; so it is when nothing but a first child was accepted."""
+    row_CD = torch.arange(len(path_CD), device=path_CD.device)[:, None].expand_as(path_CD)
+    target_CD = roots_C[:, None] + 1 + torch.arange(path_CD.shape[1], device=path_CD.device)
+    source = slots_of(block_table_BM, row_CD, roots_C[:, None] + path_CD.clamp(min=0))
+    target = slots_of(block_table_BM, row_CD, target_CD.expand_as(path_CD))
+    # A pair that does nothing points into the padding block.
+    moves = path_CD > 0
+    cache.keep(torch.where(moves, source, 0).flatten(), torch.where(moves, target, 0).flatten())

@@ -1,0 +1,50 @@
+"""A step that was queued on the device: what `collect` needs to read it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdecode_worker.engine.costs import StepSize
+from specdecode_worker.engine.pilot import Choice
+from specdecode_worker.engine.recorder import Read
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.speculation.accept import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """``rows`` as batched; the first of them, as many as ``outcome`` has, chose a token. ``kept_depths`` are the
+    synthetic knob's cuts. ``began_seconds`` is the monotonic clock at launch."""
+
+    rows: tuple[Row, ...]
+    epochs: tuple[int, ...]
+    choice: Choice
+    size: StepSize
+    outcome: Outcome | None
+    ranked_BNK: Tensor | None
+    kept_depths: tuple[int, ...]
+    began_seconds: float
+    draft_seconds: float
+
+    def read(self) -> list[Read]:
+        """Waits for the device, and reads what the rows that chose have brought."""
+        if self.outcome is None:
+            return []
+        emitted, path, ranks = (
+            t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
+        )
+        # The draft's orderings are many numbers and matter where something was drafted in the shadow.
+        shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
+        ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
+        return [
+            Read(
+                tokens=[token for token in emitted[b] if token >= 0],
+                path=path[b],
+                ranks=ranks[b],
+                ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
+                kept_depth=self.kept_depths[b],
+            )
+            for b, row in enumerate(self.rows[: len(emitted)])
+        ]

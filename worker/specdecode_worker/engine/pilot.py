@@ -1,0 +1,99 @@
+"""Picks every decoding request's tree for the next step: the plan's row, the guard's veto, and what exploration asks.
+
+Reads no clock: what steps took is told to `measured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
+from specdecode_worker.engine.request import Request
+from specdecode_worker.speculation.dispatch import Dispatcher, Load
+from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration
+from specdecode_worker.speculation.guard import Guard
+from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+
+_PLAIN_SHAPE = TreeShape(())
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was picked for a step. ``shape`` is set when all of the batch runs the same at the same context;
+    ``counted`` is False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond the shape."""
+
+    concurrency: int = 0
+    context: int = 0
+    shape: TreeShape | None = None
+    in_burst: bool = False
+    counted: bool = True
+    shadow_passes: int = 0
+
+
+class Pilot:
+    """One per engine. Without a draft everything is plain."""
+
+    def __init__(self, dispatcher: Dispatcher, *, has_draft: bool) -> None:
+        self.choice = Choice()
+        self._dispatcher, self._has_draft = dispatcher, has_draft
+        self._guard = Guard()
+        self._exploration = Exploration()
+
+    @property
+    def plan(self) -> Plan:
+        return self._dispatcher.plan
+
+    @property
+    def plan_state(self) -> PlanState:
+        return self._dispatcher.state
+
+    @property
+    def drafts_prompts(self) -> bool:
+        """Whether the draft follows along at all: when the plan may come to draft."""
+        return self._has_draft and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
+
+    def guard_cells(self) -> tuple[GuardCell, ...]:
+        return self._guard.cells()
+
+    def take_plan(self, plan: Plan) -> None:
+        self._dispatcher.take(plan)
+
+    def trees(self, requests: Sequence[Request]) -> list[Tree]:
+        """Trees of the decoding requests, in order; remembers the choice for `measured`."""
+        concurrency = self._dispatcher.load(len(requests))
+        contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
+        context = max(contexts)
+        if not self._has_draft:
+            self.choice = Choice(concurrency, context, _PLAIN_SHAPE)
+            return [PLAIN] * len(requests)
+        shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
+        burst = self._exploration.burst_for(concurrency, shapes[0], self.plan.max_depth, self.plan.explore)
+        counted = True
+        if burst is not None and self.plan.max_depth:
+            burst.done += 1
+            counted = burst.done > DROPPED_STEPS
+            shapes = [burst.shape] * len(requests)
+        shadow = self._shadow_depth() if burst is None else 0
+        trees = [tree_of(shape, shadow) for shape in shapes]
+        passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
+        same = shapes[0] if len(set(shapes)) == 1 and min(contexts) == context else None
+        self.choice = Choice(concurrency, context, same, burst is not None, counted, passes)
+        return trees
+
+    def measured(self, choice: Choice, seconds: float, tokens: float, pass_seconds: float) -> None:
+        """A step of decoding alone took ``seconds`` and brought ``tokens`` per sequence; one draft pass takes
+        ``pass_seconds``, which is what the shadow is charged by, and relieved of."""
+        extra = choice.shadow_passes * pass_seconds
+        self._exploration.shadow.pay(extra)
+        self._exploration.passed(choice.concurrency, seconds, tokens, in_burst=choice.in_burst)
+        if choice.shape is not None and choice.counted:
+            self._guard.measured(choice.concurrency, choice.context, choice.shape, seconds - extra, tokens)
+
+    def _shape(self, concurrency: int, context: int, request: Request) -> TreeShape:
+        shape = self._dispatcher.shape(Load(concurrency, context, request.submit.task))
+        stopped = self.plan.guard and shape.nodes > 0 and not self._guard.allows(concurrency, context, shape)
+        return _PLAIN_SHAPE if stopped else shape
+
+    def _shadow_depth(self) -> int:
+        return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0

@@ -1,0 +1,70 @@
+"""Puts a worker's counters into a contract.Report that fits its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdecode_worker.contract import MAX_REPORT_BYTES, DraftState, GuardCell, PlanState, Report, SyntheticKnobs
+from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What does not change within a boot."""
+
+    boot_id: str
+    worker: str
+    model: str
+    target: str
+    draft: DraftState
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What holds now."""
+
+    clock_seconds: float
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    plan: PlanState
+    synthetic: SyntheticKnobs | None
+    guard: tuple[GuardCell, ...]
+
+
+def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> Report:
+    """Step cells with fewest steps are left out until the report is small enough; their counters go on."""
+    step_cells = MAX_STEP_CELLS
+    while True:
+        report = Report(
+            boot_id=identity.boot_id,
+            worker=identity.worker,
+            clock_seconds=moment.clock_seconds,
+            model=identity.model,
+            target=identity.target,
+            draft=identity.draft,
+            plan=moment.plan,
+            synthetic=moment.synthetic,
+            max_num_seqs=identity.max_num_seqs,
+            running=moment.running,
+            waiting=moment.waiting,
+            running_request_seconds=statistics.running_request_seconds,
+            waiting_request_seconds=statistics.waiting_request_seconds,
+            kv_tokens_total=moment.kv_tokens_total,
+            kv_tokens_used=moment.kv_tokens_used,
+            drafts=statistics.drafts,
+            draft_tokens=statistics.draft_tokens,
+            accepted_tokens=statistics.accepted_tokens,
+            plain_steps=statistics.plain_steps,
+            acceptance=statistics.acceptance_cells(),
+            requests=statistics.request_cells(),
+            steps=statistics.costs.cells(step_cells),
+            traffic=statistics.traffic_cells(),
+            latency=statistics.latency_cells(),
+            guard=moment.guard,
+        )
+        if len(report.model_dump_json()) <= MAX_REPORT_BYTES or step_cells == 0:
+            return report
+        step_cells //= 2

@@ -1,0 +1,92 @@
+"""One request as the host knows it. The device's copy of its length may be a step ahead (see state.py)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from specdecode_worker.engine.messages import FinishReason, Submit
+from specdecode_worker.speculation.coupling import Law
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """``tokens`` is the prompt and what was emitted. ``cached`` keys of it stand in the target's cache, as far as
+    collected; steps in flight may add to it. ``lag`` bounds how many of the last positions the draft has yet to see,
+    the root's among them."""
+
+    submit: Submit
+    law: Law
+    stops: frozenset[int]
+    tokens: list[int]
+    arrived_seconds: float
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    blocks_known: int = 0
+    """How many of them stand in the device's block table."""
+    epoch: int = 0
+    """Counts preemptions: a step launched in an earlier epoch says nothing about this one."""
+    prefilled: int = 0
+    """Positions of ``tokens`` given to a prefill chunk so far, launched ones included."""
+    prefill_end: int = 0
+    """Prefill is over here: the tokens known at admission (prompt, and what was emitted before a preemption)."""
+    cached: int = 0
+    in_flight: deque[int] = field(default_factory=deque)
+    """Most tokens that each launched and uncollected step can commit."""
+    lag: int = 1
+    draft_start: int = 1
+    emitted: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    last_emit_seconds: float = 0.0
+    finish: FinishReason | None = None
+
+    @classmethod
+    def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
+        sampling = submit.sampling
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+        law = Law(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p)
+        return cls(submit=submit, law=law, stops=stops, tokens=list(submit.prompt), arrived_seconds=arrived_seconds)
+
+    @property
+    def id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def decoding(self) -> bool:
+        return self.slot >= 0 and self.prefilled == self.prefill_end
+
+    @property
+    def cached_bound(self) -> int:
+        """Most keys that the device may hold by now."""
+        return self.cached + sum(self.in_flight)
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Keeps what counts of newly emitted ``tokens``: up to a stop token, itself included, or the limit."""
+        taken = []
+        for token in tokens:
+            if self.finish is not None:
+                break
+            taken.append(token)
+            self.emitted += 1
+            if token in self.stops:
+                self.finish = "stop"
+            elif self.emitted >= self.submit.sampling.max_tokens:
+                self.finish = "length"
+        self.tokens += taken
+        return taken
+
+    def advance(self, most: int, committed: int) -> None:
+        """A launched step was collected: it could have committed ``most`` positions and did ``committed``."""
+        assert self.in_flight.popleft() == most, "steps are collected in the order of their launch"
+        self.cached += committed
+        self.lag -= most - committed
+
+    def forget_cache(self) -> None:
+        """Back to the queue: everything known so far becomes what is prefilled again."""
+        self.slot, self.blocks, self.blocks_known = -1, [], 0
+        self.prefilled = self.prefill_end = self.cached = 0
+        self.in_flight.clear()
+        self.lag, self.draft_start = 1, 1
+        self.epoch += 1

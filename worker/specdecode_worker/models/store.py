@@ -1,0 +1,107 @@
+"""Where models are: URIs to folders. Downloads nothing; ``hub`` does, and this finds what it left.
+
+hf://org/name[@revision]   <cache>/hf/org/name/<revision>, once `pull` has completed it
+pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
+file:///path               the folder itself
+embedded://name            a model that comes with the package
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from specdecode_worker import embedded
+from specdecode_worker.embedded.errors import EmbeddedModelError
+from specdecode_worker.models.errors import BadUri, NotPresent
+
+MANIFEST = "specdecode-manifest.json"
+"""Written last into a pulled folder: there is one exactly if every file is there and its hash was right."""
+CLAIMS = Path("/mnt/pvc")
+FORMS = "hf://org/name[@revision], pvc://claim/path, file:///path or embedded://name"
+
+_HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A repository on a hub, at a branch, tag or commit."""
+
+    org: str
+    name: str
+    revision: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.org}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        return f"hf://{self.id}@{self.revision}"
+
+    def folder(self, cache_dir: Path) -> Path:
+        return cache_dir / "hf" / self.org / self.name / self.revision.replace("/", "--")
+
+
+def default_cache_dir() -> Path:
+    """The user's own cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specdecode" / "models"
+
+
+def resolve(uri: str, cache_dir: Path | None = None) -> Path:
+    """The folder of a model that is there. Raises BadUri, NotPresent."""
+    cache = cache_dir or default_cache_dir()
+    scheme, _, rest = uri.partition("://")
+    match scheme:
+        case "hf":
+            return _pulled(hub_model(uri), cache)
+        case "pvc":
+            return _existing(uri, CLAIMS / _inside(uri, rest))
+        case "file" if rest.startswith("/"):
+            return _existing(uri, Path(rest))
+        case "embedded":
+            return _embedded(rest, cache)
+        case _:
+            raise BadUri(f"{uri!r} names no model; write {FORMS}")
+
+
+def hub_model(uri: str) -> HubModel:
+    """Reads hf://org/name[@revision]. Raises BadUri."""
+    found = _HUB_NAME.fullmatch(uri.removeprefix("hf://"))
+    parts = [] if found is None else [part for part in found.group("org", "name", "revision") if part]
+    if found is None or any(part.startswith(".") or ".." in part for part in parts):
+        raise BadUri(f"{uri!r} names no repository; write hf://org/name or hf://org/name@revision")
+    return HubModel(found["org"], found["name"], found["revision"] or "main")
+
+
+def _pulled(model: HubModel, cache: Path) -> Path:
+    folder = model.folder(cache)
+    if not (folder / MANIFEST).is_file():
+        raise NotPresent(
+            f"{model.uri} is not in {cache}; fetch it: specdecode-worker pull {model.uri} --cache-dir {cache}"
+        )
+    return folder
+
+
+def _inside(uri: str, path: str) -> PurePosixPath:
+    found = PurePosixPath(path)
+    if not path or found.is_absolute() or ".." in found.parts:
+        raise BadUri(f"{uri!r} names no folder in a claim; write pvc://claim/path")
+    return found
+
+
+def _existing(uri: str, folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise NotPresent(f"{uri}: {folder} holds no config.json; it must be a folder in Hugging Face's layout")
+    return folder
+
+
+def _embedded(name: str, cache: Path) -> Path:
+    try:
+        folder = embedded.folder(name, cache)
+    except EmbeddedModelError as error:
+        raise NotPresent(str(error)) from error
+    return _existing(f"embedded://{name}", folder)

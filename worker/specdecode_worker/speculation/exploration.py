@@ -1,0 +1,74 @@
+"""What a worker spends on learning: shadow passes, and bursts of steps of other shapes, within a share of its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.speculation.guard import Pace
+
+BURST_STEPS = 16
+DROPPED_STEPS = 2
+"""The first steps of a burst warm caches and are not counted."""
+
+
+@dataclass(slots=True)
+class Burst:
+    """Whole-batch steps of one shape; ``done`` counts those launched."""
+
+    shape: TreeShape
+    done: int = 0
+
+
+@dataclass(slots=True)
+class Purse:
+    """Extra seconds spent, to be held against a share of all seconds."""
+
+    spent_seconds: float = 0.0
+
+    def affords(self, share: float, total_seconds: float) -> bool:
+        return self.spent_seconds < share * total_seconds
+
+    def pay(self, seconds: float) -> None:
+        self.spent_seconds += max(seconds, 0.0)
+
+
+@dataclass(slots=True)
+class Exploration:
+    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere."""
+
+    burst: Burst | None = None
+    shadow: Purse = field(default_factory=Purse)
+    bursts: Purse = field(default_factory=Purse)
+    _total_seconds: float = 0.0
+    _usual: dict[int, Pace] = field(default_factory=dict)
+    _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
+
+    def shadows(self, share: float) -> bool:
+        """Whether the next step may draft in the shadow."""
+        return self.shadow.affords(share / 2, self._total_seconds)
+
+    def burst_for(self, concurrency: int, running: TreeShape, max_depth: int, share: float) -> Burst | None:
+        """The burst under way, or a new one if it is affordable: of the shape that was timed least at this load
+        among plain decoding, the neighbours and the deepest chain allowed."""
+        if self.burst is not None and self.burst.done >= BURST_STEPS:
+            self.burst = None
+        known = self._usual.get(concurrency)
+        if self.burst is None and known and known.seconds and self.bursts.affords(share / 2, self._total_seconds):
+            depths = {0, max(running.depth - 1, 0), min(running.depth + 1, max_depth), max_depth} - {running.depth}
+            shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
+            if shapes:
+                shape = min(shapes, key=lambda shape: self._counts[concurrency, shape])
+                self._counts[concurrency, shape] += 1
+                self.burst = Burst(shape)
+        return self.burst
+
+    def passed(self, concurrency: int, seconds: float, tokens: float, *, in_burst: bool) -> None:
+        """A step without prefill took ``seconds`` for ``tokens`` per sequence; a burst pays what it lost by it."""
+        self._total_seconds += seconds
+        usual = self._usual.setdefault(concurrency, Pace())
+        if not in_burst:
+            usual.add(seconds, tokens)
+        elif usual.seconds is not None:
+            self.bursts.pay(seconds - tokens * usual.seconds)

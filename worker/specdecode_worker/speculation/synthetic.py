@@ -1,0 +1,36 @@
+"""The two synthetic knobs: cut accepted paths, pad steps. Proof of a control loop on two cores, never a default."""
+
+from __future__ import annotations
+
+from random import Random
+
+from specdecode_worker.contract import SyntheticKnobs
+
+
+class Synthetic:
+    """Applies knobs. What it cuts is re-emitted by the next steps: the text stays the same."""
+
+    def __init__(self, knobs: SyntheticKnobs | None = None, seed: int = 0) -> None:
+        self.knobs = knobs
+        self._random = Random(seed)
+
+    @property
+    def cuts(self) -> bool:
+        return self.knobs is not None and bool(self.knobs.acceptance)
+
+    def kept_depth(self, depth: int) -> int:
+        """How deep an accepted path may stay: one coin per depth, the first that falls cuts."""
+        if self.knobs is None or not self.knobs.acceptance:
+            return depth
+        profile = self.knobs.acceptance
+        for level in range(depth):
+            if self._random.random() >= profile[min(level, len(profile) - 1)]:
+                return level
+        return depth
+
+    def least_seconds(self, sequences: int, nodes: int, context: int) -> float:
+        """What a step of this size shall take at least."""
+        for row in (self.knobs and self.knobs.step_time) or ():
+            if sequences <= row.max_sequences and nodes <= row.max_nodes and context <= row.max_context:
+                return row.seconds
+        return 0.0
