@@ -1,0 +1,66 @@
+"""The server around a real engine process, without and with sockets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+# Its modules are imported by name, also by the engine process, which inherits sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_engine
+import small_model
+from worker_process import worker_config
+
+from specdecode_worker.contract import Plan, TaskMatch
+from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.server.admin import admin_app
+from specdecode_worker.server.lifecycle import Departure, Lifecycle
+from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.text import Tokenizer
+
+TOKEN = "token-of-the-tests"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    small_model.write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+async def service(model_folder: Path) -> AsyncIterator[Service]:
+    """A service over a process with the fake engine, loaded."""
+    config = worker_config(model_folder)
+    plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "),))
+    engine = EngineClient(config, plan, build=fake_engine.build)
+    made = Service(config, engine, Lifecycle(), plan)
+    made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
+    yield made
+    await engine.close()
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(public_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
+        yield made
+
+
+@pytest.fixture
+async def departure(service: Service) -> Departure:
+    return Departure(service.lifecycle, service.config.server, lambda: service.engine.in_flight)
+
+
+@pytest.fixture
+async def admin(service: Service, departure: Departure) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(admin_app(service, departure, TOKEN), raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker", headers=headers) as made:
+        yield made

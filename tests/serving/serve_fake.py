@@ -1,0 +1,20 @@
+"""``serve`` with the fake engine: the real server process, up in a second. Config as JSON in argv[1]."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+import fake_engine
+
+from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.server.errors import CannotStart
+from specdecode_worker.server.run import serve
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    try:
+        sys.exit(asyncio.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
+    except CannotStart as error:
+        sys.exit(f"cannot start: {error}")

@@ -1,0 +1,77 @@
+"""A folder in Hugging Face's layout with a tokenizer of one token a byte, and optionally a small random Llama."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|start|>", "<|end|>")
+VOCAB_SIZE = 258
+END_ID = 257
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": END_ID,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every character beyond ASCII spans tokens; 256 and 257 are special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+def write_tokenizer(folder: Path) -> None:
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": SPECIAL[1]}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def write_target(folder: Path) -> None:
+    """Tokenizer, config and random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from specdecode_worker.models.config import llama_config
+    from specdecode_worker.models.llama import Llama
+
+    write_tokenizer(folder)
+    torch.manual_seed(0)
+    model = Llama(llama_config(CONFIG))
+    state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
+    save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
+
+
+def write_draft(folder: Path) -> None:
+    """A random EAGLE-3 head for that target."""
+    import torch
+    from safetensors.torch import save_file
+
+    from specdecode_worker.models.config import eagle3_config, llama_config
+    from specdecode_worker.models.eagle3 import Eagle3Head
+
+    config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": VOCAB_SIZE}
+    torch.manual_seed(1)
+    head = Eagle3Head(
+        eagle3_config(config, llama_config(CONFIG)), torch.nn.Embedding(VOCAB_SIZE, CONFIG["hidden_size"])
+    )
+    save_file({name: value.contiguous() for name, value in head.state_dict().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,90 @@
+"""What the operator calls: report, plan, synthetic knobs, drain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from specdecode_worker.contract import Plan, Report, Route
+from specdecode_worker.server.lifecycle import Departure, State
+from specdecode_worker.server.service import Service
+
+PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}
+
+
+@pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", Route.report), ("PUT", Route.plan), ("DELETE", Route.synthetic), ("POST", Route.drain)]
+)
+async def test_nothing_without_the_token(
+    admin: httpx.AsyncClient, service: Service, method: str, path: str, header: dict[str, str]
+) -> None:
+    answer = await admin.request(method, path, headers=header, json=PLAN)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_token")
+    assert service.lifecycle.state is State.SERVING
+
+
+async def test_report_is_the_engines_with_the_servers_state(admin: httpx.AsyncClient, service: Service) -> None:
+    report = Report.model_validate((await admin.get(Route.report)).json())
+    assert (report.plan.version, report.draining) == (3, False)
+    service.lifecycle.leave()
+    assert Report.model_validate((await admin.get(Route.report)).json()).draining
+
+
+async def test_a_higher_plan_reaches_the_engine(admin: httpx.AsyncClient, service: Service) -> None:
+    assert (await admin.put(Route.plan, json=PLAN)).status_code == 200
+    assert (await service.report()).plan.version == 4
+    assert Plan.model_validate((await admin.get(Route.plan)).json()).initial.depth == 2
+    assert (await admin.put(Route.plan, json=PLAN)).status_code == 200, "the same again is no conflict"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"uid": "uid-2"}, 409, "uid"),
+        ({"version": 2}, 409, "version"),
+        ({"version": 3}, 409, "version"),
+        ({"max_depth": 99}, 400, "max_depth"),
+        ({"initial": "chain:many"}, 400, "initial"),
+        ({"rows": [{"concurrency": 0, "context": 0, "shape": [5]}]}, 400, "rows[0].shape"),
+        ({"max_depth": 13}, 400, None),
+    ],
+)
+async def test_a_plan_that_must_not_run_is_refused_by_name(
+    admin: httpx.AsyncClient, service: Service, change: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = await admin.put(Route.plan, json={**PLAN, **change})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert (await service.report()).plan.version == 3
+    assert service.plans.current.version == 3
+
+
+async def test_a_plan_for_another_draft_starts_its_own_count(admin: httpx.AsyncClient) -> None:
+    assert (await admin.put(Route.plan, json={**PLAN, "draft": "e", "version": 1})).status_code == 200
+
+
+async def test_knobs_are_set_shown_and_cleared(admin: httpx.AsyncClient) -> None:
+    assert (await admin.get(Route.synthetic)).json() is None
+    knobs = {"acceptance": [0.5], "step_time": [{"max_nodes": 3, "seconds": 0.01}]}
+    assert (await admin.put(Route.synthetic, json=knobs)).status_code == 200
+    assert (await admin.get(Route.synthetic)).json()["acceptance"] == [0.5]
+    wrong = await admin.put(Route.synthetic, json={"acceptence": [0.5]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "acceptence")
+    assert (await admin.delete(Route.synthetic)).status_code == 204
+    assert (await admin.get(Route.synthetic)).json() is None
+
+
+async def test_drain_refuses_new_requests_after_the_delay(
+    admin: httpx.AsyncClient, client: httpx.AsyncClient, departure: Departure
+) -> None:
+    body = {"model": "small", "prompt": "hi", "max_tokens": 4}
+    assert (await admin.post(Route.drain)).status_code == 202
+    assert (await client.get("/ready")).status_code == 503
+    served = await client.post("/v1/completions", json=body)
+    assert (served.status_code, served.headers["connection"]) == (200, "close")
+    assert await departure.begin() == 0
+    refused = await client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert (await client.get("/health")).status_code == 200

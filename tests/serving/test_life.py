@@ -1,0 +1,177 @@
+"""A server process from start to end, over sockets and signals. The engine is fake, everything else is real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import httpx
+import pytest
+from worker_process import HERE, WorkerProcess, fake, worker_config
+
+from specdecode_worker.contract import WorkerConfig
+
+PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
+SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
+
+
+def config_json(folder: Path, **server: Any) -> str:
+    config = worker_config(folder, max_num_seqs=16).model_dump()
+    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **server}
+    return WorkerConfig.model_validate(config).model_dump_json()
+
+
+Start = Callable[..., WorkerProcess]
+
+
+@pytest.fixture
+def start(model_folder: Path, tmp_path: Path) -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**server: Any) -> WorkerProcess:
+            worker = stack.enter_context(fake(config_json(model_folder, **server), tmp_path / "log"))
+            worker.wait_ready()
+            return worker
+
+        yield start
+
+
+def in_background(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
+    return ThreadPoolExecutor(1).submit(call)
+
+
+def test_sigterm_serves_then_refuses_and_lets_running_ones_finish(start: Start) -> None:
+    worker = start(endpoint_delay_seconds=1.0, grace_period_seconds=20)
+    worker.terminate()
+    worker.wait_until(lambda: worker.get("/ready").status_code == 503)
+    assert worker.get("/health").status_code == 200
+    served = httpx.post(worker.public + "/v1/completions", json=PROMPT)
+    assert (served.status_code, served.headers["connection"]) == (200, "close")
+    with httpx.stream(
+        "POST", worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30
+    ) as running:
+        # A request that does not end by itself keeps the worker alive, and refusing.
+        time.sleep(1.2)
+        refused = httpx.post(worker.public + "/v1/completions", json=PROMPT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert worker.process.poll() is None
+        assert running.status_code == 200
+    assert worker.exit_code() == 0, worker.log
+
+
+def test_under_load_no_request_is_lost_on_the_way_out(start: Start) -> None:
+    worker = start(endpoint_delay_seconds=0.5, grace_period_seconds=20)
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                answers.append(httpx.post(worker.public + "/v1/completions", json=PROMPT, timeout=30))
+            except httpx.ConnectError:
+                return  # the port is closed: the process is gone
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    worker.wait_until(lambda: len(answers) > 20)
+    worker.terminate()
+    assert worker.exit_code() == 0, worker.log
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    whole = [a.json()["choices"][0]["text"] for a in answers if a.status_code == 200]
+    assert set(whole) == {fake_engine.TEXT}
+
+
+@pytest.mark.parametrize("how", ["second signal", "grace over"])
+def test_what_does_not_finish_is_cut_with_an_error(start: Start, how: str) -> None:
+    worker = start(endpoint_delay_seconds=0, grace_period_seconds=30 if how == "second signal" else 1)
+    stuck = in_background(
+        lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
+    )
+    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 1)
+    worker.terminate()
+    if how == "second signal":
+        worker.wait_until(lambda: worker.get("/ready").status_code == 503)
+        worker.terminate()
+    assert worker.exit_code() == 1
+    assert '"code":"engine_error"' in stuck.result().text
+
+
+def test_a_killed_engine_ends_the_server_with_an_error(start: Start) -> None:
+    worker = start()
+    stuck = in_background(
+        lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
+    )
+    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 1)
+    os.kill(worker.engine_pid, signal.SIGKILL)
+    worker.wait_until(lambda: worker.get("/health").status_code == 503)
+    assert worker.exit_code() == 1
+    assert "exit code -9" in stuck.result().text
+
+
+def test_the_engine_dies_with_its_server(start: Start) -> None:
+    worker = start()
+    engine = worker.engine_pid
+    worker.process.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text():
+        assert time.monotonic() < deadline, "the engine outlives its server"
+        time.sleep(0.05)
+
+
+def test_a_client_that_hangs_up_frees_its_slot(start: Start) -> None:
+    worker = start()
+
+    def running() -> int:
+        return int(httpx.get(worker.admin + "/v1/report").json()["running"])
+
+    for stream in (True, False):
+        body = httpx.Request("POST", worker.public + "/v1/completions", json={**SILENT, "stream": stream})
+        with socket.create_connection((body.url.host, body.url.port or 80)) as connection:
+            head = f"POST {body.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body.content)}\r\n\r\n"
+            connection.sendall(head.encode() + body.content)
+            worker.wait_until(lambda: running() == 1)
+        worker.wait_until(lambda: running() == 0)
+
+
+def test_an_idle_engine_burns_no_cpu(start: Start) -> None:
+    worker = start()
+    engine = worker.engine_pid
+
+    def cpu_ticks() -> int:
+        fields = Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = cpu_ticks()
+    time.sleep(2)
+    assert cpu_ticks() - before <= 2, "ticks of 10 ms in two idle seconds"
+
+
+def test_a_model_that_does_not_load_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
+    config = WorkerConfig.model_validate_json(config_json(model_folder)).model_dump()
+    config["model"]["dtype"] = "float32"
+    with fake(WorkerConfig.model_validate(config).model_dump_json(), tmp_path / "log") as worker:
+        assert worker.exit_code() == 1
+        assert "planted: the weights do not load" in worker.log
+
+
+def test_a_taken_port_is_named(start: Start, model_folder: Path) -> None:
+    port = httpx.URL(start().public).port
+    words = [sys.executable, str(HERE / "serve_fake.py"), config_json(model_folder, port=port)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port} (public port)" in ended.stderr

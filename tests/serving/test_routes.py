@@ -1,0 +1,224 @@
+"""OpenAI's routes over an engine process that always says the same text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import fake_engine
+import httpx
+import pytest
+
+from specdecode_worker.server.service import Service
+
+CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "small", "prompt": "hi"}
+
+
+def events(body: str) -> list[Any]:
+    """The data of every server-sent event; the last must be [DONE]."""
+    lines = body.split("\n\n")
+    assert lines.pop() == ""
+    assert all(line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines]
+    return [json.loads(item) if item != "[DONE]" else item for item in data]
+
+
+async def test_chat_answers_with_text_usage_and_speculation(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": fake_engine.TEXT, "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    tokens = len(fake_engine.TEXT.encode()) + 1
+    assert body["usage"]["completion_tokens"] == tokens
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + tokens
+    assert body["usage"]["prompt_tokens"] == len("user\nhi\nassistant\n") + 3
+    speculation = body["metrics"]["speculative_decoding"]
+    assert speculation["mean_acceptance_length"] == pytest.approx(3.0)
+    assert speculation["draft_acceptance_rate"] == 1.0
+
+
+async def test_completion_streams_pieces_that_join_to_the_text(client: httpx.AsyncClient) -> None:
+    answer = await client.post(
+        "/v1/completions",
+        json={**PROMPT, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}},
+    )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events(answer.text)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == fake_engine.TEXT
+    assert len(chunks) > 10, "the text should come in pieces"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(fake_engine.TEXT.encode()) + 1
+    assert usage["metrics"]["speculative_decoding"]["num_drafts"] > 0
+
+
+async def test_a_stream_without_include_usage_has_none(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True, "max_tokens": 5})
+    *chunks, _ = events(answer.text)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert not any("usage" in chunk or "metrics" in chunk for chunk in chunks)
+
+
+async def test_several_prompts_are_several_choices(client: httpx.AsyncClient) -> None:
+    whole = await client.post("/v1/completions", json={**PROMPT, "prompt": ["a", "b"], "max_tokens": 4})
+    assert [choice["text"] for choice in whole.json()["choices"]] == ["Grü", "Grü"]
+    streamed = await client.post(
+        "/v1/completions", json={**PROMPT, "prompt": ["a", "b"], "max_tokens": 150, "stream": True}
+    )
+    *chunks, done = events(streamed.text)
+    assert done == "[DONE]"
+    for index in (0, 1):
+        text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index)
+        assert text == fake_engine.TEXT
+
+
+@pytest.mark.parametrize("stop", ["world", ["nothing", "world"], ["world", "or"]])
+async def test_stop_strings_cut_exactly(client: httpx.AsyncClient, service: Service, stop: Any) -> None:
+    for stream in (False, True):
+        answer = await client.post(
+            "/v1/completions", json={**PROMPT, "max_tokens": 200, "stop": stop, "stream": stream}
+        )
+        # Of two stop strings the one that is complete first ends the text, and "or" is before "world".
+        expected = "Grüße an alle: 你好, " + ("w" if stop == ["world", "or"] else "")
+        if stream:
+            *chunks, _ = events(answer.text)
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            reason = chunks[-1]["choices"][0]["finish_reason"]
+        else:
+            text, reason = answer.json()["choices"][0]["text"], answer.json()["choices"][0]["finish_reason"]
+        assert (text, reason) == (expected, "stop")
+    assert service.engine.in_flight == 0
+    assert (await service.report()).running == 0, "the engine was not told to stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"temperature": "1"}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 2.5}, "max_tokens", "invalid_value"),
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ""}, "stop[0]", "invalid_value"),
+        ({"foo": 1}, "foo", "unknown_parameter"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", None),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "context_length_exceeded"),
+        ({"max_tokens": 250}, "messages", "context_length_exceeded"),
+    ],
+)
+async def test_what_would_change_the_answer_is_refused_by_name(
+    client: httpx.AsyncClient, change: dict[str, Any], param: str, code: str | None
+) -> None:
+    answer = await client.post("/v1/chat/completions", json={**CHAT, **change})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+NEUTRAL = {
+    "user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "n": 1, "presence_penalty": 0,
+    "frequency_penalty": 0.0, "logprobs": False, "logit_bias": {}, "response_format": {"type": "text"}, "tools": None,
+    "seed": 7, "top_k": -1, "stop": None, "parallel_tool_calls": True,
+}  # fmt: skip
+
+
+async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/completions", json={**CHAT, **NEUTRAL, "max_tokens": 5})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b"[]", 400, "invalid_json"),
+        (b"", 400, "invalid_json"),
+        (b'{"model": NaN}', 400, "invalid_json"),
+        (b"[" * 100_000, 400, "invalid_json"),
+        (b"{}", 400, "missing_required_parameter"),
+        (b'{"model": "other", "prompt": "x"}', 404, "model_not_found"),
+        (b'{"model": "small", "prompt": "' + b"x" * 5_000_000 + b'"}', 413, "body_too_large"),
+        (b'{"model": "small", "prompt": [300]}', 400, "invalid_value"),
+        (b'{"model": "small", "prompt": [-1]}', 400, "invalid_value"),
+        (b'{"model": "small", "prompt": [true]}', 400, "invalid_value"),
+        (b'{"model": "small", "prompt": ""}', 400, "invalid_value"),
+        (b'{"model": "small", "prompt": "\\ud800"}', 400, "invalid_json"),
+        (b'{"model": "small", "prompt": "x", "logprobs": 0}', 400, "unsupported_parameter"),
+    ],
+)
+async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient, body: bytes, status: int, code: str) -> None:
+    answer = await client.post("/v1/completions", content=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+async def test_unknown_paths_and_methods_get_an_error_object(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/nothing")).json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    assert (await client.get("/v1/completions")).status_code == 405
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/models")).json()["data"][0]["id"] == "small"
+    assert (await client.get("/v1/models/small")).json()["max_model_len"] == fake_engine.MAX_MODEL_LEN
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -> None:
+    silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
+    waiting = [asyncio.create_task(client.post("/v1/completions", json=silent)) for _ in range(8)]
+    while service.engine.in_flight < 8:
+        await asyncio.sleep(0.01)
+    refused = await client.post("/v1/completions", json=PROMPT)
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+async def test_metrics_agree_with_the_report(client: httpx.AsyncClient, service: Service) -> None:
+    await client.post("/v1/completions", json={**PROMPT, "prompt": "def f", "max_tokens": 9})
+    await client.post("/v1/completions", json={**PROMPT, "max_tokens": 9}, headers={"X-Specdecode-Task": "code"})
+    await client.post("/v1/completions", json={**PROMPT, "max_tokens": 9}, headers={"X-Specdecode-Task": "unheard"})
+    report = await service.report()
+    text = (await client.get("/metrics")).text
+    drafts = {
+        line.split('task="')[1].split('"')[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("specdecode_spec_decode_num_drafts_total")
+    }
+    assert drafts["code"] == 6
+    assert sum(drafts.values()) == report.drafts
+    assert 'num_accepted_tokens_per_pos_total{model_name="fake",position="0",task="code"} 6.0' in text
+
+
+async def test_a_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClient, service: Service) -> None:
+    silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
+    whole = asyncio.create_task(client.post("/v1/completions", json=silent))
+    stream = asyncio.create_task(client.post("/v1/completions", json={**silent, "stream": True}))
+    while service.engine.in_flight < 2:
+        await asyncio.sleep(0.01)
+    crash = await client.post("/v1/completions", json={**PROMPT, "prompt": [fake_engine.CRASH]})
+    assert crash.status_code == 500
+    assert (await whole).json()["error"]["type"] == "server_error"
+    assert "planted: the step failed" in (await whole).json()["error"]["message"]
+    assert events((await stream).text)[-1]["error"]["code"] == "engine_error"
+    assert "planted" in await service.engine.gone
+    assert (await client.post("/v1/completions", json=PROMPT)).status_code == 503

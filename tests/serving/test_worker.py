@@ -1,0 +1,221 @@
+"""`specdecode-worker serve` as users run it: the real engine on a small random Llama, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import small_model
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.contract import Plan, Report, Route, SyntheticKnobs, TreeShape
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    small_model.write_target(target)
+    small_model.write_draft(draft)
+    return target, draft
+
+
+def flags(target: Path, draft: Path, *more: str) -> list[str]:
+    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    return [*words, "--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "4", *more]
+
+
+@pytest.fixture(scope="module")
+def worker(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with real(flags(*folders), tmp_path_factory.mktemp("log") / "log") as started:
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture
+def client(worker: WorkerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{worker.public}/v1", api_key="none", max_retries=0)
+
+
+def report(worker: WorkerProcess) -> Report:
+    return Report.model_validate(httpx.get(worker.admin + Route.report).json())
+
+
+def push(worker: WorkerProcess, shape: str, version: int) -> None:
+    plan = Plan(version=version, initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
+    answer = httpx.put(worker.admin + Route.plan, content=plan.model_dump_json(), timeout=10)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_server_process_has_no_torch(worker: WorkerProcess) -> None:
+    def loaded(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert loaded(worker.engine_pid), "this test looks for the wrong name"
+    assert not loaded(worker.process.pid)
+
+
+def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="small", messages=MESSAGES, **GREEDY)
+    assert whole.usage is not None
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (40, "length")
+    stream = client.chat.completions.create(
+        model="small", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert last.usage == whole.usage
+
+
+def test_speculation_cannot_be_seen(client: openai.OpenAI, worker: WorkerProcess) -> None:
+    texts: dict[str, set[str]] = {"greedy": set(), "sampled": set()}
+    before = report(worker).drafts
+    version = 100
+    for shape in ("none", "chain:4", "tree:3,2", "none"):
+        version += 1
+        push(worker, shape, version)
+        greedy = client.completions.create(model="small", prompt="once", **GREEDY)
+        sampled = client.completions.create(
+            model="small",
+            prompt="once",
+            seed=5,
+            max_tokens=40,
+            temperature=0.9,
+            top_p=0.9,
+            extra_body={"ignore_eos": True},
+        )
+        texts["greedy"].add(greedy.choices[0].text)
+        texts["sampled"].add(sampled.choices[0].text)
+    assert report(worker).drafts > before, "nothing was drafted"
+    assert {name: len(found) for name, found in texts.items()} == {"greedy": 1, "sampled": 1}
+    assert texts["greedy"] != texts["sampled"]
+
+
+def test_knobs_change_no_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
+    free = client.completions.create(model="small", prompt="twice", **GREEDY)
+    knobs = SyntheticKnobs(acceptance=(0.0,))
+    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    try:
+        cut = client.completions.create(model="small", prompt="twice", **GREEDY)
+    finally:
+        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+    assert cut.choices[0].text == free.choices[0].text
+
+
+def test_eight_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
+    def ask(prompt: str) -> str:
+        return client.completions.create(model="small", prompt=prompt, **GREEDY).choices[0].text
+
+    prompts = [f"prompt number {n}" * (n % 3 + 1) for n in range(8)]
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, prompts))
+    assert together == alone
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as refused:
+        client.completions.create(model="small", prompt="x" * 300)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        client.chat.completions.create(model="small", messages=MESSAGES, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        client.chat.completions.create(model="small", messages=MESSAGES, n=3)
+
+
+def test_a_prompt_as_long_as_the_context_is_served(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="small", prompt="x" * 255, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 256
+
+
+def test_who_hangs_up_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
+    knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.2}]})
+    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    try:
+        stream = client.completions.create(
+            model="small", prompt="long", stream=True, max_tokens=200, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        assert report(worker).running == 1
+        stream.close()
+        worker.wait_until(lambda: report(worker).running == 0, 5)
+        assert report(worker).kv_tokens_used == 0
+    finally:
+        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+
+
+def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) -> None:
+    client.completions.create(model="small", prompt="measure", **GREEDY)
+    found = report(worker)
+    lines = worker.get("/metrics").text.splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    label = '{model_name="small",task="other"}'
+    assert values["specdecode_spec_decode_num_drafts_total" + label] == found.drafts
+    assert values["specdecode_spec_decode_num_accepted_tokens_total" + label] == found.accepted_tokens
+    assert values["specdecode_generation_tokens_total" + label] == sum(cell.output_tokens for cell in found.traffic)
+    assert len(found.model_dump_json()) < 64 * 1024
+
+
+def test_sigterm_under_load_loses_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    words = flags(*folders, "--endpoint-delay-seconds", "1")
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
+    with real(words, tmp_path / "log") as worker:
+        worker.wait_ready()
+
+        def load() -> None:
+            body = {"model": "small", "prompt": "load", "max_tokens": 60, "ignore_eos": True}
+            while not stop.is_set():
+                try:
+                    answers.append(httpx.post(worker.public + "/v1/completions", json=body, timeout=60))
+                except httpx.ConnectError:
+                    return
+
+        threads = [threading.Thread(target=load) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        worker.wait_until(lambda: len(answers) > 6, 60)
+        began = time.monotonic()
+        worker.terminate()
+        assert worker.exit_code(60) == 0, worker.log
+        assert time.monotonic() - began > 1, "requests were not served during the endpoint delay"
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert all(a.json()["usage"]["completion_tokens"] == 60 for a in answers if a.status_code == 200)
+
+
+def test_a_draft_that_does_not_fit_leaves_a_plain_worker(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = folders
+    with real(flags(target, tmp_path / "nowhere"), tmp_path / "log") as worker:
+        worker.wait_ready()
+        body = {"model": "small", "prompt": "plain", "max_tokens": 5}
+        assert httpx.post(worker.public + "/v1/completions", json=body, timeout=30).status_code == 200
+        found = report(worker)
+        assert found.draft.method == "none"
+        assert "config.json" in (found.draft.problem or "")
+
+
+@pytest.mark.embedded
+def test_the_embedded_model_chats(tmp_path: Path) -> None:
+    with real(["--threads", "1", "--max-num-seqs", "2", "--max-model-len", "512"], tmp_path / "log") as worker:
+        worker.wait_ready(240)
+        client = openai.OpenAI(base_url=f"{worker.public}/v1", api_key="none", max_retries=0)
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        stream = client.chat.completions.create(
+            model="smollm2-135m-instruct", messages=question, max_tokens=24, temperature=0, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert "Paris" in text

@@ -1,0 +1,100 @@
+"""A server process for a test: started on free ports, watched through its log, ended with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from specdecode_worker.contract import EngineConfig, ModelConfig, ServerConfig, WorkerConfig
+
+HERE = Path(__file__).parent
+
+
+def worker_config(folder: Path, **engine: int) -> WorkerConfig:
+    return WorkerConfig(
+        deployment_uid="uid-1",
+        model=ModelConfig(uri=f"file://{folder}", served_name="small", dtype="bfloat16"),
+        engine=EngineConfig(**{"max_num_seqs": 4, **engine}),
+        server=ServerConfig(max_waiting=4, endpoint_delay_seconds=0.1, grace_period_seconds=5),
+    )
+
+
+class WorkerProcess:
+    """``public`` and ``admin`` are base URLs, known once it listens."""
+
+    def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self._log = log
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **(environment or {})}
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
+        self.public, self.admin = (self._url(name) for name in ("public", "admin"))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def engine_pid(self) -> int:
+        """The child that is no resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (found,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return found
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.public + path, timeout=10)
+
+    def wait_ready(self, seconds: float = 240) -> None:
+        self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)
+
+    def wait_until(self, condition: object, seconds: float = 10) -> None:
+        """Polls ``condition``; fails with the log when it stays false or the process ends."""
+        assert callable(condition)
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def exit_code(self, seconds: float = 20) -> int:
+        return self.process.wait(seconds)
+
+    def _url(self, name: str) -> str:
+        self.wait_until(lambda: f"{name} port: " in self.log, 120)
+        found = re.search(rf"{name} port: (\S+)", self.log)
+        assert found
+        return found[1]
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess(words, log, environment)
+    try:
+        yield worker
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def fake(config_json: str, log: Path) -> contextlib.AbstractContextManager[WorkerProcess]:
+    """The server with the fake engine."""
+    return started([sys.executable, str(HERE / "serve_fake.py"), config_json], log)
+
+
+def real(
+    flags: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> contextlib.AbstractContextManager[WorkerProcess]:
+    """``specdecode-worker serve`` as a user starts it."""
+    words = [sys.executable, "-m", "specdecode_worker", "serve", "--port", "0", "--admin-port", "0", *flags]
+    return started(words, log, environment)

@@ -1,0 +1,76 @@
+"""Requests as clients write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests import ChatRequest, CompletionRequest, parse
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return parse(ChatRequest, json.dumps(body).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+def test_defaults_are_openais() -> None:
+    assert (completion().token_limit, completion().temperature, completion().top_p) == (16, 1.0, 1.0)
+    assert chat().token_limit is None
+    assert completion(max_tokens=None, stop=None, seed=None).token_limit == 16
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).token_limit == 7
+    with pytest.raises(BadRequest, match="max_completion_tokens"):
+        completion(max_completion_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_come_in_four_forms(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True]])
+def test_other_forms_are_refused(prompt: Any) -> None:
+    with pytest.raises(BadRequest) as refused:
+        completion(prompt=prompt)
+    assert (refused.value.param or "").startswith("prompt")
+
+
+def test_content_may_come_in_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+
+
+def test_a_message_as_clients_echo_it_is_accepted() -> None:
+    echoed = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
+    assert chat(messages=[echoed]).messages[0].content == ""
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls"):
+        chat(messages=[{**echoed, "tool_calls": [{"id": "1"}]}])
+
+
+@pytest.mark.parametrize("value", [0, 0.0, None])
+def test_neutral_values_of_what_is_not_supported_pass(value: Any) -> None:
+    chat(presence_penalty=value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("presence_penalty", False), ("n", True), ("echo", 0), ("n", "1")])
+def test_a_value_of_another_type_is_not_neutral(field: str, value: Any) -> None:
+    with pytest.raises(BadRequest, match=field):
+        completion(**{field: value})
+
+
+def test_seeds_span_64_bits() -> None:
+    assert chat(seed=-(2**63)).seed == -(2**63)
+    with pytest.raises(BadRequest, match="seed"):
+        chat(seed=2**63)

@@ -1,0 +1,51 @@
+"""Stop strings over pieces: the same cut however the text is split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.server.stops import StopFinder
+
+letters = st.text(alphabet="ab", max_size=12)
+
+
+@given(text=letters, stop=st.text(alphabet="ab", min_size=1, max_size=4), cuts=st.sets(st.integers(0, 12)))
+def test_one_stop_string_cuts_where_it_first_stands(text: str, stop: str, cuts: set[int]) -> None:
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    finder = StopFinder((stop,))
+    shown = ""
+    for start, end in itertools.pairwise(edges):
+        shown += finder.push(text[start:end])
+        assert stop not in shown
+    if finder.found is None:
+        shown += finder.flush()
+    assert shown == text.partition(stop)[0]
+    assert (finder.found == stop) == (stop in text)
+
+
+@given(text=letters, stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_what_is_held_back_might_begin_a_stop_string(text: str, stops: list[str]) -> None:
+    finder = StopFinder(tuple(stops))
+    shown = "".join(finder.push(letter) for letter in text)
+    if finder.found is None:
+        held = text[len(shown) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    assert StopFinder(()).push("anything") == "anything"
+
+
+def test_nothing_comes_after_a_stop() -> None:
+    finder = StopFinder(("END",))
+    assert finder.push("oneENDtwo") == "one"
+    assert (finder.push("three"), finder.flush(), finder.found) == ("", "", "END")
+
+
+def test_an_empty_stop_string_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(AssertionError):
+        StopFinder(("",))

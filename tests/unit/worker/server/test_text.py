@@ -1,0 +1,122 @@
+"""Text to tokens and back: what a client sees of an answer while it is still coming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
+from specdecode_worker.server.template import find_template
+from specdecode_worker.server.text import Tokenizer
+
+fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(answer=st.text())
+@fixture_is_constant
+def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, answer: str) -> None:
+    prompt = tokenizer.encode("a prompt")
+    detokenizer = tokenizer.detokenizer(prompt)
+    pieces = [detokenizer.push(token) for token in tokenizer.encode(answer)]
+    assert "".join(pieces) + detokenizer.flush() == answer
+    if "\ufffd" not in answer:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=40))
+@fixture_is_constant
+def test_bytes_that_are_no_text_end_up_as_they_decode_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
+    detokenizer = tokenizer.detokenizer(tokenizer.encode("p"))
+    shown = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+    assert shown.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
+
+
+def test_half_a_character_waits_and_shows_when_no_more_comes(tokenizer: Tokenizer) -> None:
+    first, second, third = tokenizer.encode("你")
+    detokenizer = tokenizer.detokenizer([])
+    assert [detokenizer.push(first), detokenizer.push(second)] == ["", ""]
+    assert detokenizer.push(third) == "你"
+    detokenizer.push(first)
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+def test_garbage_does_not_wait_for_ever(tokenizer: Tokenizer) -> None:
+    continuation = tokenizer.encode("你")[1]
+    detokenizer = tokenizer.detokenizer([])
+    assert any(detokenizer.push(continuation) for _ in range(64))
+
+
+def test_special_tokens_are_not_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_rendered("a<|end|>b")
+    detokenizer = tokenizer.detokenizer([])
+    assert [detokenizer.push(token) for token in ids] == ["a", "", "b"]
+
+
+def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert tokenizer.chat(messages).count(256) == 2, "special tokens of the template are tokens, not letters"
+
+
+def _folder(tmp_path: Path, template: object) -> Path:
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "bos_token": {"content": "<s>"}})
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>hi"),
+        ([{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}], "yes"),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "hi"}]'),
+        ("{{ strftime_now('%d') | length }}", "2"),
+        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
+        ("a\n  {%- if true %}\n  b\n  {%- endif %}", "a  b"),
+    ],
+)
+def test_templates_have_what_published_ones_use(tmp_path: Path, template: object, expected: str) -> None:
+    found = find_template(_folder(tmp_path, template))
+    assert found is not None
+    assert found.render([{"role": "user", "content": "hi"}]) == expected
+
+
+def test_a_template_of_its_own_file_wins(tmp_path: Path) -> None:
+    (_folder(tmp_path, "old") / "chat_template.jinja").write_text("new")
+    found = find_template(tmp_path)
+    assert found is not None
+    assert found.render([]) == "new"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[9].content }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_can_refuse_but_not_reach_out(tmp_path: Path, template: str) -> None:
+    found = find_template(_folder(tmp_path, template))
+    assert found is not None
+    with pytest.raises(TemplateRefused):
+        found.render([{"role": "user", "content": "hi"}])
+
+
+def test_folders_without_what_is_needed_say_so(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerProblem, match=r"tokenizer\.json does not exist"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerProblem, match="cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(TokenizerProblem, match="chat template cannot be read"):
+        find_template(_folder(tmp_path, "{% if %}"))
+    assert find_template(tmp_path / "elsewhere") is None

@@ -1,0 +1,114 @@
+"""A hub on loopback that speaks as the public one does, and misbehaves on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "c0ffee" * 6 + "beef"
+LARGE = ".safetensors"
+
+
+@dataclass
+class Repository:
+    """``files`` of org/model. The rest is how it misbehaves."""
+
+    files: Mapping[str, bytes]
+    token: str | None = None
+    """Needed to read anything."""
+    cut_after: int | None = None
+    """Large files break off after so many bytes of every answer."""
+    ignores_range: bool = False
+    tampered: str = ""
+    """Sends other bytes of this file than it announces."""
+    busy: int = 0
+    """So many answers are 503 first."""
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """(method, path, Range) of what was asked."""
+
+
+class StandInHub:
+    """Use as a context manager; ``url`` is the endpoint."""
+
+    def __init__(self, repository: Repository) -> None:
+        handler = type("Handler", (_Handler,), {"repository": repository})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> StandInHub:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    repository: Repository
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        hub = self.repository
+        hub.requests.append((self.command, self.path, self.headers.get("Range")))
+        if hub.busy:
+            hub.busy -= 1
+            return self._answer(503, b"busy")
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}" and "/storage/" not in self.path:
+            return self._answer(401, b"gated")
+        if self.path == "/api/models/org/model/revision/main":
+            listing = {"sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
+            return self._answer(200, json.dumps(listing).encode())
+        name = self.path.rpartition("/")[2]
+        if name not in hub.files or COMMIT not in self.path:
+            return self._answer(404, b"no such file")
+        if self.path.startswith("/storage/"):
+            # Large files lie elsewhere: another host must never see the token.
+            assert "Authorization" not in self.headers
+            return self._content(name)
+        if name.endswith(LARGE):
+            digest = hashlib.sha256(hub.files[name]).hexdigest()
+            port = self.server.server_address[1]
+            headers = {
+                "Location": f"http://localhost:{port}/storage/{COMMIT}/{name}",
+                "X-Linked-Etag": f'"{digest}"',
+                "X-Linked-Size": str(len(hub.files[name])),
+                "ETag": '"of the redirect"',
+            }
+            return self._answer(302, b"", headers)
+        return self._content(name)
+
+    do_HEAD = do_GET
+
+    def _content(self, name: str) -> None:
+        hub, content = self.repository, self.repository.files[name]
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        headers = {"ETag": f'W/"{blob}"'}
+        start = 0
+        if (wanted := self.headers.get("Range")) and not hub.ignores_range:
+            start = int(wanted.removeprefix("bytes=").rstrip("-"))
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        sent = bytes(byte ^ 1 for byte in content) if name == hub.tampered else content
+        cut = hub.cut_after if name.endswith(LARGE) else None
+        self._answer(206 if "Content-Range" in headers else 200, sent[start:], headers, cut)
+
+    def _answer(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None, cut: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body if cut is None else body[:cut])
+        if cut is not None and cut < len(body):
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass

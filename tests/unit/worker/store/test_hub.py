@@ -1,0 +1,293 @@
+"""`pull` against a stand-in hub: what comes is complete and right, or nothing counts as there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from stand_in_hub import COMMIT, Repository, StandInHub
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.contract import Env, WorkerConfig
+from specdecode_worker.models import hub, store
+from specdecode_worker.models.errors import (
+    AccessDenied,
+    DiskFull,
+    HashMismatch,
+    HubUnreachable,
+    NotOnHub,
+    NotPresent,
+    PullFailed,
+)
+
+WEIGHTS = bytes(range(256)) * 4000
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b'{"a": 1}',
+    "tokenizer.model": b"spm",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"no",
+    "pytorch_model.bin": b"never",
+    "original/params.json": b"no",
+}
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+MODEL = store.hub_model("hf://org/model")
+
+Pull = Callable[..., Path]
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def pull(tmp_path: Path) -> Iterator[Pull]:
+    with ExitStack() as stack:
+
+        def pull(repository: Repository, token: str | None = None, progress: hub.Progress = nothing) -> Path:
+            stand_in = stack.enter_context(StandInHub(repository))
+            server = hub.Hub(stand_in.url, token, retry_seconds=0)
+            stack.callback(server.close)
+            return server.pull(MODEL, tmp_path, progress, nothing)
+
+        yield pull
+
+
+def partial(tmp_path: Path) -> Path:
+    return MODEL.folder(tmp_path) / "model.safetensors.partial"
+
+
+def test_what_is_used_is_fetched_and_nothing_else(pull: Pull, tmp_path: Path) -> None:
+    repository = Repository(FILES)
+    folder = pull(repository)
+    assert {path.name for path in folder.iterdir()} == WANTED | {store.MANIFEST}
+    assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
+    manifest = json.loads((folder / store.MANIFEST).read_text())
+    assert (manifest["commit"], len(manifest["files"])) == (COMMIT, len(WANTED))
+    assert store.resolve("hf://org/model", tmp_path) == folder
+
+
+def test_a_second_pull_asks_nothing(pull: Pull) -> None:
+    pull(Repository(FILES))
+    repository = Repository(FILES)
+    pull(repository)
+    assert repository.requests == []
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(pull: Pull) -> None:
+    repository = Repository(FILES, cut_after=len(WEIGHTS) // 3 + 1)
+    folder = pull(repository)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    ranges = [asked for method, path, asked in repository.requests if method == "GET" and "/storage/" in path]
+    assert ranges == [None, *(f"bytes={n * (len(WEIGHTS) // 3 + 1)}-" for n in (1, 2))]
+
+
+def test_a_pull_that_was_killed_goes_on_where_it_was(pull: Pull, tmp_path: Path) -> None:
+    partial(tmp_path).parent.mkdir(parents=True)
+    partial(tmp_path).write_bytes(WEIGHTS[:1000])
+    repository = Repository(FILES)
+    assert (pull(repository) / "model.safetensors").read_bytes() == WEIGHTS
+    assert ("GET", f"/storage/{COMMIT}/model.safetensors", "bytes=1000-") in repository.requests
+
+
+def test_a_hub_that_ignores_ranges_begins_anew(pull: Pull, tmp_path: Path) -> None:
+    partial(tmp_path).parent.mkdir(parents=True)
+    partial(tmp_path).write_bytes(b"x" * 1000)
+    assert (pull(Repository(FILES, ignores_range=True)) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_connection_that_brings_nothing_ends_in_an_error(pull: Pull, tmp_path: Path) -> None:
+    with pytest.raises(HubUnreachable, match=r"model\.safetensors breaks off at 0 bytes"):
+        pull(Repository(FILES, cut_after=0))
+    with pytest.raises(NotPresent, match="specdecode-worker pull"):
+        store.resolve("hf://org/model", tmp_path)
+
+
+@pytest.mark.parametrize("earlier", [b"", b"wrong bytes of an earlier time"])
+def test_wrong_bytes_never_count(pull: Pull, tmp_path: Path, earlier: bytes) -> None:
+    if earlier:
+        partial(tmp_path).parent.mkdir(parents=True)
+        partial(tmp_path).write_bytes(earlier)
+    with pytest.raises(HashMismatch, match=r"model\.safetensors has hash"):
+        pull(Repository(FILES, tampered="" if earlier else "model.safetensors"))
+    assert not partial(tmp_path).exists()
+    with pytest.raises(NotPresent):
+        store.resolve("hf://org/model", tmp_path)
+    assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_small_files_are_checked_too(pull: Pull) -> None:
+    with pytest.raises(HashMismatch, match=r"tokenizer\.json has hash"):
+        pull(Repository(FILES, tampered="tokenizer.json"))
+
+
+def test_a_gated_model_without_a_token_says_which_secret(pull: Pull) -> None:
+    with pytest.raises(AccessDenied, match=r"HF_TOKEN.*tokenSecretRef"):
+        pull(Repository(FILES, token="secret"))
+    with pytest.raises(AccessDenied, match="accept the model's terms"):
+        pull(Repository(FILES, token="secret"), token="another")
+
+
+def test_a_token_opens_and_stays_with_the_hub(pull: Pull) -> None:
+    # The stand-in's storage is another host, and fails when it sees the token.
+    assert (pull(Repository(FILES, token="secret"), token="secret") / "model.safetensors").is_file()
+
+
+def test_no_room_is_said_before_anything_is_fetched(
+    pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    repository = Repository(FILES)
+    with pytest.raises(DiskFull, match=r"needs 0\.0 GB more"):
+        pull(repository)
+    assert not any(method == "GET" and "/resolve/" in path for method, path, _ in repository.requests)
+
+
+def test_a_disk_that_fills_up_keeps_what_came(pull: Pull, tmp_path: Path) -> None:
+    def full(name: str, there: int, size: int) -> None:
+        if name == "model.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFull, match="it goes on from here"):
+        pull(Repository(FILES), progress=full)
+    assert partial(tmp_path).stat().st_size > 0
+    assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_disk_that_is_really_full(pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.system(f"mount -t tmpfs -o size=256k tmpfs {tmp_path}") != 0:
+        pytest.skip("no mounts here")
+    try:
+        monkeypatch.setattr(hub, "_SPARE_BYTES", -len(WEIGHTS))  # so that the check before does not see it coming
+        with pytest.raises(DiskFull, match="is full"):
+            pull(Repository(FILES))
+    finally:
+        os.system(f"umount {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": b"{}", "pytorch_model.bin": b""}, "convert them to safetensors"),
+        ({"config.json": b"{}"}, r"holds no \*\.safetensors"),
+    ],
+)
+def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(NotOnHub, match=message):
+        pull(Repository(files))
+
+
+def test_a_busy_hub_is_asked_again(pull: Pull) -> None:
+    assert pull(Repository(FILES, busy=3)).is_dir()
+
+
+def test_what_is_no_hub_says_so(tmp_path: Path) -> None:
+    with pytest.raises(HubUnreachable, match="cannot be reached"):
+        hub.Hub("http://127.0.0.1:9", None, retry_seconds=0).pull(MODEL, tmp_path, nothing, nothing)
+
+
+def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    model = store.hub_model("hf://org/model@v9")
+    with StandInHub(Repository(FILES)) as stand_in, pytest.raises(NotOnHub, match="org/model@v9"):
+        hub.Hub(stand_in.url, None, retry_seconds=0).pull(model, tmp_path, nothing, nothing)
+
+
+def test_two_pulls_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    notes: list[str] = []
+    folder = MODEL.folder(tmp_path)
+    folder.mkdir(parents=True)
+    repository = Repository(FILES)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock, StandInHub(repository) as stand_in:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        noted = threading.Event()
+
+        def note(text: str) -> None:
+            notes.append(text)
+            noted.set()
+
+        server = hub.Hub(stand_in.url, None)
+        second = threading.Thread(target=lambda: server.pull(MODEL, tmp_path, nothing, note))
+        second.start()
+        assert noted.wait(10)
+        assert repository.requests == [], "it did not wait"
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        second.join(10)
+    assert "waiting" in notes[0]
+    assert (folder / store.MANIFEST).is_file()
+
+
+class Ended(NamedTuple):
+    code: int
+    said: str
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ended]]:
+    """`specdecode-worker pull ...` against a stand-in hub."""
+    with StandInHub(Repository(FILES)) as stand_in:
+        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+
+        def command(*words: str) -> Ended:
+            code = main(["pull", *words])
+            return Ended(code, capsys.readouterr().err)
+
+        yield command
+
+
+def test_the_command_shows_progress_and_where_it_is(command: Callable[..., Ended], tmp_path: Path) -> None:
+    ended = command("hf://org/model", "--cache-dir", str(tmp_path))
+    assert ended.code == 0, ended.said
+    assert "model.safetensors  100 %  of 1.0 MB" in ended.said
+    assert f"hf://org/model is in {MODEL.folder(tmp_path)}" in ended.said
+
+
+@pytest.mark.parametrize(
+    "uri", ["hf://org", "hf://org/../x", "hf://org/m@..", "ftp://x", "file://x", "pvc://c/../d", "pvc://"]
+)
+def test_what_is_no_uri_says_what_would_be(command: Callable[..., Ended], tmp_path: Path, uri: str) -> None:
+    ended = command(uri, "--cache-dir", str(tmp_path))
+    assert ended.code == 1
+    assert "write " in ended.said
+
+
+def pod(tmp_path: Path, **draft: Any) -> str:
+    config = {"model": {"uri": "hf://org/model", "served_name": "m"}, "cache_dir": str(tmp_path), "draft": draft}
+    return WorkerConfig.model_validate(config).model_dump_json()
+
+
+@pytest.mark.parametrize(("required", "code"), [(False, 0), (True, 1)])
+def test_a_pod_without_its_draft_starts_unless_it_is_required(
+    command: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: bool, code: int
+) -> None:
+    monkeypatch.setenv(Env.config, pod(tmp_path, method="eagle3", uri="hf://org/no-draft", required=required))
+    ended = command()
+    assert ended.code == code
+    assert "org/no-draft" in ended.said
+
+
+def test_a_wrong_config_names_the_field(command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(Env.config, '{"model": {"uri": "hf://a/b", "served_name": "m", "dtyp": "x"}}')
+    ended = command()
+    assert ended.code == 2
+    assert "model.dtyp" in ended.said
+    monkeypatch.delenv(Env.config)
+    assert command().code == 2
+
+
+def test_every_failure_is_a_pull_that_failed() -> None:
+    assert all(
+        issubclass(kind, PullFailed) for kind in (AccessDenied, DiskFull, HashMismatch, HubUnreachable, NotOnHub)
+    )

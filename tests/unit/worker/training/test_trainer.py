@@ -1,0 +1,145 @@
+"""Training: it learns, it goes on exactly after a kill, and what it writes loads strictly."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.training.data import DataSet, answer_length, batches
+from specdecode_worker.training.errors import ResumeMismatch
+from specdecode_worker.training.export import write_head
+from specdecode_worker.training.objective import soft_cross_entropy, target_distribution
+from specdecode_worker.training.shards import Conversation, write_shard
+from specdecode_worker.training.start import frequent_tokens, new_head
+from specdecode_worker.training.trainer import Trainer, TrainSettings, rate_at
+
+SETTINGS = TrainSettings(steps=12, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
+
+
+@pytest.fixture
+def recorded(conversations: list[Conversation], tmp_path: Path) -> Path:
+    write_shard(tmp_path, 0, conversations * 4)
+    return tmp_path
+
+
+def trainer(target: Llama, recorded: Path, settings: TrainSettings = SETTINGS) -> Trainer:
+    head = new_head(target, torch.arange(0, 64, 2))
+    return Trainer(head, target.lm_head.weight, DataSet(recorded, validation=2), settings)
+
+
+def steps(run: Trainer, count: int) -> list[float]:
+    return [run.step(batch) for batch in itertools.islice(run._batches(), count)]
+
+
+def test_the_loss_falls(target: Llama, recorded: Path) -> None:
+    losses = steps(trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=())), 60)
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_a_killed_run_goes_on_to_identical_weights(target: Llama, recorded: Path, tmp_path: Path) -> None:
+    whole = trainer(target, recorded)
+    steps(whole, 12)
+    killed = trainer(target, recorded)
+    steps(killed, 7)
+    killed.save(tmp_path)
+    resumed = trainer(target, recorded)
+    assert resumed.restore(tmp_path)
+    assert resumed.progress.step == 7
+    steps(resumed, 5)
+    for name, tensor in whole.master.state_dict().items():
+        assert torch.equal(tensor, resumed.master.state_dict()[name]), name
+
+
+def test_a_checkpoint_of_other_settings_is_refused(target: Llama, recorded: Path, tmp_path: Path) -> None:
+    trainer(target, recorded).save(tmp_path)
+    with pytest.raises(ResumeMismatch, match="learning_rate"):
+        trainer(target, recorded, replace(SETTINGS, learning_rate=1e-4)).restore(tmp_path)
+
+
+def test_a_run_writes_head_and_history(target: Llama, recorded: Path, tmp_path: Path) -> None:
+    run, kept, said = trainer(target, recorded), [], []
+    run.run(tmp_path, said.append, kept.append)
+    assert run.progress.step == 12
+    assert kept == [run.master]
+    assert len(run.progress.history) == 1
+    assert len(run.progress.history[0]["acceptance"]) == 3
+
+
+def test_an_exported_head_loads_and_proposes_the_same(target: Llama, head: Eagle3Head, tmp_path: Path) -> None:
+    write_head(head, tmp_path)
+    loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(loaded.target_ids, torch.arange(0, 64, 2))
+    assert loaded.config == replace(head.config)
+    for name, tensor in head.state_dict().items():
+        rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], rounded), name
+
+
+def test_the_vocabulary_is_what_the_target_says_most(target: Llama, recorded: Path) -> None:
+    vocabulary = frequent_tokens([recorded / "shard-00000.safetensors"], target.lm_head.weight, 16, every=1)
+    assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
+    mass = torch.zeros(64, dtype=torch.float64)
+    data = DataSet(recorded, validation=0)
+    data.grow()
+    for conversation in data.training:
+        mass += torch.softmax(target.logits(conversation.hidden_NE[conversation.answer_start :]), -1).sum(0)
+        mass += torch.bincount(conversation.tokens_N, minlength=64)
+    assert set(vocabulary.tolist()) == set(mass.topk(16).indices.tolist())
+
+
+def test_the_loss_and_its_gradient_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(300, 50, generator=generator, requires_grad=True)
+    wanted = torch.softmax(torch.randn(300, 50, generator=generator), dim=-1)
+    weight = torch.rand(300, generator=generator)
+    mine = 2 * soft_cross_entropy(logits, wanted, weight)
+    (gradient,) = torch.autograd.grad(mine, logits)
+    theirs = 2 * (F.cross_entropy(logits, wanted, reduction="none") * weight).sum()
+    (expected,) = torch.autograd.grad(theirs, logits)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_soft_targets_are_renormalised_over_the_draft_vocabulary(target: Llama, head: Eagle3Head) -> None:
+    states = torch.randn(5, 32, generator=torch.Generator().manual_seed(4))
+    found = target_distribution(states, target.lm_head.weight, head.target_ids)
+    whole = torch.softmax(target.logits(states), dim=-1)[:, head.target_ids]
+    torch.testing.assert_close(found, whole / whole.sum(dim=-1, keepdim=True))
+
+
+def test_an_epoch_has_every_conversation_once(conversations: list[Conversation]) -> None:
+    found = batches(conversations * 9, tokens=60, seed=1, epoch=0)
+    assert sorted(map(id, (c for batch in found for c in batch))) == sorted(map(id, conversations * 9))
+    assert all(len(batch) * max(map(answer_length, batch)) <= 60 for batch in found)
+    again = batches(conversations * 9, tokens=60, seed=1, epoch=0)
+    assert [[id(c) for c in batch] for batch in found] == [[id(c) for c in batch] for batch in again]
+    other = batches(conversations * 9, tokens=60, seed=1, epoch=1)
+    assert [[id(c) for c in batch] for batch in found] != [[id(c) for c in batch] for batch in other]
+
+
+def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conversations: list[Conversation]) -> None:
+    run = trainer(target, recorded)
+    steps(run, 1)
+    write_shard(recorded, 1, conversations)
+    before = len(run.data.training)
+    for _ in run._batches():
+        if run.progress.epoch == 1:
+            break
+    assert len(run.data.training) == before + len(conversations)
+    assert run.progress.shards == 2
+
+
+def test_the_rate_rises_then_falls() -> None:
+    rates = [rate_at(share / 100, SETTINGS) for share in range(101)]
+    assert rates[0] < 0.1
+    assert max(rates) == pytest.approx(1.0, abs=0.01)
+    assert rates[-1] == pytest.approx(SETTINGS.final_rate)
+    assert rates[3:] == sorted(rates[3:], reverse=True)

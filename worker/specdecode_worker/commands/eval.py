@@ -1,0 +1,78 @@
+"""``eval``: acceptance of a draft by domain and depth, by replay of the target's own greedy text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.evaluation import evaluate
+from specdecode_worker.training.questions import greedy, read_prompts
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.shards import Conversation
+
+_ROWS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_shape_flags(parser)
+    add_output_flags(parser)
+    parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 with the figures on standard output, 1 when they cannot be had, 2 for wrong usage."""
+    try:
+        method, draft = method_and_draft(args)
+        if method == "none" or not args.prompts:
+            raise ValueError("eval needs a draft and --prompts FILE.jsonl")
+    except ValueError as error:
+        print(f"specdecode-worker eval: {error}", file=sys.stderr)
+        return 2
+    try:
+        document = _evaluated(args, str(draft))
+    except (TrainingError, ModelError) as error:
+        print(f"specdecode-worker eval: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(document, indent=2) if args.json else _table(document))
+    return 0
+
+
+def _evaluated(args: argparse.Namespace, draft: str) -> dict[str, Any]:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    cache = Path(args.cache_dir) if args.cache_dir else None
+    dtype, device = getattr(torch, args.dtype), torch.device("cpu")
+    folder = resolve(args.model, cache)
+    target = load_llama(folder, dtype=dtype, device=device)
+    head = load_eagle3(resolve(draft, cache), target, dtype=dtype, device=device)
+    lines, chat = read_prompts(Path(args.prompts)), Chat(folder)
+    settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=args.max_tokens, for_training=False)
+    conversations: list[Conversation] = []
+    for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
+        conversations.append(conversation)
+        print(f"eval: {len(conversations)} of {len(lines)} answers", file=sys.stderr, flush=True)
+    return evaluate(target, head, conversations, args.shape or TreeShape.chain(3))
+
+
+def _table(document: dict[str, Any]) -> str:
+    lines = [f"{'':10} {'tokens/step':>11} {'speedup':>8} {'distinct 4-grams':>17}  acceptance by depth | advice"]
+    for name, part in {"overall": document["overall"], **document["domains"]}.items():
+        acceptance = " ".join(f"{a:.2f}" for a in part["acceptance"])
+        lines.append(
+            f"{name:10} {part['tokens_per_step']:11.2f} {part['speedup']:8.2f} {part['distinct_4grams']:17.2f}"
+            f"  {acceptance} | {part['advice']}"
+        )
+    return "\n".join(lines)

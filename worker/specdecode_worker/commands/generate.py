@@ -1,0 +1,113 @@
+"""``specdecode-worker generate``: text for prompts, with the engine alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_sampling_flags, add_shape_flags
+from specdecode_worker.commands.local import (
+    DEFAULT_SHAPE,
+    Answer,
+    LocalEngine,
+    Pace,
+    Prompt,
+    distinct_4grams,
+    local_engine,
+    sampling_of,
+)
+from specdecode_worker.embedded.errors import EmbeddedModelError
+from specdecode_worker.engine.messages import Tokens
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.server.errors import TokenizerProblem
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", help="one user message (or plain text with --raw)")
+    parser.add_argument("--raw", action="store_true", help="take --prompt as it is, without the chat template")
+    parser.add_argument("--concurrency", type=int, default=8, help="prompts of a file run together (default: 8)")
+    add_model_flags(parser)
+    add_shape_flags(parser)
+    add_sampling_flags(parser, max_tokens=256)
+    add_output_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.prompt is None) == (args.prompts is None):
+        print("generate needs either --prompt TEXT or --prompts FILE.jsonl", file=sys.stderr)
+        return 2
+    try:
+        engine = local_engine(args, max_num_seqs=args.concurrency if args.prompts else 1)
+        engine.run_shape(args.shape if args.shape is not None else DEFAULT_SHAPE)
+        prompts = engine.prompts(Path(args.prompts)) if args.prompts else [_one(engine, args)]
+        return (
+            _stream(engine, prompts[0], args)
+            if args.prompt is not None and not args.json
+            else _all(engine, prompts, args)
+        )
+    except (ModelError, EmbeddedModelError, TokenizerProblem, ValueError, OSError) as error:
+        print(f"specdecode-worker generate: {error}", file=sys.stderr)
+        return 1
+
+
+def _one(engine: LocalEngine, args: argparse.Namespace) -> Prompt:
+    line = {"prompt": args.prompt} if args.raw else {"messages": [{"role": "user", "content": args.prompt}]}
+    return engine.prompt(line)
+
+
+def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> int:
+    detokenizer = engine.tokenizer.detokenizer(prompt.tokens)
+
+    def show(_: int, new: Tokens) -> None:
+        print("".join(map(detokenizer.push, new.tokens)), end="", flush=True)
+
+    answers, pace = engine.answer([prompt], [sampling_of(args, 0)], show)
+    print(detokenizer.flush())
+    print(_statistics(answers, pace), file=sys.stderr)
+    return 0
+
+
+def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -> int:
+    answers, pace = engine.answer(prompts, [sampling_of(args, i) for i in range(len(prompts))])
+    if args.json:
+        print(json.dumps(_document(engine, prompts, answers, pace), indent=2))
+        return 0
+    for answer in answers:
+        print(engine.tokenizer.decode(answer.tokens), end="\n\n")
+    print(_statistics(answers, pace), file=sys.stderr)
+    return 0
+
+
+def _document(engine: LocalEngine, prompts: list[Prompt], answers: list[Answer], pace: Pace) -> dict[str, object]:
+    return {
+        "answers": [
+            {
+                "text": engine.tokenizer.decode(answer.tokens),
+                "domain": prompt.domain,
+                "prompt_tokens": len(prompt.tokens),
+                "tokens": len(answer.tokens),
+                "finish_reason": answer.finish,
+                "tokens_per_step": _tokens_per_step([answer]),
+            }
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ],
+        "tokens_per_second": pace.tokens_per_second,
+        "tokens_per_step": _tokens_per_step(answers),
+        "step_milliseconds": pace.step_milliseconds,
+        "distinct_4grams": distinct_4grams([answer.tokens for answer in answers]),
+    }
+
+
+def _tokens_per_step(answers: list[Answer]) -> float:
+    drafts = sum(answer.drafts for answer in answers)
+    return 1 + sum(answer.accepted for answer in answers) / drafts if drafts else 1.0
+
+
+def _statistics(answers: list[Answer], pace: Pace) -> str:
+    return (
+        f"[{sum(len(answer.tokens) for answer in answers)} tokens, {pace.tokens_per_second:.1f} tokens/s, "
+        f"{_tokens_per_step(answers):.2f} tokens/step, {pace.step_milliseconds:.1f} ms/step, "
+        f"{100 * distinct_4grams([answer.tokens for answer in answers]):.0f} % distinct 4-grams]"
+    )

@@ -1,0 +1,36 @@
+"""transformers' own generate, for ``bench``: the same prompts, greedy, one at a time. A development dependency."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def transformers_tokens_per_second(
+    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Tokens a second behind the first token of each prompt. Raises ValueError where transformers is missing."""
+    try:
+        from transformers import LlamaForCausalLM
+    except ImportError:
+        raise ValueError("--transformers needs the package transformers; pip install transformers") from None
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    _seconds(model, prompts[0], 4)
+    seconds = tokens = 0.0
+    for prompt in prompts:
+        first, _ = _seconds(model, prompt, 1)
+        all_of_them, count = _seconds(model, prompt, max_tokens)
+        seconds, tokens = seconds + all_of_them - first, tokens + count - 1
+    return tokens / seconds
+
+
+def _seconds(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> tuple[float, int]:
+    ids = torch.tensor([list(prompt)])
+    began = time.monotonic()
+    with torch.inference_mode():
+        generate = model.generate  # type: ignore[operator]
+        out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return time.monotonic() - began, out.shape[1] - len(prompt)

@@ -1,0 +1,82 @@
+"""``train``: an EAGLE-3 head for a target, from what the target itself says. Wires flags to ``training.recipe``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.questions import read_prompts
+from specdecode_worker.training.recipe import Material, train_head
+from specdecode_worker.training.trainer import TrainSettings
+
+_DEFAULTS = TrainSettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="everything goes there; OUT/head at last"
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="what to ask (default: built-in questions)")
+    source.add_argument("--text", type=Path, metavar="FILE", help="train on this text instead of the target's own")
+    parser.add_argument("--held-out", type=Path, metavar="FILE.jsonl", help="prompts that training must not see")
+    parser.add_argument("--tokens", type=int, default=400_000, help="answer tokens to record (default: %(default)s)")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that the draft knows (default: 8192)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=0, help="optimizer steps")
+    length.add_argument("--minutes", type=float, default=_DEFAULTS.minutes, help="or time (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate)
+    parser.add_argument("--batch-tokens", type=int, default=_DEFAULTS.batch_tokens)
+    parser.add_argument("--depth", type=int, default=_DEFAULTS.depth, help="how deep to unroll (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, help="torch threads (default: all)")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the head is there, 1 when it cannot be made."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        folder = _train(args)
+    except (TrainingError, ModelError) as error:
+        print(f"specdecode-worker train: {error}", file=sys.stderr)
+        return 1
+    print(folder)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> Path:
+    folder = resolve(args.model, args.cache_dir)
+    target = load_llama(folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    settings = TrainSettings(
+        steps=args.steps,
+        minutes=args.minutes,
+        learning_rate=args.learning_rate,
+        batch_tokens=args.batch_tokens,
+        depth=args.depth,
+        seed=args.seed,
+    )
+    material = Material(
+        tokens=args.tokens,
+        text=args.text,
+        prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
+        held_out=tuple(read_prompts(args.held_out)) if args.held_out else (),
+    )
+    chat = Chat(folder)
+    return train_head(target, chat, material, settings, draft_vocab=args.draft_vocab, out=args.out, tell=_tell)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

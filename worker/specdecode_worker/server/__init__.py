@@ -1,0 +1,1 @@
+"""The HTTP surface: OpenAI's routes, the admin port, tokens to text and back. Knows no tensor; imports no torch."""

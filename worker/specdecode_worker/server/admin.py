@@ -1,0 +1,91 @@
+"""The admin port: what the operator calls. Guarded by a bearer token wherever more than loopback can reach it."""
+
+from __future__ import annotations
+
+import hmac
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from specdecode_worker.contract import MAX_REPORT_BYTES, Route, SyntheticKnobs
+from specdecode_worker.server.errors import Unauthorized
+from specdecode_worker.server.http import answer_errors, read_body
+from specdecode_worker.server.lifecycle import Departure
+from specdecode_worker.server.plans import parse_plan
+from specdecode_worker.server.requests import bad_request
+from specdecode_worker.server.service import Service
+
+
+def admin_app(service: Service, departure: Departure, token: str | None) -> FastAPI:
+    """The application of the admin port; without ``token`` everyone who can connect is let in."""
+    app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(_Guard(token))])
+    answer_errors(app)
+    _add_plan(app, service)
+    _add_synthetic(app, service)
+
+    @app.get(Route.report)
+    async def report() -> Response:
+        body = (await service.report()).model_dump_json().encode()
+        assert len(body) <= MAX_REPORT_BYTES, f"a report of {len(body)} bytes breaks the contract"
+        return _json(body)
+
+    @app.post(Route.drain)
+    async def drain() -> Response:
+        departure.begin()
+        return JSONResponse({"state": service.lifecycle.state.name.lower()}, status_code=202)
+
+    return app
+
+
+def _add_plan(app: FastAPI, service: Service) -> None:
+    @app.get(Route.plan)
+    async def get_plan() -> Response:
+        return _json(service.plans.current.model_dump_json().encode())
+
+    @app.put(Route.plan)
+    async def put_plan(request: Request) -> Response:
+        plan = parse_plan(await read_body(request))
+        await service.set_plan(plan)
+        return _json(plan.model_dump_json().encode())
+
+
+def _add_synthetic(app: FastAPI, service: Service) -> None:
+    @app.get(Route.synthetic)
+    async def get_synthetic() -> Response:
+        knobs = (await service.report()).synthetic
+        return _json(b"null" if knobs is None else knobs.model_dump_json().encode())
+
+    @app.put(Route.synthetic)
+    async def put_synthetic(request: Request) -> Response:
+        knobs = _parse_knobs(await read_body(request))
+        await service.set_synthetic(knobs)
+        return _json(knobs.model_dump_json().encode())
+
+    @app.delete(Route.synthetic)
+    async def delete_synthetic() -> Response:
+        await service.set_synthetic(None)
+        return Response(status_code=204)
+
+
+def _parse_knobs(body: bytes) -> SyntheticKnobs:
+    try:
+        return SyntheticKnobs.model_validate_json(body)
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+class _Guard:
+    """Lets in who knows the token."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, request: Request) -> None:
+        sent = request.headers.get("Authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(sent, self._expected):
+            raise Unauthorized("the admin port needs 'Authorization: Bearer <token>'")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,57 @@
+"""The plan in force: read from the mounted file at start, replaced by pushes, asked for task labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from specdecode_worker.contract import OTHER_TASK, Plan
+from specdecode_worker.server.errors import CannotStart, Conflict
+from specdecode_worker.server.requests import bad_request
+
+
+class Plans:
+    """Which plan may follow which: same uid, and within one draft the version never falls."""
+
+    def __init__(self, uid: str, start: Plan) -> None:
+        self._uid = uid
+        self.current = start
+
+    def check(self, plan: Plan) -> None:
+        """Raises Conflict when ``plan`` must not replace the current one."""
+        if plan.uid != self._uid:
+            raise Conflict(f"this worker belongs to uid {self._uid!r}, the plan to {plan.uid!r}", param="uid")
+        current = self.current
+        if plan.draft == current.draft and plan.version < current.version:
+            raise Conflict(
+                f"version {plan.version} is older than {current.version}, which is in force", param="version"
+            )
+        if plan.draft == current.draft and plan.version == current.version and plan != current:
+            raise Conflict(f"version {plan.version} is in force with other content", param="version")
+
+    def task(self, header: str | None, prompt: str) -> str:
+        """The label of a request: the header's if the plan knows it, else the first rule that matches."""
+        if header is not None:
+            return header if any(task.name == header for task in self.current.tasks) else OTHER_TASK
+        matching = (task.name for task in self.current.tasks if task.match and task.match in prompt)
+        return next(matching, OTHER_TASK)
+
+
+def parse_plan(body: bytes) -> Plan:
+    """Raises BadRequest that names the field."""
+    try:
+        return Plan.model_validate_json(body)
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+def read_plan(path: Path, uid: str) -> Plan | None:
+    """The mounted plan; None when there is no file yet or it is for another deployment. Raises CannotStart."""
+    try:
+        plan = Plan.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise CannotStart(f"the plan in {path} cannot be used: {error}") from None
+    return plan if plan.uid == uid else None

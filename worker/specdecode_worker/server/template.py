@@ -1,0 +1,98 @@
+"""A model's chat template, run in a sandbox: it comes with the weights and is no more trusted than they are.
+
+Where templates are kept is Hugging Face's convention: ``chat_template.jinja``, else the key ``chat_template`` of
+``chat_template.json`` or ``tokenizer_config.json`` (a text, or a list of named texts of which ``default`` counts).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """Turns messages into the text that the model was tuned on."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = special_tokens
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerProblem(f"the model's chat template cannot be read: {error}") from None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt, up to where the assistant's answer begins. Raises TemplateRefused."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except Exception as error:  # a template is a program of strangers: anything may come out of it
+            raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
+
+
+def find_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of a model's folder, or None for a base model. Raises TokenizerProblem."""
+    config = _read_object(folder / "tokenizer_config.json")
+    source = _source(folder, config)
+    if source is None:
+        return None
+    return ChatTemplate(source, {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS})
+
+
+def _source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text()
+    for found in (_read_object(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list):
+            named = {entry["name"]: entry["template"] for entry in found}
+            return str(named.get("default") or next(iter(named.values())))
+    return None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes for HTML, which models were not tuned on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _text_of(token: Any) -> str:
+    """A special token is written as a text, or as an object with its text in ``content``."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise TokenizerProblem(f"{path} is no JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
