@@ -40,7 +40,7 @@ test: lint ## everything that CI runs, on the cluster that is up, or on one that
 	@hack/test
 
 lossless: venv ## speculative text equals plain text, on 200 prompts of the embedded model
-	$(BIN)/pytest tests/unit -k lossless --lossless-prompts 200
+	LOSSLESS_PROMPTS=200 $(BIN)/pytest tests/lossless
 
 crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from localcluster import firewall
+from localcluster import firewall, leftovers
 from localcluster.console import say, step
 from localcluster.daemons import boot_id
 from localcluster.errors import ClusterError
@@ -48,13 +48,14 @@ class Before:
     boot: str
     sysctls: dict[str, str]
     tables: list[str]
+    cgroups: list[str] = field(default_factory=list)
 
 
 def remember(layout: Layout) -> None:
     """Write down what will change, unless a boot that failed half-way has done so."""
     if _read(layout) is not None:
         return
-    before = Before(boot_id(), _read_sysctls(), firewall.tables())
+    before = Before(boot_id(), _read_sysctls(), firewall.tables(), leftovers.pod_cgroups())
     scratch = layout.host_before.with_suffix(".new")
     scratch.write_text(json.dumps(asdict(before), indent=2))
     scratch.rename(layout.host_before)
@@ -85,6 +86,12 @@ def restore(layout: Layout) -> None:
     for name, value in before.sysctls.items():
         _write_sysctl(name, value)
     layout.host_before.unlink()
+
+
+def cgroups_before(layout: Layout) -> list[str]:
+    """Cgroup trees of the names that our pods use, but made by somebody else."""
+    before = _read(layout)
+    return before.cgroups if before else []
 
 
 def _read(layout: Layout) -> Before | None:

@@ -120,18 +120,31 @@ def _build(layout: Layout, component: str) -> None:
     ]
     if _CERTIFICATES.exists():  # a network may have an authority of its own
         command.append(f"--secret=id=ca,src={_CERTIFICATES}")
-    stream(command, log=layout.logs / f"build-{component}.log", show=_headline)
+    stream(command, log=layout.logs / f"build-{component}.log", show=_Headlines())
     built = json.loads(metadata.read_text())
     say(f"    {name_of(component)} {built['containerimage.config.digest']}")
 
 
-def _headline(line: str) -> str | None:
-    """Of BuildKit's log the starts of steps, and that the image leaves it; None for the rest."""
-    found = re.match(r"#\d+ (?:\[[a-z0-9-]+ +(\d+/\d+)\] (.*)|(exporting layers|unpacking to \S+))$", line)
-    if found is None:
-        return None
-    number, instruction, leaving = found.groups()
-    return leaving or textwrap.shorten(f"{number} {instruction}", 100, placeholder=" ...")
+class _Headlines:
+    """Of BuildKit's log the steps that really run, once each, and that the image leaves it; nothing of cached ones."""
+
+    def __init__(self) -> None:
+        self._announced: dict[str, str] = {}  # vertex -> its instruction, until it proves to be at work
+
+    def __call__(self, line: str) -> str | None:
+        found = re.match(r"#(\d+) (.*)", line)
+        if found is None:
+            return None
+        vertex, said = found.groups()
+        if instruction := re.match(r"\[[a-z0-9-]+ +\d+/\d+\] (.*)", said):
+            self._announced[vertex] = instruction[1]
+            return None
+        if said == "exporting layers" or re.fullmatch(r"unpacking to \S+", said):
+            return said
+        instruction_at_work = self._announced.pop(vertex, None)
+        if instruction_at_work is None or said == "CACHED" or said.startswith("DONE"):
+            return None
+        return textwrap.shorten(instruction_at_work, 100, placeholder=" ...")
 
 
 def identity(layout: Layout, component: str) -> str:

@@ -1,7 +1,8 @@
 """What pods leave behind when their runtime is gone: processes, mounts, network namespaces, cgroups.
 
 Everything is found by a mark that only this cluster has: its containerd's socket in a shim's arguments, its
-state folder in a mount point, its CNI network's name in a cached result, the kubelet's own cgroup tree.
+state folder below a process's root or in a mount point, its CNI network's name in a cached result. Cgroups have
+fixed names: those that were there before us are kept.
 """
 
 from __future__ import annotations
@@ -21,49 +22,44 @@ _CNI_CACHE = Path("/var/lib/cni/results")
 _NAMESPACE = re.compile(r"/run/netns/(cni-[0-9a-f-]+)")
 
 
-def clear(layout: Layout) -> None:
+def clear(layout: Layout, cgroups_before: list[str]) -> None:
     """In the order in which they hold each other: processes, mounts, namespaces, cgroups."""
     end(list(_processes(layout)), grace_s=1)
     _unmount_below(layout.state)
     _remove_namespaces()
-    _remove_cgroups()
+    _remove_cgroups(cgroups_before)
 
 
 def _processes(layout: Layout) -> Iterator[Identity]:
-    """Shims of our containerd, and whatever runs in a pod's cgroup."""
-    pids = {pid for tree in _pod_cgroups() for pid in _processes_in(tree)}
-    pids.update(_shims(layout))
-    for pid in pids:
-        identity = identify(pid)
-        if identity is not None:
-            yield identity
-
-
-def _shims(layout: Layout) -> Iterator[int]:
-    mark = str(layout.containerd_socket).encode()
+    """Shims of our containerd, and whatever runs on a root file system of its store."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"containerd-shim" in arguments[0] and mark in arguments:
-            yield int(entry.name)
+            ours = _is_shim(layout, entry) or _is_in_container(layout, entry)
+        except OSError:
+            continue  # it ended while we looked
+        identity = identify(int(entry.name)) if ours else None
+        if identity is not None:
+            yield identity
 
 
-def _pod_cgroups() -> list[Path]:
+def _is_shim(layout: Layout, process: Path) -> bool:
+    arguments = (process / "cmdline").read_bytes().split(b"\0")
+    return b"containerd-shim" in arguments[0] and str(layout.containerd_socket).encode() in arguments
+
+
+def _is_in_container(layout: Layout, process: Path) -> bool:
+    """Its root is an overlay of our store; a shim that was killed takes nobody along, so this finds orphans too."""
+    mark = f"upperdir={layout.state}/containerd/"
+    mounts = (line.split() for line in (process / "mountinfo").read_text().splitlines())
+    return any(fields[4] == "/" and mark in fields[-1] for fields in mounts)
+
+
+def pod_cgroups() -> list[str]:
     """The kubelet's trees: one a controller with cgroup v1, one in all with v2; BuildKit's beside them."""
     names = ("kubepods", "buildkit")
-    return [tree for name in names for tree in (*_CGROUPS.glob(f"*/{name}"), _CGROUPS / name) if tree.is_dir()]
-
-
-def _processes_in(tree: Path) -> Iterator[int]:
-    for file in tree.rglob("cgroup.procs"):
-        try:
-            yield from map(int, file.read_text().split())
-        except OSError:
-            continue  # the group went away while we looked
+    return [str(tree) for name in names for tree in (*_CGROUPS.glob(f"*/{name}"), _CGROUPS / name) if tree.is_dir()]
 
 
 def _unmount_below(folder: Path) -> None:
@@ -95,10 +91,10 @@ def _remove_namespaces() -> None:
             cached.unlink()
 
 
-def _remove_cgroups() -> None:
+def _remove_cgroups(before: list[str]) -> None:
     """A cgroup is removed by rmdir once its last process is reaped, which takes a moment."""
     deadline = time.monotonic() + 5
-    for tree in _pod_cgroups():
+    for tree in (Path(name) for name in pod_cgroups() if name not in before):
         folders = [folder for folder in tree.rglob("*") if folder.is_dir()]
         for folder in [*sorted(folders, key=lambda path: len(path.parts), reverse=True), tree]:
             while not _rmdir(folder) and time.monotonic() < deadline:

@@ -36,6 +36,7 @@ def up(layout: Layout) -> None:
         host.prepare()
         control_plane.ensure(layout)
         node.ensure(layout)
+        daemons.check_alive(layout, *_ALL)
         say(f"==> Ready. export KUBECONFIG={layout.kubeconfig}")
 
 
@@ -46,7 +47,7 @@ def down(layout: Layout) -> None:
         daemons.stop(layout, "buildkitd")
         node.stop(layout)
         control_plane.stop(layout)
-        leftovers.clear(layout)
+        leftovers.clear(layout, host.cgroups_before(layout))
         host.restore(layout)
         leftovers.wipe(layout)
         LOCK.write_text("")
@@ -68,6 +69,11 @@ def is_up(layout: Layout) -> bool:
     return running and node.ready(layout) and node.resolves(layout)
 
 
+def is_anything_running(layout: Layout) -> bool:
+    """Whether somebody has a cluster here, be it broken at the moment."""
+    return any(daemons.running(layout, name) for name in _ALL)
+
+
 def require_up(layout: Layout) -> None:
     if not is_up(layout):
         raise ClusterError("the cluster is not up: run hack/cluster/up first.")
@@ -77,7 +83,7 @@ def _clear_after_reboot(layout: Layout) -> None:
     """When no runtime of ours is alive, pods of an earlier run are remains, not pods."""
     if daemons.running(layout, "containerd") is None:
         daemons.stop(layout, "kubelet")
-        leftovers.clear(layout)
+        leftovers.clear(layout, host.cgroups_before(layout))
 
 
 @contextmanager

@@ -22,16 +22,19 @@ def run(
     hint: str = "",
 ) -> str:
     """Standard output of a program that must succeed; `hint` is appended to the error when it does not."""
-    done = subprocess.run(
-        [str(word) for word in argv],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        input=stdin,
-        stdin=None if stdin is not None else subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [str(word) for word in argv],
+            cwd=cwd,
+            env=_environment(env),
+            input=stdin,
+            stdin=None if stdin is not None else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise CommandFailed(f"{argv[0]} is not installed: hack/cluster/up installs what it needs.") from error
     if done.returncode != 0:
         raise CommandFailed(_explain(argv, done.returncode, done.stderr or done.stdout, hint))
     return done.stdout
@@ -41,7 +44,7 @@ def succeeds(argv: Sequence[object], *, env: Mapping[str, str] | None = None) ->
     """Whether a program exits 0; whatever it prints is dropped."""
     done = subprocess.run(
         [str(word) for word in argv],
-        env={**os.environ, **(env or {})},
+        env=_environment(env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -66,6 +69,11 @@ def stream(argv: Sequence[object], *, log: Path, show: Callable[[str], str | Non
                 say(f"    {shown}")
     if process.returncode != 0:
         raise CommandFailed(_explain(argv, process.returncode, log.read_text(), f"All of it is in {log}. {hint}"))
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    """Ours, with the folders of administrators' programs: `su` keeps a user's PATH, which lacks them."""
+    return {**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin", **(more or {})}
 
 
 def _explain(argv: Sequence[object], code: int, output: str, hint: str) -> str:

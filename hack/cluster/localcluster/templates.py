@@ -27,8 +27,10 @@ def text(layout: Layout, name: str, **more: str) -> str:
 
 
 def write(layout: Layout, name: str) -> Path:
-    """Write a template below the state folder; where it is now."""
+    """Write a template below the state folder; where it is now. kube-proxy ends when its file is written again."""
     file = layout.config / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text(layout, name))
+    content = text(layout, name)
+    if not file.exists() or file.read_text() != content:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
     return file
