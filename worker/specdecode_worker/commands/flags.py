@@ -25,7 +25,7 @@ def add_shape_flags(parser: argparse.ArgumentParser) -> None:
     """--depth N | --tree SHAPE, both into ``args.shape`` (a TreeShape, or None when neither is given)."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
-    which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1, or parents 0,0,1")
+    which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1 or 0,0,1")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

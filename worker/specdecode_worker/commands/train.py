@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--text", type=Path, metavar="FILE", help="train on this text instead of the target's own")
     parser.add_argument("--held-out", type=Path, metavar="FILE.jsonl", help="prompts that training must not see")
     parser.add_argument("--tokens", type=int, default=400_000, help="answer tokens to record (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=320, help="length of an answer (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=96, help="answers at a time (default: %(default)s)")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that the draft knows (default: 8192)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=0, help="optimizer steps")
@@ -73,6 +75,8 @@ def _train(args: argparse.Namespace) -> Path:
         text=args.text,
         prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
         held_out=tuple(read_prompts(args.held_out)) if args.held_out else (),
+        rows=args.rows,
+        answer_tokens=args.max_tokens,
     )
     chat = Chat(folder)
     return train_head(target, chat, material, settings, draft_vocab=args.draft_vocab, out=args.out, tell=_tell)

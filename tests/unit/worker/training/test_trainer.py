@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.training import calibration
+from specdecode_worker.training.calibration import FACTORS, agreement
 from specdecode_worker.training.data import DataSet, answer_length, batches
-from specdecode_worker.training.errors import ResumeMismatch
+from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.export import write_head
 from specdecode_worker.training.objective import soft_cross_entropy, target_distribution
 from specdecode_worker.training.shards import Conversation, write_shard
@@ -125,6 +127,18 @@ def test_an_epoch_has_every_conversation_once(conversations: list[Conversation])
     assert [[id(c) for c in batch] for batch in found] != [[id(c) for c in batch] for batch in other]
 
 
+def test_nothing_to_train_on_is_said(target: Llama, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="record more tokens"):
+        steps(trainer(target, tmp_path), 1)
+
+
+def test_validation_is_greedy_and_kept_apart(recorded: Path, conversations: list[Conversation]) -> None:
+    data = DataSet(recorded, validation=2)
+    data.grow()
+    assert [c.temperature for c in data.validation] == [0.0] * 2
+    assert len(data.training) == 4 * len(conversations) - 2
+
+
 def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conversations: list[Conversation]) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
@@ -135,6 +149,21 @@ def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conver
             break
     assert len(run.data.training) == before + len(conversations)
     assert run.progress.shards == 2
+
+
+def test_agreement_is_by_depth_and_factor(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
+    found = agreement(head, conversations, target.lm_head.weight, depth=2)
+    assert found.shape == (2, len(FACTORS))
+    assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_a_draft_that_knows_agrees_uncalibrated() -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits, noise = 3 * torch.randn(400, 30, generator=generator), torch.randn(400, 30, generator=generator)
+    drawn, ids = (logits + noise).argmax(dim=-1), torch.arange(30)
+    assert calibration._hits(logits, noise, ids, drawn)[FACTORS.index(1.0)] == 400
+    # A draft of half the target's logits is put right by a factor of two.
+    assert int(calibration._hits(logits / 2, noise, ids, drawn).argmax()) == FACTORS.index(2.0)
 
 
 def test_the_rate_rises_then_falls() -> None:

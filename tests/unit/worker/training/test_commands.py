@@ -1,0 +1,126 @@
+"""``train`` and ``eval`` as a user runs them, on a small random model with a tokenizer of one token a byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.llama import Llama
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": 257,
+}
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<e>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<e>"}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    weights = Llama(llama_config(CONFIG)).state_dict()
+    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would say itself again
+    save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": "Hi there"}], "domain": "qa"},
+        {"prompt": "def", "domain": "code"},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def train(model: Path, out: Path, *more: str) -> int:
+    flags = ["--tokens", "300", "--draft-vocab", "64", "--steps", "3", "--batch-tokens", "512", "--dtype", "float32"]
+    flags += ["--rows", "8", "--max-tokens", "40"]
+    return main(["train", "--model", f"file://{model}", "--out", str(out), *flags, *more])
+
+
+def test_from_prompts_to_figures(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert train(model, out, "--prompts", str(prompts)) == 0
+    assert capsys.readouterr().out.strip() == str(out / "head")
+    assert len(json.loads((out / "history.json").read_text())) == 1
+    flags = ["--model", f"file://{model}", "--draft", f"file://{out / 'head'}", "--dtype", "float32", "--json"]
+    assert main(["eval", *flags, "--prompts", str(prompts), "--tree", "tree:2,1", "--max-tokens", "20"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["domains"]) == {"qa", "code"}
+    assert 1.0 <= document["overall"]["tokens_per_step"] <= 3.0
+    assert len(document["overall"]["acceptance"]) == 2
+    assert 0 < document["overall"]["distinct_4grams"] <= 1
+    assert document["overall"]["speedup"] > 0
+    assert document["overall"]["advice"]
+
+
+def test_a_run_with_the_same_flags_goes_on(model: Path, prompts: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for out, runs in ((once, 1), (twice, 2)):
+        for _ in range(runs):
+            assert train(model, out, "--prompts", str(prompts)) == 0
+    assert len(list((twice / "recorded").glob("shard-*"))) == len(list((once / "recorded").glob("shard-*")))
+    first, second = (load_file(out / "head" / "model.safetensors") for out in (once, twice))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_on_a_text_file(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("All happy families are alike. " * 60)
+    assert train(model, tmp_path / "out", "--text", str(text), "--tokens", "1000") == 0
+    assert (tmp_path / "out" / "head" / "model.safetensors").exists()
+
+
+def test_a_bad_line_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "temprature": 1}\n')
+    assert train(model, tmp_path / "out", "--prompts", str(path)) == 1
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_a_target_that_only_loops_teaches_nothing(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 10
+    save_file(weights, model / "model.safetensors")
+    assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 1
+    assert "loops" in capsys.readouterr().err
+
+
+def test_eval_without_prompts_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    assert "--prompts" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Training prompts are many and different, and never those that drafts are judged on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from specdecode_worker.training.errors import PromptFileError
+from specdecode_worker.training.prompts import draw, ngrams, overlaps
+from specdecode_worker.training.questions import PromptLine, TrainingQuestions, read_prompts
+
+HELD_OUT = Path(__file__).parents[4] / "benchmarks" / "prompts" / "heldout.jsonl"
+
+
+class Letters:
+    """A Chat of one token a letter."""
+
+    def ask(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_the_held_out_prompts_cover_the_domains() -> None:
+    domains = Counter(line.domain for line in read_prompts(HELD_OUT))
+    assert all(domains[name] >= 16 for name in ("code", "qa", "prose"))
+    assert {"math", "summary"} <= set(domains)
+
+
+def test_no_training_prompt_overlaps_a_held_out_one() -> None:
+    held_out = [ngrams(line.text) for line in read_prompts(HELD_OUT)]
+    rng = random.Random(0)
+    assert not any(overlaps(draw(rng).text, held_out) for _ in range(20_000))
+
+
+def test_an_overlap_is_seen() -> None:
+    line = read_prompts(HELD_OUT)[0]
+    held_out = [ngrams(line.text)]
+    assert overlaps(f"Please do this: {line.text.upper()}", held_out)
+    assert overlaps("what is  YOGA", [ngrams("What is yoga?")])
+    assert not overlaps("What is yoga for?", [ngrams("What is yoga?")])
+
+
+def test_prompts_are_many() -> None:
+    rng = random.Random(1)
+    drawn = [draw(rng) for _ in range(3000)]
+    assert len({prompt.text for prompt in drawn}) > 2500
+    assert not any("{" in prompt.text or "}" in prompt.text for prompt in drawn)
+    shares = Counter(prompt.domain for prompt in drawn)
+    assert all(shares[name] > 0.15 * len(drawn) for name in ("code", "qa", "prose"))
+
+
+def test_questions_of_a_file_replace_the_built_in_ones() -> None:
+    own = [PromptLine(prompt="abc", domain="mine")]
+    questions = TrainingQuestions(Letters(), [], 0, own)  # type: ignore[arg-type]
+    assert {(q.ids, q.domain) for q in islice(iter(questions), 50)} == {((97, 98, 99), "mine")}
+
+
+def test_held_out_questions_are_not_asked() -> None:
+    own = [PromptLine(prompt="abc"), PromptLine(prompt="xyz")]
+    questions = TrainingQuestions(Letters(), [own[0]], 0, own)  # type: ignore[arg-type]
+    assert {q.ids for q in islice(iter(questions), 50)} == {(120, 121, 122)}
+
+
+@pytest.mark.parametrize("line", ["{", '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "{}"])
+def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    with pytest.raises(PromptFileError, match="line 2"):
+        read_prompts(path)

@@ -1,0 +1,74 @@
+"""Recorded conversations on disk: tokens and the target's hidden states, in safetensors shards.
+
+A shard is written at once and never changed, so a rollout that was killed goes on with the next one. ``recording``
+writes shards, ``data`` reads them. States are kept because the target computes them anyway while it talks:
+running it again would cost as much as a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation; the answer starts at token ``answer_start``.
+
+    ``tokens_N`` int32; ``aux_NA`` [N, 3E] and ``hidden_NE`` [N, E] are the target's at each token. The token after the
+    last (an end of text, or what was cut) is not kept: no slot reads it.
+    """
+
+    tokens_N: Tensor
+    aux_NA: Tensor
+    hidden_NE: Tensor
+    answer_start: int
+    temperature: float
+    domain: str
+
+
+def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> Path:
+    """Writes shard ``index`` by one rename."""
+    path = folder / f"shard-{index:05}.safetensors"
+    partial = path.with_suffix(".partial")
+    lengths = [len(c.tokens_N) for c in conversations]
+    tensors = {
+        "tokens": torch.cat([c.tokens_N for c in conversations]).to(torch.int32),
+        "aux": torch.cat([c.aux_NA for c in conversations]),
+        "hidden": torch.cat([c.hidden_NE for c in conversations]),
+        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        "answer_starts": torch.tensor([c.answer_start for c in conversations], dtype=torch.int64),
+        "temperatures": torch.tensor([c.temperature for c in conversations], dtype=torch.float32),
+    }
+    save_file(tensors, partial, {"domains": json.dumps([c.domain for c in conversations])})
+    os.rename(partial, path)
+    return path
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def read_shard(path: Path) -> Iterator[Conversation]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
+        domains: list[str] = json.loads(file.metadata()["domains"])
+    lengths = tensors["lengths"].tolist()
+    parts = [tensors[name].split(lengths) for name in ("tokens", "aux", "hidden")]
+    for i, domain in enumerate(domains):
+        yield Conversation(
+            tokens_N=parts[0][i],
+            aux_NA=parts[1][i],
+            hidden_NE=parts[2][i],
+            answer_start=int(tensors["answer_starts"][i]),
+            temperature=float(tensors["temperatures"][i]),
+            domain=domain,
+        )
