@@ -73,7 +73,7 @@ def progressing(observed: Observed) -> Verdict:
 def draft_compatible(observed: Observed) -> Verdict:
     """A draft that does not fit never takes the endpoint down: the workers serve plainly."""
     kind = ConditionType.draft_compatible
-    reports = observed.reports
+    reports = observed.last_reports
     problem = next((report.draft.problem for report in reports if report.draft.problem), None)
     if problem:
         return Verdict(kind, "False", "DraftRefused", f"{problem}; the target serves plainly", True)

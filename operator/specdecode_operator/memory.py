@@ -109,6 +109,11 @@ class Kept(Lasting):
     acceptance: tuple[DepthMemory, ...] = ()
     requests: tuple[RequestMemory, ...] = ()
     costs: tuple[CostMemory, ...] = ()
+    wander: float = 0.0025
+    """Relative variance of a kind of step's mean from poll to poll, beyond noise: neighbours, clocks, temperature.
+
+    Until it was seen, five percent are taken for granted.
+    """
     load: LoadMemory = LoadMemory()
     scaling: ScalingMemory = ScalingMemory()
     history: tuple[Decision, ...] = Field(default=(), max_length=10)

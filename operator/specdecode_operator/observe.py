@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, Spec, Status
+from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, Spec, Status
 from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
-from specdecode_operator.errors import Conflict, SpecError, WorkerError
+from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.records import Deployment, Observed, Worker, Workload
 from specdecode_operator.worker_client import Workers
@@ -84,10 +84,18 @@ async def _admin_token(deployment: Deployment, cluster: Cluster) -> str:
             return token
         except Conflict:
             found = await cluster.get(SECRETS, deployment.namespace, name)
+    if found and _is_of_a_predecessor(found, deployment):
+        raise Unavailable(f"Secret {name} of a deleted namesake is still being collected")
     data = (found or {}).get("data") or {}
     if manifests.ADMIN_TOKEN_KEY not in data:
         raise SpecError(f"Secret {name} has no key {manifests.ADMIN_TOKEN_KEY}; delete it and it is made anew")
     return base64.b64decode(data[manifests.ADMIN_TOKEN_KEY]).decode()
+
+
+def _is_of_a_predecessor(secret: Mapping[str, Any], deployment: Deployment) -> bool:
+    """Its token would be gone in a moment, and with it the way to pods that started with it."""
+    owners = [owner for owner in secret["metadata"].get("ownerReferences", []) if owner["kind"] == KIND]
+    return bool(owners) and all(owner["uid"] != deployment.uid for owner in owners)
 
 
 async def _reported(worker: Worker, workers: Workers, token: str) -> Worker:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from specdecode_operator import metrics
+from specdecode_operator import manifests, metrics
 from specdecode_operator.api.v1alpha1 import KIND, Status
 from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, Cluster
 from specdecode_operator.decide import decide
@@ -117,9 +117,13 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         uid = self._uids.pop(key, None)
-        if uid is not None:
-            self.memories.forget(uid)
-            metrics.forget(*key)
+        if uid is None:
+            return
+        self.memories.forget(uid)
+        metrics.forget(*key)
+        namespace, name = key
+        for child in (name, manifests.worker_name(name), manifests.plan_name(name), manifests.state_name(name)):
+            self.cluster.forget(namespace, child)
 
 
 def _measure(deployment: Deployment, observed: Observed, decision: Decision) -> None:

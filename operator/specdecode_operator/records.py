@@ -95,6 +95,14 @@ class Observed:
     def reports(self) -> tuple[Report, ...]:
         return tuple(worker.report for worker in self.workers if worker.report and not worker.leaving)
 
+    @property
+    def last_reports(self) -> tuple[Report, ...]:
+        """Of every worker that stays: this look's report, else the last one that came."""
+        found = (
+            worker.report or self.memory.baselines.get(worker.uid) for worker in self.workers if not worker.leaving
+        )
+        return tuple(report for report in found if report)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:

@@ -151,7 +151,7 @@ def _draft(deployment: Deployment, observed: Observed) -> DraftStatus | None:
 
 
 def _hashes(observed: Observed) -> Iterator[str]:
-    return (report.draft.hash for report in observed.reports if report.draft.hash)
+    return (report.draft.hash for report in observed.last_reports if report.draft.hash)
 
 
 def _traffic(before: TrafficStatus | None, figures: Figures | None) -> TrafficStatus | None:

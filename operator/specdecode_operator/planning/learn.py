@@ -29,24 +29,34 @@ SURPRISE = 4.0
 """Standard errors between batch and estimate that count as a change rather than chance."""
 LEAST_STEP_SHIFT = 0.15
 """Relative change of a step time below which it counts as noise whatever its standard error."""
+LEAST_STEPS = 8
+"""Fewer steps say nothing about a mean."""
+WANDER_SHARE = 0.1
+"""Weight of one poll in the wander."""
 DIGITS = 6
 
 _SEQUENCES = FEATURES.index("sequences")
 
 
 def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
-    """``kept`` with the estimates moved. A new draft starts from nothing, but plain steps cost what they did."""
+    """``kept`` with the estimates moved."""
     if delta.draft and delta.draft != kept.draft:
-        plain = tuple(cell for cell in kept.costs if cell.draft_passes == 0)
-        kept = kept.model_copy(update={"draft": delta.draft, "acceptance": (), "requests": (), "costs": plain})
+        kept = _of_new_draft(kept, delta.draft)
     return kept.model_copy(
         update={
             "acceptance": tuple(_acceptance(kept.acceptance, delta, now)),
             "requests": tuple(_requests(kept.requests, delta)),
             "costs": tuple(_costs(kept.costs, delta, now)),
+            "wander": _wander(kept, delta),
             "load": _load(kept.load, delta, now),
         }
     )
+
+
+def _of_new_draft(kept: Kept, draft: str) -> Kept:
+    """A new draft starts from nothing and at depth.initial; but plain steps cost what they did."""
+    plain = tuple(cell for cell in kept.costs if cell.draft_passes == 0)
+    return kept.model_copy(update={"draft": draft, "rows": (), "acceptance": (), "requests": (), "costs": plain})
 
 
 def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Iterable[DepthMemory]:
@@ -108,11 +118,32 @@ def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) ->
 
 def cost_changed(before: Moments, fresh: Moments) -> bool:
     """Whether steps of one kind cost something else now."""
-    if min(before.count, fresh.count) < 8:
+    if min(before.count, fresh.count) < LEAST_STEPS:
         return False
     gap = abs(before.mean_seconds - fresh.mean_seconds)
     error = math.sqrt(before.variance / before.count + fresh.variance / fresh.count)
     return gap > SURPRISE * error and gap > LEAST_STEP_SHIFT * before.mean_seconds
+
+
+def _wander(kept: Kept, delta: Delta) -> float:
+    """Moves by what this poll's means were off, each for as much as a third: a step of cost is no wandering."""
+    known = {_key(cell): Moments(cell.values) for cell in kept.costs}
+    found = [
+        (_off(known[key], fresh), fresh.seconds)
+        for key, fresh in delta.steps.items()
+        if not key.prefill and key in known and min(known[key].count, fresh.count) >= LEAST_STEPS
+    ]
+    seconds = sum(weight for _, weight in found)
+    if not seconds:
+        return kept.wander
+    off = sum(square * weight for square, weight in found) / seconds
+    return _short(kept.wander + WANDER_SHARE * (off - kept.wander))
+
+
+def _off(before: Moments, fresh: Moments) -> float:
+    gap = (before.mean_seconds - fresh.mean_seconds) ** 2
+    noise = before.variance / before.count + fresh.variance / fresh.count
+    return min(1 / 9, max(0.0, gap - noise) / before.mean_seconds**2)
 
 
 def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:

@@ -48,7 +48,7 @@ class Chosen:
 
 def choose(speculation: SpeculationSpec, kept: Kept, found: Buckets, *, max_num_seqs: int, now: float) -> Chosen:
     """Every row as it should be from now on."""
-    times = StepTimes.fit(kept.costs)
+    times = StepTimes.fit(kept.costs, kept.wander)
     rows: list[RowMemory] = []
     changes: list[Change] = []
     for row in _rows(speculation, kept, found):
@@ -101,6 +101,8 @@ def _moved(
     task = None if row.task == OTHER_TASK and not speculation.tasks else row.task
     chances = chain(kept, task, max(depths))
     options = weigh(times, chances, load, row.context, depths)
+    if not any(option.seconds.steps for option in options.by_depth.values()):
+        return None  # nobody has been at this load: what other loads cost is no reason to move
     here = present_row(kept.load, found) == (row.concurrency, row.context)
     return (
         _stop(row, options, speculation.hysteresis, now)
@@ -110,8 +112,10 @@ def _moved(
 
 
 def _stop(row: RowMemory, options: Options, hysteresis: HysteresisSpec, now: float) -> Change | None:
-    """Speculation that loses against plain decoding stops at once, where depth 0 is allowed."""
-    if row.depth == 0 or 0 not in options.by_depth or options.confidence(row.depth, 0, 0.0) < CERTAINTY:
+    """Speculation that loses against plain decoding stops at once, where depth 0 is allowed; a probe at first doubt."""
+    if row.depth == 0 or 0 not in options.by_depth:
+        return None
+    if options.confidence(row.depth, 0, 0.0) < (0.5 if row.probing else CERTAINTY):
         return None
     plain = options.by_depth[0].per_token
     winners = [depth for depth, option in options.by_depth.items() if depth and option.per_token < plain]

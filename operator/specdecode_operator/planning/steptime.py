@@ -19,9 +19,11 @@ from specdecode_operator.planning.loads import Load
 from specdecode_worker.contract import FEATURES
 
 MISFIT = 0.05
-"""Relative error of a linear model of steps, beyond noise."""
+"""Relative error of a linear model of steps, beyond noise and wander."""
 DRIFT = 0.02
-"""Relative error of a cell's own mean, beyond noise: neighbours on the machine, clocks, temperature."""
+"""Relative error of a cell's own mean on the quietest of machines."""
+CARRIED = 0.15
+"""Relative error of a time that was carried over from another depth."""
 OWN_WEIGHT = 8.0
 """Steps after which a cell's own mean counts for half."""
 NEAR = math.log(1.5)
@@ -40,6 +42,8 @@ class Seconds(NamedTuple):
     """Weight of the steps that were timed at this very kind; 0 means extrapolated."""
     at: float
     """When they were timed last, operator's clock; 0 means never."""
+    line: float
+    """What the linear model alone says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,13 @@ class StepTimes:
     scale: tuple[float, ...]
     coefficients: tuple[float, ...]
     covariance: Matrix
+    wander: float
     floor: float
     """No step is predicted to be faster than a tenth of the fastest seen."""
 
     @classmethod
-    def fit(cls, costs: Iterable[CostMemory]) -> Self | None:
-        """None when nothing was timed yet."""
+    def fit(cls, costs: Iterable[CostMemory], wander: float = 0) -> Self | None:
+        """None when nothing was timed yet. ``wander`` is the relative variance of means from poll to poll."""
         cells = tuple(
             _Cell(cost.draft_passes, cost.context_bucket, Moments(cost.values), cost.at)
             for cost in costs
@@ -81,28 +86,27 @@ class StepTimes:
         precision = [[float(i == j) / typical**2 for j in range(len(FEATURES))] for i in range(len(FEATURES))]
         right = [0.0] * len(FEATURES)
         for cell in cells:
-            _add(precision, right, cell.moments, scale)
+            _add(precision, right, cell.moments, scale, wander)
         covariance = inverse(precision)
         floor = 0.1 * min(cell.moments.mean_seconds for cell in cells)
-        return cls(cells, scale, tuple(product(covariance, right)), covariance, floor)
+        return cls(cells, scale, tuple(product(covariance, right)), covariance, wander, floor)
 
     def predict(self, load: Load, depth: int, context_bucket: int) -> Seconds:
         """Seconds of a decoding step at this load with a chain of ``depth`` for every sequence."""
         x = features(load, depth)
-        linear = self._linear(x)
-        spread = self._spread(x) + (MISFIT * linear) ** 2
+        line = max(self.floor, self._linear(x))
+        spread = self._spread(x) + (MISFIT**2 + self.wander) * line**2
         cell = self._own(load, depth, context_bucket)
         if cell is None:
-            return Seconds(max(self.floor, linear), spread, 0, 0)
+            return Seconds(line, spread, 0, 0, line)
         count, mean = cell.moments.count, cell.moments.mean_seconds
         weight = count / (count + OWN_WEIGHT)
         # Carried from the cell's typical step to this load's along the model's slope, by a third at most.
-        shift = max(-mean / 3, min(mean / 3, linear - self._linear(cell.moments.mean_x)))
-        own = mean + shift
-        noise = cell.moments.variance / count + (DRIFT * mean) ** 2 + (MISFIT * shift) ** 2
-        blended = weight * own + (1 - weight) * linear
+        shift = max(-mean / 3, min(mean / 3, line - self._linear(cell.moments.mean_x)))
+        noise = cell.moments.variance / count + (DRIFT**2 + self.wander) * mean**2 + (MISFIT * shift) ** 2
+        blended = weight * (mean + shift) + (1 - weight) * line
         variance = weight**2 * noise + (1 - weight) ** 2 * spread
-        return Seconds(max(self.floor, blended), variance, count, cell.at)
+        return Seconds(max(self.floor, blended), variance, count, cell.at, line)
 
     def _own(self, load: Load, depth: int, context_bucket: int) -> _Cell | None:
         near = [
@@ -127,16 +131,24 @@ class StepTimes:
 def ordered(found: list[Seconds]) -> list[Seconds]:
     """Step times by rising depth, made to rise: a deeper chain never costs less.
 
-    Where two contradict that, the one that was timed later is right about both: a change of cost shows first at the
-    depth in use, and what is remembered of the others is old.
+    Where two contradict that, the one that was timed later is right: a change of cost shows first at the depth in
+    use, and what is remembered of the others is old. The older one becomes the newer times what the linear model has
+    between the two, with a wide error.
     """
     rising = list(found)
     for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
         for index, other in enumerate(rising):
             known = rising[newest]
             if other.at < known.at and (index - newest) * (other.mean - known.mean) < 0:
-                rising[index] = known._replace(at=other.at, steps=other.steps)
+                rising[index] = _carried(known, other, deeper=index > newest)
     return rising
+
+
+def _carried(known: Seconds, other: Seconds, *, deeper: bool) -> Seconds:
+    ratio = other.line / known.line
+    mean = known.mean * (max(1.0, ratio) if deeper else min(1.0, ratio))
+    variance = (known.variance / known.mean**2 + CARRIED**2) * mean**2
+    return Seconds(mean, variance, 0, other.at, other.line)
 
 
 def features(load: Load, depth: int) -> tuple[float, ...]:
@@ -151,10 +163,10 @@ def features(load: Load, depth: int) -> tuple[float, ...]:
     )
 
 
-def _add(precision: Matrix, right: list[float], moments: Moments, scale: tuple[float, ...]) -> None:
+def _add(precision: Matrix, right: list[float], moments: Moments, scale: tuple[float, ...], wander: float) -> None:
     """One cell's evidence: its noise shrinks with the number of steps, the model's misfit does not."""
     mean = moments.mean_seconds
-    weight = 1 / (moments.variance / moments.count + (MISFIT * mean) ** 2) / moments.count
+    weight = 1 / (moments.variance / moments.count + (MISFIT**2 + wander) * mean**2) / moments.count
     for (i, j), value in zip(PAIRS, moments.xx, strict=True):
         added = weight * value / (scale[i] * scale[j])
         precision[i][j] += added

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from fleet import Loop, Truth, best_depth, linear_time, loop_over
+from fleet import Truth, best_depth, linear_time, loop_over
+
+from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.memory import Kept, Memory, state_data
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
@@ -21,8 +26,11 @@ def test_depth_falls_when_acceptance_is_low() -> None:
 
 def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
+    old = Decision(time="t", load="l", before="b", after="a", reason="r")
+    loop.memory = Memory(kept=Kept(uid="u1", history=(old,) * 10))
     loop.polls(6)
     assert loop.depths[-1] == 0
+    assert len(loop.memory.kept.history) == 10, "the history is bounded"
     assert loop.memory.kept.history[0].after == "none"
     assert "loses against plain decoding" in loop.memory.kept.history[0].reason
 
@@ -117,15 +125,17 @@ def test_bounds_of_the_spec_hold_at_once() -> None:
     assert loop.decision.plan.max_depth == 2
 
 
-def test_a_paused_deployment_keeps_its_plan() -> None:
+def test_a_paused_deployment_keeps_its_plan_whatever_changes() -> None:
     loop = loop_over(Truth(chances=[0.2] * 5))
     loop.polls(1)
     version = loop.versions[-1]
-    from dataclasses import replace
-
-    loop.deployment = replace(loop.deployment, paused=True)
+    changed = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
+    loop.deployment = replace(changed, paused=True)
     loop.polls(10)
     assert loop.versions[-1] == version
+    loop.deployment = changed
+    loop.poll()
+    assert loop.versions[-1] > version
 
 
 def test_a_new_boot_resets_that_worker_alone() -> None:
@@ -151,9 +161,7 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
     assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
 
 
-def test_the_memory_stays_small(capsys: pytest.CaptureFixture[str]) -> None:
-    from specdecode_operator.memory import state_data
-
-    loop: Loop = loop_over(Truth(sequences=8), explore=0.3)
+def test_the_memory_stays_small() -> None:
+    loop = loop_over(Truth(sequences=8), explore=0.3)
     loop.polls(20)
     assert sum(len(text) for text in state_data(loop.memory.kept).values()) < 64 * 1024

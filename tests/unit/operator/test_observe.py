@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet import SPEC
+from fleet import SPEC, deployment_with
 
 from specdecode_operator.errors import SpecError
-from specdecode_operator.observe import deployment_of, status_of_resource, worker_of, workload_of
+from specdecode_operator.observe import (
+    _is_of_a_predecessor,
+    deployment_of,
+    status_of_resource,
+    worker_of,
+    workload_of,
+)
 
 
 def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
@@ -86,6 +92,20 @@ def test_paused() -> None:
     assert not deployment_of(found).paused
     found["metadata"]["annotations"] = {"specdecode.io/paused": "true"}
     assert deployment_of(found).paused
+
+
+@pytest.mark.parametrize(
+    ("owners", "predecessor"),
+    [
+        ([], False),
+        ([{"kind": "SpecDecodeDeployment", "uid": "u1"}], False),
+        ([{"kind": "SpecDecodeDeployment", "uid": "old"}], True),
+        ([{"kind": "SealedSecret", "uid": "x"}], False),
+    ],
+)
+def test_whose_secret_it_is(owners: list[dict[str, str]], predecessor: bool) -> None:
+    secret = {"metadata": {"ownerReferences": owners}}
+    assert _is_of_a_predecessor(secret, deployment_with()) == predecessor
 
 
 def test_a_status_of_another_version_counts_as_none() -> None:

@@ -89,6 +89,15 @@ def test_a_bad_report_is_told_and_breaks_nothing() -> None:
     assert "drafts: -1" in condition(status, "DraftCompatible").message
 
 
+def test_one_missed_report_changes_no_verdict() -> None:
+    loop = loop_over()
+    loop.polls(2)
+    silent = Observed(workload=workload_with(), workers=(pod(report_problem="no answer"),), memory=loop.memory)
+    decision, _ = decide(loop.deployment, silent, DEFAULTS, now=loop.now + 5)
+    status = status_of(loop.deployment, silent, decision, Outcome(), now=loop.now + 5)
+    assert condition(status, "DraftCompatible").status == "True"
+
+
 @pytest.mark.parametrize(
     ("spec", "absent"),
     [

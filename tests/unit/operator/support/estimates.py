@@ -1,0 +1,53 @@
+"""Memories made by hand: what a planner knows after this or that was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.measurements import PAIRS, Moments
+from specdecode_operator.memory import CostMemory, DepthMemory, RowMemory
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.steptime import features
+
+
+def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02) -> Moments:
+    """Steps that all look like ``x`` and take ``seconds``, more or less."""
+    squared = seconds**2 * (1 + spread**2)
+    emitted = x[1]
+    values = (count, count * seconds, count * squared, count * emitted)
+    sums = (*(count * v for v in x), *(count * v * seconds for v in x), *(count * x[i] * x[j] for i, j in PAIRS))
+    return Moments((*values, *sums))
+
+
+def cost(sequences: float, depth: int, seconds: float, *, count: float = 100, at: float = 1000) -> CostMemory:
+    x = features(Load(sequences, 500), depth)
+    bucket = 1 << max(0, math.ceil(math.log2(x[2])))
+    return CostMemory(
+        tokens_bucket=bucket,
+        draft_passes=depth,
+        prefill=False,
+        context_bucket=0,
+        values=moments(x, seconds, count).values,
+        at=at,
+    )
+
+
+def truth(sequences: float, depth: int) -> float:
+    return 0.02 + 0.002 * depth + 0.0004 * sequences * (depth + 1)
+
+
+def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[DepthMemory, ...]:
+    return tuple(DepthMemory(task="other", depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1))
+
+
+def spec(**fields: Any) -> SpeculationSpec:
+    return SpeculationSpec.model_validate({"method": "eagle3", "draft": {"uri": "embedded://d"}, **fields})
+
+
+FULL = tuple(cost(n, d, truth(n, d)) for n in (1, 4, 16) for d in range(6))
+"""Every depth timed at 1, 4 and 16 sequences."""
+
+OFF = RowMemory(concurrency=0, context=0, task="other", depth=0, since=1000, off_until=1060, patience=60)
+"""Speculation lost here at 1000 and may come back after 1060."""

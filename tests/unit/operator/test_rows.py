@@ -1,0 +1,148 @@
+"""The depth of every row: what moves it, what holds it, and properties that hold for any memory."""
+
+from __future__ import annotations
+
+from estimates import FULL, OFF, chances, cost, spec, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory
+from specdecode_operator.planning import buckets, choose
+from specdecode_operator.planning.acceptance import chain
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.options import weigh
+from specdecode_operator.planning.rows import CERTAINTY, LONGEST_PATIENCE_SECONDS
+from specdecode_operator.planning.steptime import StepTimes
+
+
+def depths_of(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0) -> list[int]:
+    return [row.depth for row in choose(speculation, kept, buckets(16), max_num_seqs=16, now=now).rows]
+
+
+def test_nothing_known_keeps_the_initial_depth() -> None:
+    assert set(depths_of(spec(), Kept())) == {3}
+
+
+def test_good_drafts_go_deep_and_bad_ones_do_not_run() -> None:
+    assert depths_of(spec(), Kept(acceptance=chances(0.95), costs=FULL))[0] == 5
+    assert depths_of(spec(), Kept(acceptance=chances(0.02), costs=FULL))[0] == 0
+
+
+def test_a_machine_that_wanders_makes_nobody_sure() -> None:
+    quiet = Kept(acceptance=chances(0.95), costs=FULL, wander=0)
+    assert depths_of(spec(), quiet)[0] == 5
+    assert depths_of(spec(), quiet.model_copy(update={"wander": 0.1}))[0] == 3
+
+
+def test_low_confidence_stays() -> None:
+    few = tuple(cell.model_copy(update={"hits": 1.0, "total": 2.0}) for cell in chances(0.5))
+    assert depths_of(spec(depth={"initial": 2}), Kept(acceptance=few, costs=(cost(1, 2, 0.03),)))[0] == 2
+
+
+def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
+    found = choose(spec(), Kept(acceptance=chances(0.02), costs=FULL), buckets(16), max_num_seqs=16, now=2000).rows
+    moved = {row.concurrency for row in found if row.context == 0 and row.depth != 3}
+    assert moved == {0, 2, 4}, "FULL has steps of 1, 4 and 16 sequences"
+    assert all(row.depth == 3 for row in found if row.context)
+
+
+def test_few_drafts_leave_doubt_about_acceptance() -> None:
+    def sure(total: float) -> float:
+        kept = Kept(acceptance=chances(0.6, total=total), costs=FULL)
+        times = StepTimes.fit(kept.costs)
+        assert times is not None
+        return weigh(times, chain(kept, None, 3), Load(1, 500), 0, {1, 3}).confidence(1, 3, 0.0)
+
+    assert sure(4000) > CERTAINTY > sure(4)
+
+
+def test_the_dwell_holds_unless_speculation_loses() -> None:
+    slow = spec(hysteresis={"minDwellSeconds": 600}, depth={"max": 5})
+    moved = RowMemory(concurrency=0, context=0, task="other", depth=2, since=1900)
+    assert depths_of(slow, Kept(acceptance=chances(0.95), costs=FULL, rows=(moved,)))[0] == 2
+    assert depths_of(slow, Kept(acceptance=chances(0.02), costs=FULL, rows=(moved,)))[0] == 0
+    assert depths_of(slow, Kept(acceptance=chances(0.95), costs=FULL, rows=(moved,)), now=2600)[0] == 5
+
+
+def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
+    bounded = spec(depth={"min": 1})
+    assert depths_of(bounded, Kept(acceptance=chances(0.02), costs=FULL))[0] == 1
+
+
+def test_patience_grows_each_time_it_was_in_vain() -> None:
+    row, waits, now = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1), [], 5000.0
+    for _ in range(9):
+        kept = Kept(acceptance=chances(0.02), costs=FULL, rows=(row.model_copy(update={"depth": 3}),))
+        stopped = choose(spec(), kept, buckets(16), max_num_seqs=16, now=now).rows[0]
+        assert stopped.depth == 0
+        waits.append(stopped.patience)
+        row, now = stopped.model_copy(update={"since": stopped.off_until}), stopped.off_until + 1
+    assert waits[:4] == [60, 120, 240, 480]
+    assert waits[-1] == LONGEST_PATIENCE_SECONDS
+
+
+def off(load_at: float) -> Kept:
+    return Kept(acceptance=chances(0.05), costs=FULL, rows=(OFF,), load=LoadMemory(at=load_at))
+
+
+def test_a_probe_after_patience_when_nothing_new_is_known() -> None:
+    assert depths_of(spec(), off(1050), now=1050)[0] == 0
+    assert depths_of(spec(), off(1500), now=1500)[0] > 0
+    assert depths_of(spec(), off(1400), now=1500)[0] == 0, "an idle deployment learns nothing from a probe"
+
+
+def test_a_probe_runs_until_it_was_measured() -> None:
+    kept = off(1500)
+    probing = choose(spec(), kept, buckets(16), max_num_seqs=16, now=1500).rows
+    kept = kept.model_copy(update={"rows": probing})
+    assert depths_of(spec(), kept, now=1505)[0] == probing[0].depth > 0
+    fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=1515)
+    kept = kept.model_copy(update={"costs": (*(c for c in FULL if c.at < 0), cost(1, 0, 0.0204), fresh)})
+    after = choose(spec(), kept, buckets(16), max_num_seqs=16, now=1516).rows[0]
+    assert (after.depth, after.probing) == (0, False)
+    assert after.patience > 60
+
+
+def test_a_task_gets_rows_once_it_was_seen() -> None:
+    tasks = spec(tasks=[{"name": "code"}])
+    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
+    seen = choose(tasks, Kept(acceptance=(*chances(0.02), *code), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
+    first = {row.task: row.depth for row in seen.rows if (row.concurrency, row.context) == (0, 0)}
+    assert first == {"other": 0, "code": 5}
+    unseen = choose(tasks, Kept(acceptance=chances(0.5), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
+    assert {row.task for row in unseen.rows} == {"other"}
+
+
+rates = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e5)), max_size=8)
+times = st.lists(st.tuples(st.floats(0.5, 64), st.integers(0, 8), st.floats(1e-5, 10), st.floats(1, 1e5)), max_size=12)
+bounds = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)).map(sorted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rates, times, bounds, st.integers(0, 16), st.floats(0, 1e4))
+def test_within_bounds_for_any_memory_and_then_at_rest(
+    rate: list[tuple[float, float]],
+    timed: list[tuple[float, int, float, float]],
+    bound: list[int],
+    depth: int,
+    since: float,
+) -> None:
+    """Whatever was measured, rows lie within the bounds; with nothing new measured, they move once and then rest."""
+    low, initial, high = bound
+    speculation = spec(depth={"min": low, "max": high, "initial": initial}, hysteresis={"minDwellSeconds": 0})
+    kept = Kept(
+        acceptance=tuple(
+            DepthMemory(task="other", depth=d, hits=p * n, total=n, at=1) for d, (p, n) in enumerate(rate, start=1)
+        ),
+        costs=tuple({(c.tokens_bucket, c.draft_passes): c for c in (cost(*t[:3], count=t[3]) for t in timed)}.values()),
+        rows=(RowMemory(concurrency=0, context=0, task="other", depth=depth, since=since),),
+    )
+    now = 2e4
+    seen = []
+    for _ in range(6):
+        chosen = choose(speculation, kept, buckets(16), max_num_seqs=16, now=now)
+        assert all(low <= row.depth <= high for row in chosen.rows)
+        kept, now = kept.model_copy(update={"rows": chosen.rows}), now + 1
+        seen.append([row.depth for row in chosen.rows])
+    assert seen[-1] == seen[-2], "constant input must reach a fixed point"
