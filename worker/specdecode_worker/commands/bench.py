@@ -101,7 +101,7 @@ def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
         found = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
     if not found:
         raise ValueError(f"{args.prompts} holds no prompt")
-    most = max(args.concurrency)
+    most: int = max(args.concurrency)
     return (found * -(-most // len(found)))[: max(most, len(found) if args.prompts else most)]
 
 

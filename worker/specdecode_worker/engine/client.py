@@ -73,9 +73,10 @@ class Stream:
         return item
 
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. Who still waits for tokens gets EngineGone."""
         self._client._forget(self._request_id, abort=not self._over)
-        self._over = True
+        if not self._over:
+            self.deliver(EngineGone("nobody listens any more"))
 
     def __enter__(self) -> Self:
         return self

@@ -73,6 +73,10 @@ class Engine:
     def idle(self) -> bool:
         return not self._requests and not self._launched
 
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
     def add(self, submit: Submit) -> None:
         """Queues a request. Raises ValueError for one that can never run; the server has checked before."""
         if not submit.prompt or len(submit.prompt) + submit.sampling.max_tokens > self.max_model_len:

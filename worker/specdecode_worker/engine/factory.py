@@ -26,6 +26,7 @@ from specdecode_worker.engine.target import Target
 from specdecode_worker.models.config import Eagle3Config, LlamaConfig
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
 from specdecode_worker.speculation.dispatch import Dispatcher
@@ -60,12 +61,14 @@ def load_networks(config: WorkerConfig, resolve: Resolve, device: torch.device) 
     dtype = getattr(torch, config.model.dtype)
     folder = resolve(config.model.uri)
     target = load_llama(folder, dtype=dtype, device=device)
+    fuse(target)
     found = Networks(target, weights_hash(folder), None, DraftState(), ())
     if config.draft.uri is None:
         return found
     try:
         draft_folder = resolve(config.draft.uri)
         head = load_eagle3(draft_folder, target, dtype=dtype, device=device)
+        fuse(head)
         sharpness = _sharpness(draft_folder)
         draft = DraftState(method=config.draft.method, hash=weights_hash(draft_folder))
     except ModelError as error:

@@ -1,0 +1,188 @@
+"""Engines over a small random Llama in float64, whose draft is a noised copy of it: acceptance is real, and every
+comparison is exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
+from specdecode_worker.engine.blocks import BlockPool
+from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.factory import paged_cache
+from specdecode_worker.engine.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.pilot import Pilot
+from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.scheduler import Limits, Scheduler
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.engine.target import Target
+from specdecode_worker.models.config import LlamaConfig, eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.speculation.dispatch import Dispatcher
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+
+
+class NoisedCopy(nn.Module):
+    """A draft head that is the target with noise on its weights: it reads tokens and ignores hidden states."""
+
+    def __init__(self, target: Llama, noise: float) -> None:
+        super().__init__()
+        self.llama = copy.deepcopy(target)
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.llama.parameters():
+            spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
+            parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        return aux_TA[:, : self.llama.config.hidden_size]
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self.llama(tokens_T, positions_T, attend).hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        return self.llama.logits(hidden_TE)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafts."""
+
+    config: LlamaConfig
+    target: Llama
+    copy: NoisedCopy
+    eagle: Eagle3Head
+
+
+@pytest.fixture(scope="session")
+def pair() -> Pair:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    config = llama_config(dict(shape, num_hidden_layers=3))
+    target = Llama(config).double()
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.35)
+    target.requires_grad_(False)
+    head_config = eagle3_config(
+        dict(shape, num_hidden_layers=1, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 1, 2]), config
+    )
+    # A first id of 0 names inputs, so all three layers' inputs are read.
+    eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
+    eagle.d2t += torch.arange(40) // 2  # target ids 0, 1, 3, 4, 6, ...
+    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle)
+
+
+EngineMaker = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine(pair: Pair) -> EngineMaker:
+    """make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...); draft is "copy", "eagle" or None."""
+
+    def make(
+        draft: str | None = "copy",
+        *,
+        max_num_seqs: int = 8,
+        blocks: int = 200,
+        budget: int = 512,
+        pipelined: bool = False,
+    ) -> Engine:
+        state = DeviceState(max_num_seqs, 256, 96 if draft else 0, torch.float64, CPU)
+        layers = pair.config.num_hidden_layers
+        drafter = None
+        if draft == "copy":
+            cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
+            drafter = Drafter(pair.copy, None, cache, state, 512)
+        elif draft == "eagle":
+            cache = paged_cache(pair.eagle.config, 1, blocks, torch.float64, CPU)
+            drafter = Drafter(pair.eagle, pair.eagle.target_ids, cache, state, 512)
+        target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
+        parts = Parts(
+            scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+            target=Target(pair.target, target_cache, state, (0, 1, 2) if draft else ()),
+            drafter=drafter,
+            state=state,
+            pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft is not None),
+        )
+        identity = Identity(
+            boot_id="b", worker="w", model="m", target="t", draft=DraftState(hash="d"), max_num_seqs=max_num_seqs
+        )
+        return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
+
+    return make
+
+
+def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
+    """Task ``t<i>`` runs the i-th shape, whatever the load."""
+    rows = tuple(
+        PlanRow(concurrency=bucket, context=0, task=f"t{i}", shape=shape)
+        for bucket in range(6)
+        for i, shape in enumerate(shapes)
+    )
+    tasks = tuple(TaskMatch(name=f"t{i}") for i in range(len(shapes)))
+    defaults: dict[str, object] = {
+        "draft": "d",
+        "version": 1,
+        "rows": rows,
+        "tasks": tasks,
+        "explore": 0,
+        "guard": False,
+    }
+    return Plan.model_validate(defaults | fields)
+
+
+def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit:
+    """Request ``index``: a prompt, a seed and, where sampled, a law of its own."""
+    generator = torch.Generator().manual_seed(index)
+    prompt = torch.randint(0, VOCABULARY, (1 + 7 * index % 40,), generator=generator).tolist()
+    law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4]
+    sampling = Sampling(
+        max_tokens=tokens,
+        seed=1000 + index,
+        temperature=law[0] if sampled else 0.0,
+        top_p=law[1] if sampled else 1.0,
+        top_k=law[2] if sampled else 0,
+    )
+    return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling, task=f"t{index % shapes}")
+
+
+def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) -> dict[str, list[int]]:
+    """All requests' tokens; checks that the books balance when the engine is idle."""
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for group in [list(requests)] if together else [[request] for request in requests]:
+        for request in group:
+            engine.add(request)
+        while not engine.idle:
+            for new in engine.step():
+                _take(found, new)
+    engine.check()
+    return found
+
+
+def _take(found: dict[str, list[int]], new: Tokens) -> None:
+    found[new.request_id] += new.tokens
+    assert new.finish in (None, "length")
+
+
+@pytest.fixture
+def lossless() -> tuple[Callable[..., Plan], Callable[..., Submit], Callable[..., dict[str, list[int]]]]:
+    """(plan_of, submit, texts)."""
+    return plan_of, submit, texts

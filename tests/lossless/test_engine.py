@@ -1,0 +1,145 @@
+"""Speculative text equals plain text, token for token: greedy and sampled, chains and trees, alone and in a batch.
+
+Plain text is computed without engine, cache or packing: one dense pass over all tokens for every next one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_kernels.noise.reference import gumbel
+from specdecode_kernels.sample.reference import processed
+from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape
+from specdecode_worker.engine.messages import Submit
+from specdecode_worker.models.llama import Llama
+
+CHAINS = [TreeShape.chain(depth) for depth in range(1, 7)]
+TREES = [TreeShape.parse(text) for text in ("tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,0,1,1,2,4,4,6")]
+TOKENS = 40
+
+
+class Plain:
+    """Plain decoding by definition."""
+
+    def __init__(self, target: Llama) -> None:
+        self._target = target
+        self.text = lru_cache(maxsize=None)(self._text)
+
+    def _text(self, request: Submit) -> list[int]:
+        tokens, sampling = list(request.prompt), request.sampling
+        for _ in range(sampling.max_tokens):
+            hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), _dense).hidden_TE
+            logp = processed(
+                self._target.logits(hidden[-1:]),
+                torch.tensor([sampling.temperature]),
+                torch.tensor([sampling.top_k]),
+                torch.tensor([sampling.top_p]),
+            )
+            noise = gumbel(torch.tensor([sampling.seed]), torch.tensor([len(tokens)]), logp.shape[-1])
+            tokens.append(int((logp + noise).argmax()))
+        return tokens[len(request.prompt) :]
+
+
+def _dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    groups = q_THD.shape[1] // k_TKD.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
+    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Any) -> Plain:
+    return Plain(pair.target)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [TreeShape(()), *CHAINS, *TREES], ids=str)
+def test_alone(make_engine: Any, lossless: Any, plain: Plain, shape: TreeShape, sampled: bool) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("copy", max_num_seqs=1)
+    engine.set_plan(plan_of([shape]))
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
+    found = texts(engine, requests, together=False)
+    assert found == {r.request_id: plain.text(r) for r in requests}
+    if shape.nodes:
+        report = engine.report()
+        assert 1 + report.accepted_tokens / report.drafts >= 1.5, "the draft must be good enough to test anything"
+
+
+@pytest.mark.parametrize("draft", ["copy", "eagle"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_eight_of_mixed_shapes(make_engine: Any, lossless: Any, plain: Plain, sampled: bool, draft: str) -> None:
+    plan_of, submit, texts = lossless
+    shapes = [TreeShape(()), CHAINS[0], CHAINS[2], CHAINS[5], *TREES[:4]]
+    engine = make_engine(draft)
+    engine.set_plan(plan_of(shapes))
+    requests = [submit(i, sampled=sampled or i % 2 == 1, tokens=TOKENS, shapes=8) for i in range(8)]
+    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+    assert engine.report().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_trees_leave_by_siblings(make_engine: Any, lossless: Any, plain: Plain, sampled: bool) -> None:
+    """At least a tenth of the tree steps accept a node that is not its parent's first child."""
+    plan_of, submit, texts = lossless
+    widths = (4, 2, 1)
+    engine = make_engine("copy")
+    engine.set_plan(plan_of([TreeShape.levels(*widths)]))
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
+    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+    report = engine.report()
+    main = [cell for cell in report.acceptance if cell.parent == "main" and cell.depth <= len(widths)]
+    left = sum(sum(cell.ranks[1 : widths[cell.depth - 1]]) for cell in main)
+    assert left >= 0.1 * report.drafts
+
+
+def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: Plain) -> None:
+    """Prompts in chunks of a few tokens, requests waiting for slots, blocks that run out: the same text."""
+    plan_of, submit, texts = lossless
+    engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24)
+    engine.set_plan(plan_of([CHAINS[2], TREES[0]]))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=60, shapes=2) for i in range(8)]
+    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+    assert engine.preemptions > 0, "the test must make the blocks run out"
+
+
+def test_pipelined(make_engine: Any, lossless: Any, plain: Plain) -> None:
+    """launch(n + 1) before collect(n), as on an accelerator: lengths on the host lag, the text does not change."""
+    plan_of, submit, texts = lossless
+    engine = make_engine("copy", max_num_seqs=3, blocks=40, pipelined=True)
+    engine.set_plan(plan_of([CHAINS[3], TREES[1], TreeShape(())]))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(6)]
+    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+
+
+def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: Plain) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("copy")
+    engine.set_plan(plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
+    engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
+    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+
+
+def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: Plain) -> None:
+    """Off, long enough for the ring of hidden states to forget, then on again."""
+    plan_of, submit, _ = lossless
+    engine = make_engine("copy")
+    requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]
+    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while not engine.idle:
+        if steps in (0, 100):
+            engine.set_plan(plan_of([CHAINS[2]], version=2) if steps else Plan(draft="d", version=1))
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+        steps += 1
+    assert found == {r.request_id: plain.text(r) for r in requests}
+    assert engine.report().drafts > 0

@@ -1,0 +1,101 @@
+"""Makes loaded networks cheaper to run, without changing what they compute: for inference only, after loading.
+
+Projections that read the same input become one matrix; on a CPU in bf16, matrices are packed once into the layout
+that oneDNN multiplies by (otherwise it reorders them in every call with more than one row: a pass over four rows then
+costs what a pass over one does, which is what speculation lives on).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdecode_worker.models.layers import MLP, Attend, Attention, rotate
+
+
+class FusedAttention(nn.Module):
+    """Attention with one matrix for queries, keys and values; queries and keys are rotated together."""
+
+    def __init__(self, origin: Attention) -> None:
+        super().__init__()
+        self.head_dim = origin.head_dim
+        self.queries = origin.q_proj.out_features // origin.head_dim
+        self.keys = origin.k_proj.out_features // origin.head_dim
+        self.qkv_proj = _joined(origin.q_proj, origin.k_proj, origin.v_proj)
+        self.o_proj = origin.o_proj
+
+    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+        v_TKD = heads_THD[:, self.queries + self.keys :]
+        turned_THD = rotate(heads_THD[:, : self.queries + self.keys], *rope)
+        out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+        result: Tensor = self.o_proj(out_THD.flatten(-2))
+        return result
+
+
+class FusedMLP(nn.Module):
+    """MLP with one matrix for gate and up."""
+
+    def __init__(self, origin: MLP) -> None:
+        super().__init__()
+        self.gate_up_proj = _joined(origin.gate_proj, origin.up_proj)
+        self.down_proj = origin.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        result: Tensor = self.down_proj(F.silu(gate) * up)
+        return result
+
+
+class PackedLinear(nn.Module):
+    """A matrix in oneDNN's own layout; the plain one is let go."""
+
+    def __init__(self, origin: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(origin.weight.detach(), None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return result
+
+
+def fuse(model: nn.Module) -> None:
+    """In place. The model keeps its meaning and loses its checkpoint's parameter names."""
+    _join(model)
+    if _packs(model):
+        _pack(model)
+
+
+def _join(model: nn.Module) -> None:
+    for name, child in list(model.named_children()):
+        if isinstance(child, Attention):
+            setattr(model, name, FusedAttention(child))
+        elif isinstance(child, MLP):
+            setattr(model, name, FusedMLP(child))
+        else:
+            _join(child)
+
+
+def _pack(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))
+
+
+def _packs(model: nn.Module) -> bool:
+    """bf16 on a CPU that has oneDNN and multiplies bf16 natively; elsewhere plain matrices are as fast."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    if not weights or any(w.device.type != "cpu" or w.dtype != torch.bfloat16 for w in weights):
+        return False
+    ops = torch.ops.mkldnn
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
+
+
+def _joined(*parts: nn.Linear) -> nn.Linear:
+    weight = torch.cat([part.weight.detach() for part in parts])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    return joined
