@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,7 +56,7 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def departure(service: Service) -> Departure:
-    return Departure(service.lifecycle, service.config.server, lambda: service.engine.in_flight)
+    return Departure(service.lifecycle, service.config.server, lambda: service.engine.in_flight, asyncio.Event())
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ END = 257
 STEP_SECONDS = 0.002
 
 # Prompts that make the engine misbehave (first token id).
-CRASH, SILENT = 7, 8
+CRASH, SILENT, REFUSED = 7, 8, 9
 
 
 class FakeEngine:
@@ -39,6 +39,8 @@ class FakeEngine:
     def add(self, request: Submit) -> None:
         if request.prompt[0] == CRASH:
             raise RuntimeError("planted: the step failed")
+        if request.prompt[0] == REFUSED:
+            raise ValueError("planted: not this one")
         self._arrivals += 1
         self._requests[request.request_id] = (request, 0)
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from worker_process import HERE, WorkerProcess, fake, worker_config
 
-from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.contract import Env, Plan, WorkerConfig
 
 PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
@@ -52,20 +52,17 @@ def in_background(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
 
 
 def test_sigterm_serves_then_refuses_and_lets_running_ones_finish(start: Start) -> None:
-    worker = start(endpoint_delay_seconds=1.0, grace_period_seconds=20)
-    worker.terminate()
-    worker.wait_until(lambda: worker.get("/ready").status_code == 503)
-    assert worker.get("/health").status_code == 200
-    served = httpx.post(worker.public + "/v1/completions", json=PROMPT)
-    assert (served.status_code, served.headers["connection"]) == (200, "close")
-    with httpx.stream(
-        "POST", worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30
-    ) as running:
-        # A request that does not end by itself keeps the worker alive, and refusing.
-        time.sleep(1.2)
-        refused = httpx.post(worker.public + "/v1/completions", json=PROMPT)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert worker.process.poll() is None
+    worker = start(endpoint_delay_seconds=5, grace_period_seconds=60)
+    url = worker.public + "/v1/completions"
+    # A request that does not end by itself keeps the worker alive.
+    with httpx.stream("POST", url, json={**SILENT, "stream": True}, timeout=60) as running:
+        worker.terminate()
+        worker.wait_until(lambda: worker.get("/ready").status_code == 503)
+        served = httpx.post(url, json=PROMPT)
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
+        worker.wait_until(lambda: httpx.post(url, json=PROMPT).status_code == 503, 30)
+        assert httpx.post(url, json=PROMPT).json()["error"]["code"] == "draining"
+        assert worker.get("/health").status_code == 200
         assert running.status_code == 200
     assert worker.exit_code() == 0, worker.log
 
@@ -169,9 +166,70 @@ def test_a_model_that_does_not_load_ends_the_server(model_folder: Path, tmp_path
         assert "planted: the weights do not load" in worker.log
 
 
+def test_sigterm_while_loading_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
+    with fake(config_json(model_folder, endpoint_delay_seconds=30), tmp_path / "log") as worker:
+        worker.terminate()
+        assert worker.exit_code(25) == 0, worker.log
+
+
 def test_a_taken_port_is_named(start: Start, model_folder: Path) -> None:
     port = httpx.URL(start().public).port
     words = [sys.executable, str(HERE / "serve_fake.py"), config_json(model_folder, port=port)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port} (public port)" in ended.stderr
+
+
+PLANS = {
+    "a plan of ours": (Plan(uid="uid-1", version=7).model_dump_json(), 7),
+    "another's plan": (Plan(uid="uid-2", version=7).model_dump_json(), 0),
+    "no plan": ('{"version": "newest"}', 0),
+    "an empty file": ("", 0),
+}
+
+
+@pytest.mark.parametrize(("written", "version"), PLANS.values(), ids=PLANS)
+def test_the_mounted_plan_is_in_force_from_the_first_request(
+    model_folder: Path, tmp_path: Path, written: str, version: int
+) -> None:
+    (tmp_path / "plan.json").write_text(written)
+    environment = {Env.plan_path: str(tmp_path / "plan.json")}
+    with fake(config_json(model_folder), tmp_path / "log", environment) as worker:
+        worker.wait_ready()
+        assert httpx.get(worker.admin + "/v1/report").json()["plan"]["version"] == version
+        assert httpx.get(worker.admin + "/v1/plan").json()["version"] == version
+        assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
+
+
+def test_with_a_token_the_admin_port_asks_for_it(model_folder: Path, tmp_path: Path) -> None:
+    with fake(config_json(model_folder), tmp_path / "log", {Env.admin_token: "secret"}) as worker:
+        worker.wait_ready()
+        assert httpx.get(worker.admin + "/v1/report").status_code == 401
+        authorized = httpx.get(worker.admin + "/v1/report", headers={"Authorization": "Bearer secret"})
+        assert authorized.status_code == 200
+        assert httpx.get(worker.public + "/v1/report").status_code == 404, "the public port has no admin routes"
+
+
+RUDE = {
+    "no HTTP": b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
+    "half a request": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    "endless headers": b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 200_000,
+    "wrong length": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: minus\r\n\r\n",
+    "chunks of garbage": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+}
+
+
+def test_rude_clients_are_survived(start: Start) -> None:
+    worker = start()
+    url = httpx.URL(worker.public)
+    for request in RUDE.values():
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((url.host, url.port or 80), timeout=1) as connection,
+        ):
+            connection.sendall(request)
+            connection.recv(4096)
+    big = httpx.post(worker.public + "/v1/completions", content=b"x" * 20_000_000, timeout=60)
+    assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
+    assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
+    assert httpx.get(worker.admin + "/v1/report").json()["running"] == 0

@@ -193,6 +193,18 @@ async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -
     assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_refused_prompt_ends_the_others(client: httpx.AsyncClient, service: Service, stream: bool) -> None:
+    before = asyncio.all_tasks()
+    prompts = [[fake_engine.SILENT], [fake_engine.REFUSED]]
+    answer = await client.post("/v1/completions", json={**PROMPT, "prompt": prompts, "stream": stream})
+    error = events(answer.text)[-1]["error"] if stream else answer.json()["error"]
+    assert error["message"] == "planted: not this one"
+    assert (await service.report()).running == 0
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before, "somebody still waits for tokens"
+
+
 async def test_metrics_agree_with_the_report(client: httpx.AsyncClient, service: Service) -> None:
     await client.post("/v1/completions", json={**PROMPT, "prompt": "def f", "max_tokens": 9})
     await client.post("/v1/completions", json={**PROMPT, "max_tokens": 9}, headers={"X-Specdecode-Task": "code"})

@@ -33,7 +33,8 @@ class WorkerProcess:
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **(environment or {})}
+        paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
         self.public, self.admin = (self._url(name) for name in ("public", "admin"))
@@ -67,7 +68,7 @@ class WorkerProcess:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    def exit_code(self, seconds: float = 20) -> int:
+    def exit_code(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
 
     def _url(self, name: str) -> str:
@@ -87,9 +88,11 @@ def started(words: Sequence[str], log: Path, environment: dict[str, str] | None 
         worker.process.wait()
 
 
-def fake(config_json: str, log: Path) -> contextlib.AbstractContextManager[WorkerProcess]:
+def fake(
+    config_json: str, log: Path, environment: dict[str, str] | None = None
+) -> contextlib.AbstractContextManager[WorkerProcess]:
     """The server with the fake engine."""
-    return started([sys.executable, str(HERE / "serve_fake.py"), config_json], log)
+    return started([sys.executable, str(HERE / "serve_fake.py"), config_json], log, environment)
 
 
 def real(

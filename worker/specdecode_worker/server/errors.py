@@ -3,7 +3,7 @@
 ServerError
 ├── TokenizerProblem      the model's folder has no usable tokenizer or chat template
 ├── TemplateRefused       the chat template does not accept these messages
-├── CannotStart           a port is taken, a plan file cannot be read, ...
+├── CannotStart           a port is taken, the model is not there
 └── ApiError              answered to the client as OpenAI's error object
     ├── BadRequest        400
     ├── Unauthorized      401

@@ -79,14 +79,16 @@ class Lifecycle:
 
 
 class Departure:
-    """The way out, once, however often it is asked for."""
+    """The way out, once, however often it is asked for. ``hurried`` ends the waiting."""
 
-    def __init__(self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int]) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int], hurried: asyncio.Event
+    ) -> None:
         self._lifecycle = lifecycle
         self._delay_seconds = min(config.endpoint_delay_seconds, config.grace_period_seconds)
         self._grace_seconds = config.grace_period_seconds
         self._running = running
-        self._hurry = asyncio.Event()
+        self._hurried = hurried
         self._drained: asyncio.Task[int] | None = None
 
     def begin(self) -> asyncio.Task[int]:
@@ -98,18 +100,14 @@ class Departure:
             self._drained = asyncio.create_task(self._drain(delay_seconds))
         return self._drained
 
-    def hurry(self) -> None:
-        """Ends the waiting."""
-        self._hurry.set()
-
     async def _drain(self, delay_seconds: float) -> int:
         began = time.monotonic()
         await self._pause(delay_seconds)
         self._lifecycle.drain()
-        while self._running() and not self._hurry.is_set() and time.monotonic() - began < self._grace_seconds:
+        while self._running() and not self._hurried.is_set() and time.monotonic() - began < self._grace_seconds:
             await self._pause(_TICK_SECONDS)
         return self._running()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), seconds)
+            await asyncio.wait_for(self._hurried.wait(), seconds)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from specdecode_worker.contract import OTHER_TASK, Plan
-from specdecode_worker.server.errors import CannotStart, Conflict
+from specdecode_worker.server.errors import Conflict
 from specdecode_worker.server.requests import bad_request
+
+log = logging.getLogger(__name__)
 
 
 class Plans:
@@ -47,11 +50,15 @@ def parse_plan(body: bytes) -> Plan:
 
 
 def read_plan(path: Path, uid: str) -> Plan | None:
-    """The mounted plan; None when there is no file yet or it is for another deployment. Raises CannotStart."""
+    """The mounted plan; None when there is none that can be used, for a worker without a plan serves, plainly."""
     try:
         plan = Plan.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise CannotStart(f"the plan in {path} cannot be used: {error}") from None
-    return plan if plan.uid == uid else None
+        log.error("the plan in %s cannot be used: %s", path, error)
+        return None
+    if plan.uid != uid:
+        log.error("the plan in %s is for uid %r, this worker belongs to %r", path, plan.uid, uid)
+        return None
+    return plan

@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import uvicorn
 from fastapi import FastAPI
@@ -48,12 +49,17 @@ class _Signals:
     """The first SIGTERM or SIGINT asks to leave, any further one to hurry."""
 
     asked: asyncio.Event
-    departure: Departure
+    hurried: asyncio.Event
 
-    def arrive(self) -> None:
-        if self.asked.is_set():
-            self.departure.hurry()
-        self.asked.set()
+    @classmethod
+    def installed(cls) -> Self:
+        signals = cls(asyncio.Event(), asyncio.Event())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, signals._arrive)
+        return signals
+
+    def _arrive(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
 
 
 class _Listener(uvicorn.Server):
@@ -69,6 +75,7 @@ async def serve(config: WorkerConfig, standalone_plan: Plan | None = None, *, bu
 
     ``build`` makes another engine than the real one, for tests of what is around it.
     """
+    signals = _Signals.installed()
     plan = _start_plan(config, standalone_plan)
     token = os.environ.get(Env.admin_token)
     sockets = _bind(config, admin_host=config.server.host if token else _LOOPBACK)
@@ -76,20 +83,17 @@ async def serve(config: WorkerConfig, standalone_plan: Plan | None = None, *, bu
     try:
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan)
-        departure = Departure(lifecycle, config.server, lambda: engine.in_flight)
+        departure = Departure(lifecycle, config.server, lambda: engine.in_flight, signals.hurried)
         apps = (public_app(service), admin_app(service, departure, token))
         async with _listening(apps, sockets):
-            return await _live(service, departure)
+            return await _live(service, departure, signals.asked)
     finally:
         await engine.close()
 
 
-async def _live(service: Service, departure: Departure) -> int:
-    signals = _Signals(asyncio.Event(), departure)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.arrive)
+async def _live(service: Service, departure: Departure, leave: asyncio.Event) -> int:
     loading = asyncio.create_task(_load(service))
-    asked = asyncio.create_task(signals.asked.wait())
+    asked = asyncio.create_task(leave.wait())
     await asyncio.wait((loading, asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and loading.exception() is None and not service.engine.gone.done():
         await asyncio.wait((asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)

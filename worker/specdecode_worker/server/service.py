@@ -6,6 +6,7 @@ full waiting line) live here.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -45,6 +46,7 @@ class Service:
         self.counts = SpeculationCounts()
         self.started_seconds = int(time.time())
         self._model: Model | None = None
+        self._plan_lock = asyncio.Lock()
 
     def check_loaded(self) -> None:
         """Raises Unavailable while the model loads."""
@@ -92,11 +94,12 @@ class Service:
 
     async def set_plan(self, plan: Plan) -> None:
         """Raises Conflict, BadRequest, Unavailable."""
-        self.plans.check(plan)
         self.check_loaded()
-        with _engine_errors():
-            await self.engine.set_plan(plan)
-        self.plans.current = plan
+        async with self._plan_lock:
+            self.plans.check(plan)
+            with _engine_errors():
+                await self.engine.set_plan(plan)
+            self.plans.current = plan
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Raises BadRequest, Unavailable."""

@@ -49,9 +49,11 @@ def test_there_is_no_way_back() -> None:
     assert (lifecycle.state, lifecycle.failure) == (State.FAILED, "first")
 
 
-def departure(lifecycle: Lifecycle, running: list[int], delay: float, grace: float) -> Departure:
+def departure(
+    lifecycle: Lifecycle, running: list[int], delay: float, grace: float, hurried: asyncio.Event | None = None
+) -> Departure:
     config = ServerConfig(endpoint_delay_seconds=delay, grace_period_seconds=grace)
-    return Departure(lifecycle, config, lambda: running[0])
+    return Departure(lifecycle, config, lambda: running[0], hurried or asyncio.Event())
 
 
 async def test_not_ready_at_once_and_refusing_after_the_delay() -> None:
@@ -77,11 +79,11 @@ async def test_it_waits_for_running_requests() -> None:
 
 @pytest.mark.parametrize("hurried", [True, False])
 async def test_but_not_for_ever(hurried: bool) -> None:
-    leaving = departure(at(State.SERVING), [2], delay=0.1, grace=60 if hurried else 0.2)
-    drained = leaving.begin()
+    hurry = asyncio.Event()
+    drained = departure(at(State.SERVING), [2], 0.1, 60 if hurried else 0.2, hurry).begin()
     began = time.monotonic()
     if hurried:
-        leaving.hurry()
+        hurry.set()
     assert await drained == 2
     assert time.monotonic() - began < 5
 

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server.template import find_template
@@ -49,6 +51,15 @@ def test_garbage_does_not_wait_for_ever(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("你")[1]
     detokenizer = tokenizer.detokenizer([])
     assert any(detokenizer.push(continuation) for _ in range(64))
+
+
+def test_spaces_that_depend_on_what_stands_before_are_kept() -> None:
+    # Llama 2's tokenizer drops the space of the first word it decodes.
+    words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    words.decoder = decoders.Metaspace()
+    for prompt, expected in (([0], [" b", " a", " b"]), ([], ["b", " a", " b"])):
+        detokenizer = Tokenizer(words, None).detokenizer(prompt)
+        assert [detokenizer.push(token) for token in (1, 0, 1)] == expected
 
 
 def test_special_tokens_are_not_shown(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,110 @@
+"""/metrics, read back by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from specdecode_worker.contract import (
+    GuardCell,
+    LatencyHistogram,
+    Metric,
+    PlanState,
+    Report,
+    StepCell,
+    SyntheticKnobs,
+    TrafficCell,
+)
+from specdecode_worker.engine.messages import Tokens
+from specdecode_worker.metrics import SpeculationCounts, render
+
+STEP = StepCell(
+    tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
+    device_seconds=1, wall_seconds=2.5, clipped=0, emitted=4,
+)  # fmt: skip
+REPORT = Report(
+    boot_id="b",
+    worker="w",
+    clock_seconds=1,
+    model="m",
+    plan=PlanState(version=9),
+    synthetic=SyntheticKnobs(),
+    running=2,
+    waiting=3,
+    kv_tokens_total=100,
+    kv_tokens_used=25,
+    drafts=10,
+    draft_tokens=30,
+    accepted_tokens=12,
+    traffic=(
+        TrafficCell(task="t", arrivals=4, finished=3, prompt_tokens=50, cached_tokens=5, output_tokens=60),
+        TrafficCell(task="other", arrivals=1, finished=1, prompt_tokens=1, cached_tokens=0, output_tokens=2),
+    ),
+    latency=tuple(
+        LatencyHistogram(name=name, edges=(0.1, 0.2), counts=(5, 0, 2), sum=1.5)
+        for name in ("ttft", "ttit", "e2e", "queue")
+    ),
+    steps=(STEP, STEP),
+    guard=(GuardCell(concurrency=0, context=0, speculative=2, plain=1, suppressed=True),),
+)
+
+
+def samples(counts: SpeculationCounts | None = None, report: Report = REPORT) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(render(report, counts or SpeculationCounts()).decode()):
+        for sample in family.samples:
+            labels = ",".join(value for name, value in sorted(sample.labels.items()) if name != "model_name")
+            found[f"{sample.name}[{labels}]"] = sample.value
+    return found
+
+
+def seen(counts: SpeculationCounts, task: str, *sums: tuple[int, int, int]) -> None:
+    """A request of ``task`` whose messages carried these (drafts, draft tokens, accepted) so far."""
+    observe = counts.observer(task)
+    for drafts, draft_tokens, accepted in sums:
+        observe(Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted))
+
+
+def test_every_name_of_the_contract_is_there() -> None:
+    counts = SpeculationCounts()
+    seen(counts, "t", (1, 3, 2))
+    text = render(REPORT, counts).decode()
+    assert {name for name in Metric if f"# TYPE {name}" not in text} == set()
+
+
+def test_values_are_the_reports() -> None:
+    found = samples()
+    assert found["specdecode_num_requests_running[]"] == 2
+    assert found["specdecode_num_requests_waiting[]"] == 3
+    assert found["specdecode_kv_cache_usage_perc[]"] == 0.25
+    assert found["specdecode_plan_version[]"] == 9
+    assert found["specdecode_guard_suppressed[]"] == found["specdecode_synthetic[]"] == 1
+    assert found["specdecode_generation_tokens_total[t]"] == 60
+    assert found["specdecode_request_success_total[other]"] == 1
+    assert (found["specdecode_iteration_seconds_count[]"], found["specdecode_iteration_seconds_sum[]"]) == (8, 5)
+
+
+def test_histograms_accumulate() -> None:
+    found = samples()
+    name = "specdecode_time_to_first_token_seconds"
+    assert [found[f"{name}_bucket[{edge}]"] for edge in ("0.1", "0.2", "+Inf")] == [5, 5, 7]
+    assert (found[f"{name}_count[]"], found[f"{name}_sum[]"]) == (7, 1.5)
+
+
+def test_speculation_by_task_adds_up_to_the_report() -> None:
+    counts = SpeculationCounts()
+    seen(counts, "t", (1, 3, 2), (2, 6, 5))
+    seen(counts, "t", (1, 3, 0))
+    seen(counts, "other", (3, 9, 3))
+    found = samples(counts)
+    assert found["specdecode_spec_decode_num_drafts_total[t]"] == 3
+    assert found["specdecode_spec_decode_num_drafts_total[other]"] == 10 - 3
+    assert found["specdecode_spec_decode_num_accepted_tokens_total[t]"] == 5
+    assert found["specdecode_spec_decode_num_accepted_tokens_total[other]"] == 12 - 5
+    positions = [found[f"specdecode_spec_decode_num_accepted_tokens_per_pos_total[{p},t]"] for p in "012"]
+    assert positions == [2, 2, 1]
+
+
+def test_a_report_a_step_behind_makes_no_negative_count() -> None:
+    counts = SpeculationCounts()
+    seen(counts, "t", (99, 99, 3))
+    assert samples(counts)["specdecode_spec_decode_num_drafts_total[other]"] == 0
