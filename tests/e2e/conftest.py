@@ -1,0 +1,91 @@
+"""The end-to-end suite: an operator and workers of its own on a real cluster; nothing of a running demo is touched.
+
+One endpoint is shared by most tests, which leave it as they found it; the last test deletes it. Files run in the
+order of their numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `harness` from there
+
+from harness.endpoint import MODEL, Endpoint, resource
+from harness.kube import Namespace
+from harness.release import Crd, Release
+from kube import Cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder needs the cluster and time."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A failed test shows what the resource said and what the operator logged."""
+    report = yield
+    endpoint, release = (getattr(item, "funcargs", {}).get(name) for name in ("endpoint", "release"))
+    if report.failed and endpoint is not None:
+        report.sections.append(("kubectl describe sdd", endpoint.described()))
+    if report.failed and release is not None:
+        report.sections.append(("operator", "\n".join(release.logs().splitlines()[-60:])))
+    return report
+
+
+@pytest.fixture(scope="session")
+def watched(cluster: Cluster) -> Iterator[Namespace]:
+    """The namespace of the resources."""
+    crd = Crd(cluster)
+    crd.install()
+    with cluster.namespace("e2e") as name:
+        yield Namespace(cluster, name)
+    crd.remove()
+
+
+@pytest.fixture(scope="session")
+def release(cluster: Cluster, watched: Namespace) -> Iterator[Release]:
+    with cluster.namespace("e2e-operator") as home:
+        release = Release(cluster, home, watched.name)
+        release.install()
+        yield release
+        release.uninstall()
+
+
+@pytest.fixture(scope="session")
+def endpoint(release: Release, watched: Namespace) -> Endpoint:
+    """The shared deployment, Ready. Little hysteresis and much exploration, so that the loop turns within a test."""
+    speculation = {
+        "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
+        "depth": {"min": 0, "max": 4, "initial": 3},
+        "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3},
+        "explorePercent": 10,
+    }
+    watched.apply(resource("shared", speculation))
+    endpoint = Endpoint(watched, "shared")
+    try:
+        endpoint.wait_ready()
+    except AssertionError as error:
+        error.add_note(f"{endpoint.described()}\n{release.logs()}")
+        raise
+    return endpoint
+
+
+@pytest.fixture
+def url(endpoint: Endpoint) -> Iterator[str]:
+    """The endpoint through its Service."""
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        yield url
+
+
+@pytest.fixture
+def model() -> str:
+    return MODEL

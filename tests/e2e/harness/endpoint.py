@@ -1,0 +1,162 @@
+"""One SpecDecodeDeployment as its user and its workers' admin see it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from harness.kube import Namespace
+from kube import KubectlError, Manifest, wait_for
+
+from specdecode_worker.contract import Plan, Port, Report, Route, SyntheticKnobs
+
+CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
+
+MODEL = "smollm2"
+
+
+def resource(name: str, speculation: Manifest, workers: Manifest | None = None) -> Manifest:
+    """A CR of a worker on one core with one torch thread.
+
+    bfloat16 is the fastest that a core does; the test that compares texts rolls it to float32.
+    """
+    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
+    return {
+        "apiVersion": "specdecode.io/v1alpha1",
+        "kind": "SpecDecodeDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {
+                "uri": "embedded://smollm2-135m-instruct",
+                "servedName": MODEL,
+                "dtype": "bfloat16",
+                "maxModelLen": 1024,
+            },
+            "speculation": speculation,
+            "workers": {
+                "gpu": False,
+                "maxNumSeqs": 4,
+                "kvCacheTokens": 4096,
+                "resources": resources,
+                **(workers or {}),
+            },
+            "drain": {"endpointDelaySeconds": 1, "gracePeriodSeconds": 10},
+        },
+    }
+
+
+class Endpoint:
+    """Named views of the resource, its status, its pods and their admin ports."""
+
+    def __init__(self, namespace: Namespace, name: str) -> None:
+        self.namespace = namespace
+        self.name = name
+        self.labels = f"specdecode.io/name={name}"
+
+    # The resource
+
+    def get(self) -> Manifest:
+        return self.namespace.get("sdd", self.name)
+
+    def patch(self, spec: Manifest) -> None:
+        """Merges ``spec`` into the spec; null removes."""
+        self.namespace.kubectl("patch", "sdd", self.name, "--type", "merge", "--patch", json.dumps({"spec": spec}))
+
+    def status(self) -> Manifest:
+        return self.get().get("status", {})  # type: ignore[no-any-return]
+
+    def speculation(self) -> Manifest:
+        return self.status().get("speculation", {})  # type: ignore[no-any-return]
+
+    def condition(self, kind: str) -> Manifest:
+        """The condition, or one of status 'absent'."""
+        found = {condition["type"]: condition for condition in self.status().get("conditions", [])}
+        return found.get(kind, {"status": "absent", "reason": "", "message": ""})
+
+    def wait_ready(self, timeout_s: float = 180) -> None:
+        wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
+
+    def described(self) -> str:
+        """For the report of a failed test."""
+        try:
+            return self.namespace.kubectl("describe", "sdd", self.name)
+        except KubectlError as error:
+            return str(error)
+
+    def _is_ready(self) -> bool:
+        found = self.status()
+        ready = self.condition("Ready")["status"] == "True"
+        assert ready, f"{found.get('reason')}"
+        return ready
+
+    def children(self) -> list[str]:
+        found = self.namespace.list(CHILDREN, self.labels)
+        return [f"{item['kind']}/{item['metadata']['name']}" for item in found]
+
+    # Its pods
+
+    def pods(self) -> list[Manifest]:
+        """Pods that are not on their way out."""
+        found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def all_pods(self) -> set[str]:
+        """Names, those on their way out included."""
+        found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return {pod["metadata"]["name"] for pod in found}
+
+    def ready_pods(self) -> list[str]:
+        def ready(pod: Manifest) -> bool:
+            return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+
+        return [pod["metadata"]["name"] for pod in self.pods() if ready(pod)]
+
+    def identities(self) -> set[tuple[str, int]]:
+        """Uid and number of restarts of every pod: equal before and after means that no pod was touched."""
+        return {
+            (pod["metadata"]["uid"], sum(c["restartCount"] for c in pod["status"].get("containerStatuses", [])))
+            for pod in self.pods()
+        }
+
+    def one_pod(self) -> str:
+        (pod,) = self.ready_pods()
+        return pod
+
+    # The admin port
+
+    @contextmanager
+    def admin(self, pod: str | None = None) -> Iterator[httpx.Client]:
+        with self.namespace.reach("pod", pod or self.one_pod(), Port.admin) as url:
+            headers = {"Authorization": f"Bearer {self._token()}"}
+            with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=20) as client:
+                yield client
+
+    def report(self, pod: str | None = None) -> Report:
+        with self.admin(pod) as client:
+            return Report.model_validate_json(client.get(Route.report).raise_for_status().content)
+
+    def plan(self, pod: str | None = None) -> Plan:
+        with self.admin(pod) as client:
+            return Plan.model_validate_json(client.get(Route.plan).raise_for_status().content)
+
+    def turn_knobs(self, knobs: SyntheticKnobs | None) -> None:
+        """Sets the synthetic knobs of every worker; None takes them off."""
+        for pod in self.ready_pods():
+            with self.admin(pod) as client:
+                if knobs is None:
+                    client.delete(Route.synthetic).raise_for_status()
+                else:
+                    client.put(Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+
+    def state(self) -> Any:
+        """What the operator remembers of this deployment, as it wrote it down."""
+        data = self.namespace.get("configmap", f"{self.name}-state")["data"]
+        return json.loads(data["memory.json"])
+
+    def _token(self) -> str:
+        data = self.namespace.get("secret", f"{self.name}-admin")["data"]
+        return base64.b64decode(data["token"]).decode()

@@ -1,0 +1,106 @@
+"""An operator of the tests' own: a helm release in a namespace of its own that watches one namespace alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.kube import Namespace
+from kube import ROOT, Cluster, KubectlError, Manifest, wait_for
+
+HELM = Path(sys.executable).parent / "helm"
+CHART = ROOT / "helm" / "specdecode"
+CRD = "specdecodedeployments.specdecode.io"
+OWNER_OF_CRD = {
+    # As the README's `helm install` makes it, so that a release that comes later can take the CRD over.
+    "labels": {"app.kubernetes.io/managed-by": "Helm"},
+    "annotations": {"meta.helm.sh/release-name": "specdecode", "meta.helm.sh/release-namespace": "specdecode-system"},
+}
+
+
+class Crd:
+    """The CRD is shared by the whole cluster: brought up to date before the tests, removed only if they brought it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._brought = CRD not in cluster.kubectl("get", "crd", "--output", "name")
+
+    def install(self) -> None:
+        flags = ["--server-side", "--force-conflicts", "--field-manager", "specdecode-tests"]
+        self._cluster.kubectl("apply", *flags, "--filename", str(ROOT / "crds" / f"{CRD}.yaml"))
+        if self._brought:
+            patch = json.dumps({"metadata": OWNER_OF_CRD})
+            self._cluster.kubectl("patch", "crd", CRD, "--type", "merge", "--patch", patch)
+        self._cluster.kubectl("wait", "--for", "condition=Established", f"crd/{CRD}", "--timeout", "30s")
+
+    def remove(self) -> None:
+        if self._brought and not self._cluster.kubectl("get", "sdd", "--all-namespaces", "--output", "name"):
+            self._cluster.kubectl("delete", "crd", CRD)
+
+
+class Release:
+    """The chart, installed for one watched namespace."""
+
+    def __init__(self, cluster: Cluster, home: str, watched: str) -> None:
+        self.name = "e2e"
+        self.deployment = "e2e-specdecode"
+        self.namespace = Namespace(cluster, home)
+        self._watched = watched
+
+    def install(self) -> None:
+        cluster = self.namespace.cluster
+        repository, _, tag = cluster.operator_image.rpartition(":")
+        values = {
+            "image.repository": repository,
+            "image.tag": tag,
+            "worker.image": cluster.worker_image,
+            "watchNamespaces[0]": self._watched,
+            "crds.enabled": "false",
+            "pollSeconds": "2",
+        }
+        flags = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        self._helm("install", self.name, str(CHART), *flags)
+        wait_for("the operator runs", lambda: self._settled(1), timeout_s=90)
+
+    def test(self) -> str:
+        return self._helm("test", self.name, "--logs", "--timeout", "90s")
+
+    def uninstall(self) -> None:
+        self._helm("uninstall", self.name, "--ignore-not-found")
+
+    def scale(self, replicas: int) -> None:
+        """Returns when as many operators run, and no other."""
+        self.namespace.kubectl("scale", "deployment", self.deployment, f"--replicas={replicas}")
+        wait_for(f"{replicas} operators run", lambda: self._settled(replicas), timeout_s=90)
+
+    def pod(self) -> str:
+        (pod,) = self._pods()
+        return str(pod["metadata"]["name"])
+
+    def logs(self) -> str:
+        try:
+            return self.namespace.kubectl("logs", f"deployment/{self.deployment}", "--tail", "-1")
+        except KubectlError as error:
+            return str(error)
+
+    def _settled(self, replicas: int) -> bool:
+        pods = self._pods()
+        running = [pod for pod in pods if all(c["started"] and c["ready"] for c in _containers(pod))]
+        return len(pods) == len(running) == replicas
+
+    def _pods(self) -> list[Manifest]:
+        labels = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/name=specdecode-operator"
+        return self.namespace.list("pods", labels)
+
+    def _helm(self, *arguments: str) -> str:
+        command = [str(HELM), "--namespace", self.namespace.name, *arguments]
+        environment = dict(self.namespace.cluster.environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+        assert done.returncode == 0, f"helm {arguments[0]}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+
+def _containers(pod: Manifest) -> list[Manifest]:
+    return pod["status"].get("containerStatuses") or [{"started": False, "ready": False}]

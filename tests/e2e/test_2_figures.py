@@ -1,0 +1,71 @@
+"""ACCEPT and SPEEDUP in `kubectl get sdd` are what the workers' own counters and `bench` in the pod say."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+from harness.endpoint import MODEL, Endpoint
+from harness.traffic import PROMPTS, Traffic
+from kube import wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from specdecode_worker.contract import Metric
+
+DEPTH = 3
+CONCURRENCY = 4
+QUESTIONS = PROMPTS[:CONCURRENCY]
+"""The same in the traffic and in bench: acceptance goes by text."""
+MAX_TOKENS = 64
+WINDOW_SECONDS = 60
+
+
+def speculation_counters(endpoint: Endpoint) -> tuple[float, float]:
+    """(drafted, accepted) tokens so far, from /metrics of the one worker."""
+    with endpoint.namespace.reach("pod", endpoint.one_pod(), 8000) as url:
+        text = httpx.get(f"{url}/metrics", trust_env=False, timeout=20).raise_for_status().text
+    sums = {family.name: sum(s.value for s in family.samples) for family in text_string_to_metric_families(text)}
+    return sums[Metric.num_draft_tokens], sums[Metric.num_accepted_tokens]
+
+
+@pytest.fixture(scope="module")
+def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
+    """(acceptance by /metrics over a minute of traffic, status.speculation at its end), at one depth."""
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        endpoint.patch({"speculation": {"mode": "Static"}})
+        with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
+            time.sleep(20)
+            drafted, accepted = speculation_counters(endpoint)
+            time.sleep(WINDOW_SECONDS)
+            drafted_after, accepted_after = speculation_counters(endpoint)
+            wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
+            found = endpoint.speculation()
+    assert not traffic.failures
+    assert drafted_after - drafted > 500, "too little traffic to measure anything"
+    return (accepted_after - accepted) / (drafted_after - drafted), found
+
+
+@pytest.mark.timeout(300)
+def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str, float]]) -> None:
+    by_metrics, status = measured
+    assert 0.1 < by_metrics < 1
+    assert abs(status["acceptanceRate"] - by_metrics) <= 0.05
+
+
+@pytest.mark.timeout(300)
+def test_speedup_is_what_bench_measures_in_the_pod(
+    endpoint: Endpoint, measured: tuple[float, dict[str, float]]
+) -> None:
+    """Traffic pauses meanwhile; bench runs an engine of its own under the pod's CPU limit."""
+    pod = endpoint.one_pod()
+    lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
+    endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)
+    flags = ["--dtype", "bfloat16", "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
+    command = ["specdecode-worker", "bench", "--against", "plain", "--json", "--prompts", "/tmp/prompts.jsonl"]
+    cache = ["--cache-dir", "/var/cache/specdecode", "--max-tokens", str(MAX_TOKENS)]
+    document = json.loads(endpoint.namespace.exec(pod, *command, *flags, *cache, timeout_s=240))
+    (level,) = document["concurrency"].values()
+    _, status = measured
+    assert status["speedup"] == pytest.approx(level["ratio"], rel=0.15)

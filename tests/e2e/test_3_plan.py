@@ -1,0 +1,129 @@
+"""The loop: bounds arrive live, and depth follows step cost and acceptance, down and up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.endpoint import Endpoint
+from harness.traffic import Traffic
+from kube import Manifest, wait_for
+
+from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs
+
+MAX_DEPTH = 4
+CONCURRENCY = 2
+BUCKET = Buckets().concurrency.index(CONCURRENCY)
+"""The row of the plan for this load."""
+PLAIN_SECONDS = 0.3
+"""More than any real step takes, on a busy machine too: what is measured is what the knob says."""
+
+
+def step_times(*seconds: float) -> tuple[StepTime, ...]:
+    """A step of n nodes takes ``seconds[n]``; the last entry is for all deeper ones."""
+    return (
+        *(StepTime(max_nodes=n, seconds=value) for n, value in enumerate(seconds[:-1])),
+        StepTime(seconds=seconds[-1]),
+    )
+
+
+def rising(node_seconds: float) -> tuple[StepTime, ...]:
+    return step_times(*(PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)))
+
+
+CHEAP = SyntheticKnobs(step_time=rising(0.002))
+COSTLY = SyntheticKnobs(step_time=step_times(PLAIN_SECONDS, PLAIN_SECONDS + 0.002, 1.0))
+FAIR = SyntheticKnobs(step_time=rising(0.02))
+UNLUCKY = SyntheticKnobs(step_time=rising(0.02), acceptance=(0.02,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def auto(endpoint: Endpoint) -> Iterator[None]:
+    endpoint.patch({"speculation": {"mode": "Auto", "depth": {"min": 0, "max": MAX_DEPTH, "initial": 3}}})
+    yield
+    endpoint.turn_knobs(None)
+
+
+def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
+    """The depth of our load's row in the plan that the worker runs, once it is one of ``depths``."""
+
+    def look() -> list[int]:
+        plan = endpoint.plan()
+        row = plan.row(BUCKET, 0)
+        depth = row.shape.depth if row else plan.initial.depth
+        assert depth in depths, f"depth {depth} by plan {plan.version}"
+        return [depth]
+
+    return wait_for(what, look, timeout_s=150, every_s=2)[0]
+
+
+def decision(endpoint: Endpoint, depth: int) -> Manifest:
+    """The entry of the history that says why our row came to ``depth``."""
+    after = f"chain:{depth}" if depth else "none"
+
+    def look() -> Manifest | None:
+        ours = (e for e in endpoint.speculation()["history"] if e["load"].startswith(f"concurrency {CONCURRENCY},"))
+        return next((entry for entry in ours if entry["after"] == after), None)
+
+    found = wait_for(f"status tells of {after}", look, timeout_s=30)
+    assert found
+    return found
+
+
+def test_a_new_bound_reaches_the_workers_without_a_restart(endpoint: Endpoint) -> None:
+    before, version = endpoint.identities(), endpoint.plan().version
+    endpoint.patch({"speculation": {"depth": {"max": 2, "initial": 2}}})
+    try:
+        plan = wait_for("the worker has the bound", lambda: p if (p := endpoint.plan()).max_depth == 2 else None)
+        assert plan.version > version
+        assert plan.initial.depth == 2
+        assert all(row.shape.depth <= 2 for row in plan.rows)
+        assert endpoint.report().plan.version == plan.version, "the engine runs it, not only the server"
+        assert endpoint.identities() == before
+    finally:
+        endpoint.patch({"speculation": {"depth": {"max": MAX_DEPTH, "initial": 3}}})
+
+
+@pytest.mark.timeout(500)
+def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
+    endpoint.turn_knobs(CHEAP)
+    with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
+        wait_for_row(endpoint, "deep while deep is cheap", 2, 3, 4)
+        endpoint.turn_knobs(COSTLY)
+        fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
+        why = decision(endpoint, fallen)
+        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= fallen, timeout_s=30)
+        endpoint.turn_knobs(CHEAP)
+        wait_for_row(endpoint, "deep again", 2, 3, 4)
+        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=60)
+    assert not traffic.failures
+    told(endpoint, why)
+
+
+@pytest.mark.timeout(500)
+def test_depth_falls_with_acceptance_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
+    endpoint.turn_knobs(FAIR)
+    with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
+        wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
+        endpoint.turn_knobs(UNLUCKY)
+        fallen = wait_for_row(endpoint, "plain while drafts are bad", 0)
+        why = decision(endpoint, fallen)
+        endpoint.turn_knobs(FAIR)
+        wait_for_row(endpoint, "speculating again", 1, 2, 3, 4)
+    assert not traffic.failures
+    told(endpoint, why)
+
+
+def told(endpoint: Endpoint, why: Manifest) -> None:
+    """A decision names what was measured, and is an Event too."""
+    assert "acceptance by depth" in why["reason"], why
+    assert " ms" in why["reason"], why
+    events = [e["message"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == endpoint.name]
+    assert any(why["reason"] in message for message in events), events
+
+
+def test_knobs_are_named_while_on(endpoint: Endpoint) -> None:
+    endpoint.turn_knobs(CHEAP)
+    wait_for("status tells", lambda: endpoint.status()["traffic"]["synthetic"] is True, timeout_s=30)
+    endpoint.turn_knobs(None)
+    wait_for("status tells", lambda: not endpoint.status()["traffic"].get("synthetic"), timeout_s=30)

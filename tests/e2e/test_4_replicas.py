@@ -1,0 +1,96 @@
+"""Who sets the number of workers, and what a new worker starts with."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from harness.endpoint import Endpoint
+from harness.kube import Namespace
+from harness.release import Release
+from harness.traffic import Traffic, chat_body
+from kube import Manifest, wait_for
+
+from specdecode_worker.contract import Port
+
+
+def scale(namespace: Namespace, name: str) -> Manifest:
+    """The scale subresource, as an autoscaler reads it."""
+    path = f"/apis/specdecode.io/v1alpha1/namespaces/{namespace.name}/specdecodedeployments/{name}/scale"
+    found: Manifest = json.loads(namespace.kubectl("get", "--raw", path))
+    return found
+
+
+def two_ready(endpoint: Endpoint) -> list[str]:
+    ready = endpoint.ready_pods()
+    return ready if len(ready) == 2 else []
+
+
+def test_kubectl_scale_makes_a_worker_that_answers(endpoint: Endpoint, model: str) -> None:
+    (first,) = endpoint.ready_pods()
+    endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=2")
+    try:
+        pods = wait_for("two workers", lambda: two_ready(endpoint), timeout_s=120, every_s=2)
+        (second,) = set(pods) - {first}
+        with endpoint.namespace.reach("pod", second, Port.http) as url:
+            body = chat_body(model, "Say hello.", 8)
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        wait_for("status counts it", lambda: endpoint.status()["readyReplicas"] == 2, timeout_s=30)
+        found = scale(endpoint.namespace, endpoint.name)
+        assert found["spec"]["replicas"] == found["status"]["replicas"] == 2
+        assert "specdecode.io/name=shared" in found["status"]["selector"]
+    finally:
+        endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=1")
+    wait_for("one worker", lambda: len(endpoint.pods()) == 1, timeout_s=60)
+
+
+def test_scale_can_be_read_whatever_the_spec_leaves_out(watched: Namespace, endpoint: Endpoint) -> None:
+    bare: Manifest = {
+        "apiVersion": "specdecode.io/v1alpha1",
+        "kind": "SpecDecodeDeployment",
+        "metadata": {"name": "bare", "annotations": {"specdecode.io/paused": "true"}},
+        "spec": {"model": {"uri": "embedded://smollm2-135m-instruct"}},
+    }
+    watched.apply(bare)
+    try:
+        assert scale(watched, "bare")["spec"]["replicas"] == 1
+        wait_for("only status is written", lambda: watched.get("sdd", "bare").get("status"), timeout_s=30)
+        assert not Endpoint(watched, "bare").pods()
+    finally:
+        watched.kubectl("delete", "sdd", "bare")
+
+
+def test_a_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint) -> None:
+    endpoint.patch({"scaling": {"owner": "Operator", "minReplicas": 1, "maxReplicas": 2}})
+    try:
+        said = endpoint.namespace.refusal("scale", "sdd", endpoint.name, "--replicas=2")
+        assert "scaling.owner is Operator" in said
+        wait_for("demand is looked at", lambda: endpoint.condition("ScalingLimited")["status"] == "False")
+        assert len(endpoint.pods()) == 1
+        endpoint.patch({"scaling": {"owner": "External"}, "replicas": 1})
+        endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=1")
+    finally:
+        endpoint.patch({"scaling": None})
+    wait_for("the condition goes with its feature", lambda: endpoint.condition("ScalingLimited")["status"] == "absent")
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
+    endpoint: Endpoint, release: Release, url: str, model: str
+) -> None:
+    """No operator runs that could push the plan, and nobody asks anything: the new pod has it before both."""
+    (old,) = endpoint.ready_pods()
+    version = endpoint.plan().version
+    assert version > 0
+    release.scale(0)
+    try:
+        endpoint.namespace.kubectl("delete", "pod", old, "--grace-period=0", "--force")
+        (new,) = wait_for("a new worker", lambda: set(endpoint.ready_pods()) - {old}, timeout_s=120, every_s=0.5)
+        state = endpoint.report(new).plan
+        assert (state.version, state.matches_draft) == (version, True)
+        with Traffic(url, model, concurrency=1, max_tokens=8) as traffic:
+            wait_for("the Service sends requests to it", lambda: traffic.finished >= 3, timeout_s=30)
+    finally:
+        release.scale(1)

@@ -1,0 +1,91 @@
+"""A draft that does not fit its target: the endpoint serves plainly, and the condition names the tensor."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+from harness.endpoint import Endpoint, resource
+from harness.kube import Namespace
+from harness.release import Release
+from harness.traffic import chat_body
+
+HIDDEN, TARGET_HIDDEN, VOCAB = 8, 576, 49152
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": HIDDEN,
+    "target_hidden_size": TARGET_HIDDEN,
+    "intermediate_size": HIDDEN,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": HIDDEN,
+}
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+WRONG = "midlayer.mlp.down_proj.weight"
+
+
+def head() -> bytes:
+    """A head so narrow that it fits a ConfigMap, right in every tensor but one."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "fc.weight": (HIDDEN, 3 * TARGET_HIDDEN),
+        "lm_head.weight": (HIDDEN, HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "midlayer.mlp.gate_proj.weight": (HIDDEN, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (HIDDEN, HIDDEN),
+        WRONG: (HIDDEN, HIDDEN + 3),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        **{f"midlayer.self_attn.{name}_proj.weight": (HIDDEN, 2 * HIDDEN) for name in "qkv"},
+        **{
+            f"midlayer.{name}.weight": (HIDDEN,)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
+    }
+    tensors: dict[str, Any] = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    return safetensors.numpy.save({**tensors, "d2t": np.zeros(HIDDEN, np.int64)})
+
+
+@pytest.fixture
+def misfit(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "narrow-head"},
+        "data": {"config.json": json.dumps(CONFIG)},
+        "binaryData": {"model.safetensors": base64.b64encode(head()).decode()},
+    }
+    watched.kubectl("create", "--filename", "-", stdin=json.dumps(config_map))
+    mount = {"volumeMounts": [{"name": "head", "mountPath": "/models/head"}]}
+    template = {
+        "spec": {
+            "volumes": [{"name": "head", "configMap": {"name": "narrow-head"}}],
+            "initContainers": [{"name": "pull", **mount}],
+            "containers": [{"name": "worker", **mount}],
+        }
+    }
+    watched.apply(resource("misfit", {"draft": {"uri": "file:///models/head"}}, {"template": template}))
+    yield Endpoint(watched, "misfit")
+    watched.kubectl("delete", "sdd", "misfit")
+    watched.kubectl("delete", "configmap", "narrow-head")
+
+
+def test_the_endpoint_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint, model: str) -> None:
+    misfit.wait_ready()
+    condition = misfit.condition("DraftCompatible")
+    assert condition["status"] == "False", condition
+    assert WRONG in condition["message"]
+    assert WRONG in misfit.status()["reason"], "the REASON column tells"
+    with misfit.namespace.reach("service", misfit.name, 80) as url:
+        body = chat_body(model, "What is the capital of France?", 16)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"]
+    report = misfit.report()
+    assert (report.drafts, report.draft_tokens) == (0, 0)

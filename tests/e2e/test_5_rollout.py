@@ -1,0 +1,45 @@
+"""A change of the pods: nobody is turned away, and in float32 the text is the same whatever the drafts are worth."""
+
+from __future__ import annotations
+
+import pytest
+from harness.endpoint import Endpoint
+from harness.traffic import Traffic, answers
+from kube import wait_for
+
+from specdecode_worker.contract import SyntheticKnobs
+
+UNLUCKY = SyntheticKnobs(acceptance=(0.1,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fixed_depth(endpoint: Endpoint) -> None:
+    """The loop would stop bad drafts; here they shall be verified."""
+    endpoint.patch({"speculation": {"mode": "Static"}})
+
+
+@pytest.mark.timeout(300)
+def test_a_rollout_turns_nobody_away(endpoint: Endpoint, url: str, model: str) -> None:
+    (old,) = endpoint.ready_pods()
+    with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
+        endpoint.patch({"model": {"dtype": "float32"}})
+        wait_for("the old pod is gone", lambda: old not in endpoint.all_pods(), timeout_s=200)
+        finished = traffic.finished
+        wait_for("the new pod answers", lambda: traffic.finished > finished + 2, timeout_s=30)
+    assert not traffic.failures
+
+
+@pytest.mark.timeout(300)
+def test_text_stays_when_acceptance_falls(endpoint: Endpoint, url: str, model: str) -> None:
+    before = answers(url, model)
+    good = endpoint.report()
+    endpoint.turn_knobs(UNLUCKY)
+    try:
+        during = answers(url, model)
+    finally:
+        endpoint.turn_knobs(None)
+    bad = endpoint.report()
+    assert before == during
+    assert bad.drafts > good.drafts, "drafts were verified meanwhile"
+    cut = (bad.accepted_tokens - good.accepted_tokens) / (bad.drafts - good.drafts)
+    assert cut < 0.5 * good.accepted_tokens / good.drafts, "the knob did cut them"

@@ -1,0 +1,78 @@
+"""What goes on when the operator does not, what it costs, and what is left when all is over."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from harness.endpoint import Endpoint
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import KubectlError, wait_for
+
+from specdecode_worker.contract import StepTime, SyntheticKnobs
+
+GONE_SECONDS = 60
+SPECULATION_IS_DEAR = SyntheticKnobs(step_time=(StepTime(max_nodes=0, seconds=0.2), StepTime(seconds=1.0)))
+IDLE_MIB = 120
+
+
+def since(endpoint: Endpoint) -> dict[tuple[int, int, str, int], float]:
+    """When each row of the plan came to its depth: what dwell is counted from."""
+    rows = endpoint.state()["rows"]
+    return {(row["concurrency"], row["context"], row["task"], row["depth"]): row["since"] for row in rows}
+
+
+@pytest.mark.timeout(400)
+def test_a_minute_without_the_operator(endpoint: Endpoint, release: Release, url: str, model: str) -> None:
+    endpoint.turn_knobs(SPECULATION_IS_DEAR)
+    with Traffic(url, model, concurrency=2):
+        wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
+    endpoint.turn_knobs(None)
+    version, dwell = endpoint.plan().version, since(endpoint)
+    with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
+        release.scale(0)
+        gone_at = time.monotonic()
+        endpoint.patch({"speculation": {"depth": {"max": 5}}})
+        time.sleep(GONE_SECONDS)
+        assert traffic.finished > 5
+        assert endpoint.plan().version == version, "nobody was there to change it"
+        release.scale(1)
+        assert time.monotonic() - gone_at >= GONE_SECONDS
+        plan = wait_for("the change is applied", lambda: p if (p := endpoint.plan()).max_depth == 5 else None)
+    assert not traffic.failures
+    assert plan.version > version
+    after = since(endpoint)
+    same = dwell.keys() & after.keys()
+    assert same, "no row kept its depth"
+    assert {key: after[key] for key in same} == {key: dwell[key] for key in same}
+
+
+def test_the_operator_is_small(endpoint: Endpoint, release: Release) -> None:
+    status = release.namespace.exec(release.pod(), "cat", "/proc/1/status")
+    match = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert match
+    assert int(match[1]) / 1024 <= IDLE_MIB
+    found = "import importlib.util; print(importlib.util.find_spec('torch'))"
+    assert release.namespace.exec(release.pod(), "python", "-c", found).strip() == "None"
+
+
+def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Release) -> None:
+    assert "forbidden" not in release.logs().lower()
+
+
+def test_deleting_needs_no_operator(endpoint: Endpoint, release: Release) -> None:
+    """The last test: the shared endpoint goes."""
+    assert endpoint.children()
+    release.scale(0)
+    endpoint.namespace.kubectl("delete", "sdd", endpoint.name, "--timeout=30s")
+    with pytest.raises(KubectlError, match="not found"):
+        endpoint.get()
+
+    def nothing_left() -> bool:
+        left = endpoint.children()
+        assert not left, left
+        return True
+
+    wait_for("nothing is left", nothing_left, timeout_s=60)
