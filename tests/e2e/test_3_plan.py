@@ -33,8 +33,8 @@ def rising(node_seconds: float) -> tuple[StepTime, ...]:
 
 CHEAP = SyntheticKnobs(step_time=rising(0.002))
 COSTLY = SyntheticKnobs(step_time=step_times(PLAIN_SECONDS, PLAIN_SECONDS + 0.002, 1.0))
-FAIR = SyntheticKnobs(step_time=rising(0.02))
-UNLUCKY = SyntheticKnobs(step_time=rising(0.02), acceptance=(0.02,))
+FAIR = SyntheticKnobs(step_time=rising(0.05))
+UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ import torch
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.weights import load_eagle3, load_llama
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.questions import read_prompts
@@ -23,6 +23,7 @@ _DEFAULTS = TrainSettings()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    parser.add_argument("--draft", metavar="URI", help="go on from this head (default: start from the target's layers)")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="everything goes there; OUT/head at last"
     )
@@ -62,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> Path:
     folder = resolve(args.model, args.cache_dir)
     target = load_llama(folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    origin = None
+    if args.draft:
+        where = resolve(args.draft, args.cache_dir)
+        origin = load_eagle3(where, target, dtype=torch.float32, device=torch.device("cpu"))
     settings = TrainSettings(
         steps=args.steps,
         minutes=args.minutes,
@@ -79,7 +84,9 @@ def _train(args: argparse.Namespace) -> Path:
         answer_tokens=args.max_tokens,
     )
     chat = Chat(folder)
-    return train_head(target, chat, material, settings, draft_vocab=args.draft_vocab, out=args.out, tell=_tell)
+    return train_head(
+        target, chat, material, settings, draft_vocab=args.draft_vocab, origin=origin, out=args.out, tell=_tell
+    )
 
 
 def _tell(line: str) -> None:

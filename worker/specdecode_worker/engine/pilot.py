@@ -31,6 +31,12 @@ class Choice:
     shadow_passes: int = 0
 
 
+def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]:
+    """What the tasks of a load run by the plan."""
+    rows = {row.shape for row in plan.rows if (row.concurrency, row.context) == (concurrency, context)}
+    return rows or {plan.initial}
+
+
 class Pilot:
     """One per engine. Without a draft everything is plain."""
 
@@ -57,7 +63,12 @@ class Pilot:
         return self._guard.cells()
 
     def take_plan(self, plan: Plan) -> None:
+        """Raises PlanRefused. The guard forgets what it held against shapes that the plan no longer runs."""
+        before = self.plan
         self._dispatcher.take(plan)
+        if plan.buckets != before.buckets:
+            self._guard = Guard()
+        self._guard.keep(lambda cell, shape: shape in planned_shapes(plan, *cell))
 
     def trees(self, requests: Sequence[Request]) -> list[Tree]:
         """Trees of the decoding requests, in order; remembers the choice for `measured`."""
@@ -92,7 +103,7 @@ class Pilot:
 
     def _shape(self, concurrency: int, context: int, request: Request) -> TreeShape:
         shape = self._dispatcher.shape(Load(concurrency, context, request.submit.task))
-        stopped = self.plan.guard and shape.nodes > 0 and not self._guard.allows(concurrency, context, shape)
+        stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
         return _PLAIN_SHAPE if stopped else shape
 
     def _shadow_depth(self) -> int:

@@ -6,6 +6,7 @@ to depth 0, says so in the report, and probes again from time to time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdecode_worker.contract import GuardCell, TreeShape
@@ -39,55 +40,66 @@ class Pace:
 
 @dataclass(slots=True)
 class Watch:
-    """One load: what was measured, the shape it was measured with, and the verdict."""
+    """One shape at one load: its pace and the verdict."""
 
-    shape: TreeShape | None = None
     speculative: Pace = field(default_factory=Pace)
-    plain: Pace = field(default_factory=Pace)
     suppressed: bool = False
     since_verdict: int = 0
+
+
+Cell = tuple[int, int]  # buckets of concurrency and context
 
 
 class Guard:
     """Time is an argument: `measured` is called with each step's duration."""
 
     def __init__(self) -> None:
-        self._watches: dict[tuple[int, int], Watch] = {}
+        self._plain: dict[Cell, Pace] = {}
+        self._watches: dict[tuple[Cell, TreeShape], Watch] = {}
+
+    def keep(self, planned: Callable[[Cell, TreeShape], bool]) -> None:
+        """Forgets shapes that are no longer planned: one that is planned anew comes with new evidence."""
+        self._watches = {key: watch for key, watch in self._watches.items() if planned(*key)}
 
     def allows(self, concurrency: int, context: int, shape: TreeShape) -> bool:
         """Whether ``shape`` may run at this load now."""
-        watch = self._watches.setdefault((concurrency, context), Watch())
-        if watch.shape != shape:  # another shape, another question; what plain decoding costs is still known
-            watch.shape, watch.speculative, watch.suppressed, watch.since_verdict = shape, Pace(), False, 0
+        if shape.nodes == 0:
+            return True
+        watch = self._watches.setdefault(((concurrency, context), shape), Watch())
         return not watch.suppressed or watch.since_verdict >= PROBE_EVERY
 
     def measured(self, concurrency: int, context: int, shape: TreeShape, seconds: float, tokens: float) -> None:
-        """A step without prefill took ``seconds`` and brought ``tokens`` per sequence."""
-        watch = self._watches.setdefault((concurrency, context), Watch())
+        """A step without prefill took ``seconds`` and brought ``tokens`` per sequence. Shapes that nobody asked
+        about are exploration's."""
+        cell = (concurrency, context)
+        plain = self._plain.setdefault(cell, Pace())
         if shape.nodes == 0:
-            watch.plain.add(seconds, tokens)
-        elif shape == watch.shape:
+            plain.add(seconds, tokens)
+        elif watch := self._watches.get((cell, shape)):
             if watch.suppressed and watch.since_verdict == PROBE_EVERY:
                 watch.speculative = Pace()
             watch.speculative.add(seconds, tokens)
-        watch.since_verdict += 1
-        _judge(watch)
+        for (where, _), watched in self._watches.items():
+            if where == cell:
+                watched.since_verdict += 1
+                _judge(watched, plain)
 
     def cells(self) -> tuple[GuardCell, ...]:
+        """One a load and shape."""
         return tuple(
             GuardCell(
-                concurrency=concurrency,
-                context=context,
+                concurrency=cell[0],
+                context=cell[1],
                 speculative=watch.speculative.seconds,
-                plain=watch.plain.seconds,
+                plain=self._plain.get(cell, Pace()).seconds,
                 suppressed=watch.suppressed,
             )
-            for (concurrency, context), watch in sorted(self._watches.items())
+            for (cell, _), watch in sorted(self._watches.items(), key=lambda item: item[0][0])
         )
 
 
-def _judge(watch: Watch) -> None:
-    with_it, without = watch.speculative.seconds, watch.plain.seconds
+def _judge(watch: Watch, plain: Pace) -> None:
+    with_it, without = watch.speculative.seconds, plain.seconds
     if with_it is None or without is None:
         return
     probed = watch.since_verdict >= PROBE_EVERY + PROBE_STEPS

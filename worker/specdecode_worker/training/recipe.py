@@ -29,7 +29,7 @@ from specdecode_worker.training.questions import PromptLine, TrainingQuestions
 from specdecode_worker.training.recording import answer_tokens, record, text_conversations
 from specdecode_worker.training.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.shards import shard_paths
-from specdecode_worker.training.start import frequent_tokens, new_head
+from specdecode_worker.training.start import continued_head, frequent_tokens, new_head
 from specdecode_worker.training.trainer import Trainer, TrainSettings
 
 VALIDATION_CONVERSATIONS = 24
@@ -50,15 +50,27 @@ class Material:
 
 
 def train_head(
-    target: Llama, chat: Chat, material: Material, settings: TrainSettings, *, draft_vocab: int, out: Path, tell: Tell
+    target: Llama,
+    chat: Chat,
+    material: Material,
+    settings: TrainSettings,
+    *,
+    draft_vocab: int,
+    origin: Eagle3Head | None,
+    out: Path,
+    tell: Tell,
 ) -> Path:
-    """Returns the head's folder. Raises PromptFileError, ResumeMismatch."""
+    """Returns the head's folder; training starts from ``origin``, or from the target's own weights.
+
+    Raises PromptFileError, ResumeMismatch.
+    """
     recorded = out / "recorded"
     gather(target, chat, material, settings.seed, recorded, tell)
     output_VE = target.lm_head.weight
     vocabulary = _vocabulary(out / "vocabulary.json", recorded, output_VE, draft_vocab)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS)
-    trainer = Trainer(new_head(target, vocabulary), output_VE, data, settings)
+    head = continued_head(origin, target, vocabulary) if origin else new_head(target, vocabulary)
+    trainer = Trainer(head, output_VE, data, settings)
     if trainer.restore(out):
         tell(f"train: going on from step {trainer.progress.step}")
 

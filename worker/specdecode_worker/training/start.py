@@ -65,6 +65,18 @@ def new_head(target: Llama, vocabulary: Tensor) -> Eagle3Head:
     return head
 
 
+@torch.no_grad()
+def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Eagle3Head:
+    """``origin`` with another draft vocabulary, to be trained on; tokens that are new to it start as the target's."""
+    head = new_head(target, vocabulary)
+    own = origin.float().state_dict()
+    rows_VE = target.lm_head.weight.float().clone()
+    rows_VE[origin.target_ids] = own["lm_head.weight"]
+    own |= {"lm_head.weight": rows_VE[vocabulary], "d2t": head.d2t}
+    head.load_state_dict(own)
+    return head
+
+
 def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
     first: Any = target.model.layers[0]
     last: Any = target.model.layers[-1]

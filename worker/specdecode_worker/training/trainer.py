@@ -39,6 +39,7 @@ class TrainSettings:
     steps: int = 0
     minutes: float = 65.0
     learning_rate: float = 1e-3
+    output_rate: float = 0.1  # lm_head's share of it: its rows start as the target's, and rare tokens have few examples
     warmup: float = 0.02  # share of the run
     final_rate: float = 0.03  # of the learning rate, at the end of the cosine
     weight_decay: float = 0.01
@@ -70,8 +71,10 @@ class Trainer:
         self.master, self.output_VE, self.data, self.settings = head, output_VE, data, settings
         self.head = copy.deepcopy(head).to(output_VE.dtype).requires_grad_(True)
         self.master.requires_grad_(True)
+        output = self.master.lm_head.weight
+        inner = [parameter for parameter in self.master.parameters() if parameter is not output]
         self.optimizer = torch.optim.AdamW(
-            self.master.parameters(),
+            [{"params": inner, "share": 1.0}, {"params": [output], "share": settings.output_rate}],
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -129,7 +132,7 @@ class Trainer:
         loss = loss_of(self.head, batch, self.output_VE, depth=self.depth, decay=self.settings.decay)
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * rate_at(self.share_done, self.settings)
+            group["lr"] = self.settings.learning_rate * group["share"] * rate_at(self.share_done, self.settings)
         for mine, worked in zip(self.master.parameters(), self.head.parameters(), strict=True):
             assert worked.grad is not None
             mine.grad, worked.grad = worked.grad.float(), None

@@ -20,7 +20,7 @@ from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.export import write_head
 from specdecode_worker.training.objective import soft_cross_entropy, target_distribution
 from specdecode_worker.training.shards import Conversation, write_shard
-from specdecode_worker.training.start import frequent_tokens, new_head
+from specdecode_worker.training.start import continued_head, frequent_tokens, new_head
 from specdecode_worker.training.trainer import Trainer, TrainSettings, rate_at
 
 SETTINGS = TrainSettings(steps=12, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
@@ -44,6 +44,22 @@ def steps(run: Trainer, count: int) -> list[float]:
 def test_the_loss_falls(target: Llama, recorded: Path) -> None:
     losses = steps(trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=())), 60)
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_training_goes_on_from_a_head_of_another_vocabulary(target: Llama, recorded: Path) -> None:
+    first = trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=()))
+    steps(first, 60)
+    vocabulary = torch.arange(0, 64, 3)
+    head = continued_head(first.master, target, vocabulary)
+    rows_VE, common = head.lm_head.weight, [i for i, token in enumerate(vocabulary.tolist()) if token % 2 == 0]
+    for i, token in enumerate(vocabulary.tolist()):
+        known = first.master.lm_head.weight[token // 2] if i in common else target.lm_head.weight[token]
+        assert torch.equal(rows_VE[i], known)
+    losses = [
+        steps(Trainer(h, target.lm_head.weight, DataSet(recorded, validation=2), SETTINGS), 3)
+        for h in (head, new_head(target, vocabulary))
+    ]
+    assert sum(losses[0]) < sum(losses[1])
 
 
 def test_a_killed_run_goes_on_to_identical_weights(target: Llama, recorded: Path, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""The guard: it stops what loses, probes again, and starts afresh with a new plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.speculation.guard import ENOUGH, PROBE_EVERY, PROBE_STEPS, Guard
+
+PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
+
+
+def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: float = 1.0, cell: int = 0) -> int:
+    """Steps in which ``shape`` was allowed; plain ones of 1 s take their place in the others."""
+    ran = 0
+    for _ in range(steps):
+        if guard.allows(cell, 0, shape):
+            guard.measured(cell, 0, shape, seconds, tokens)
+            ran += 1
+        else:
+            guard.measured(cell, 0, PLAIN, 1.0, 1.0)
+    return ran
+
+
+def losing() -> Guard:
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    return guard
+
+
+def test_nothing_is_stopped_before_both_are_known() -> None:
+    guard = Guard()
+    assert run(guard, CHAIN, 10 * ENOUGH, 5.0) == 10 * ENOUGH
+    run(guard, PLAIN, ENOUGH - 1, 1.0)
+    assert guard.allows(0, 0, CHAIN)
+
+
+def test_what_loses_is_stopped_and_reported() -> None:
+    guard = losing()
+    assert not guard.allows(0, 0, CHAIN)
+    (cell,) = guard.cells()
+    assert (cell.suppressed, cell.plain) == (True, 1.0)
+    assert cell.speculative == pytest.approx(2.0 / 1.5)
+
+
+def test_what_wins_goes_on() -> None:
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    assert run(guard, CHAIN, 1000, 1.2, 1.5) == 1000
+
+
+def test_other_loads_and_shapes_are_judged_for_themselves() -> None:
+    guard = losing()
+    assert guard.allows(1, 0, CHAIN)
+    assert guard.allows(0, 0, DEEP)
+    guard.measured(0, 0, DEEP, 1.0, 1.5)
+    assert not guard.allows(0, 0, CHAIN), "two tasks of one load may run different shapes"
+
+
+def test_a_stopped_shape_is_probed_and_comes_back_when_it_pays_again() -> None:
+    guard = losing()
+    assert run(guard, CHAIN, PROBE_EVERY, 1.0, 1.5) == 0
+    assert run(guard, CHAIN, PROBE_STEPS, 1.0, 1.5) == PROBE_STEPS
+    assert guard.allows(0, 0, CHAIN)
+
+
+def test_a_probe_that_loses_ends() -> None:
+    guard = losing()
+    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == PROBE_STEPS
+    assert not guard.allows(0, 0, CHAIN)
+
+
+def test_a_shape_that_the_plan_left_and_comes_back_to_is_a_new_question() -> None:
+    guard = losing()
+    guard.keep(lambda cell, shape: shape == CHAIN)
+    assert not guard.allows(0, 0, CHAIN), "the plan still runs it"
+    guard.keep(lambda cell, shape: False)
+    assert guard.allows(0, 0, CHAIN)
+    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    assert not guard.allows(0, 0, CHAIN), "what plain decoding costs was still known"
+
+
+def test_exploration_is_not_judged() -> None:
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    for _ in range(ENOUGH):
+        guard.measured(0, 0, CHAIN, 9.0, 1.0)
+    assert guard.cells() == ()
+    assert guard.allows(0, 0, CHAIN)
