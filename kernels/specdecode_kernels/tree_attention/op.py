@@ -72,7 +72,8 @@ def prepare(
     """
     in_place = block_table_BM.device.type == "cpu" and all(map(_in_place, blocks))
     visible_TL = None
-    if not (dense and (in_place or len(blocks) == 1)):
+    # In place a window is a slice; gathered, it is a mask, and so is the padding between sequences.
+    if not (dense and (in_place or (len(blocks) == 1 and not any(key_starts)))):
         visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
     if not in_place:
         return Prepared((), _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype))

@@ -1,0 +1,99 @@
+"""Keeping accepted nodes: op and reference against a loop over lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdecode_kernels.kv_keep import op, reference
+
+BLOCK = 4
+Keep = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def cache(layers: int, blocks: int, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    shape = (layers, 2, blocks, BLOCK, heads, 3)
+    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
+    """Every target holds, in every layer and in keys as in values, what its source held before."""
+    after = before.clone()
+    for source, target in zip(sources, targets, strict=True):
+        for layer in range(before.shape[0]):
+            for half in range(2):
+                row = before[layer, half, source // BLOCK, source % BLOCK]
+                after[layer, half, target // BLOCK, target % BLOCK] = row
+    return after
+
+
+def kept(keep: Keep, before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
+    after = before.clone()
+    keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    return after
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
+    """(blocks, sources, targets): no target twice, sources and targets overlapping at will, pairs that do nothing."""
+    blocks = draw(st.integers(2, 6))
+    slots = st.integers(BLOCK, blocks * BLOCK - 1)
+    targets = draw(st.lists(slots, max_size=8, unique=True))
+    sources = [draw(slots) for _ in targets]
+    nothing = draw(st.integers(0, 3))
+    order = draw(st.permutations(range(len(targets) + nothing)))
+    pairs = [*zip(sources, targets, strict=True), *[(0, 0)] * nothing]
+    return blocks, [pairs[i][0] for i in order], [pairs[i][1] for i in order]
+
+
+@pytest.mark.parametrize("keep", [op.kv_keep, reference.kv_keep], ids=["op", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=40, deadline=None)
+@given(move=moves(), layers=st.integers(1, 3), heads=st.integers(1, 3))
+def test_targets_hold_what_sources_held(
+    keep: Keep, dtype: torch.dtype, move: tuple[int, list[int], list[int]], layers: int, heads: int
+) -> None:
+    blocks, sources, targets = move
+    before = cache(layers, blocks, heads, dtype)
+    assert torch.equal(kept(keep, before, sources, targets), by_definition(before, sources, targets))
+
+
+SHIFT, CYCLE, PATH = ([5, 6, 7], [6, 7, 8]), ([5, 9, 13], [9, 13, 5]), ([6, 9, 14], [5, 6, 7])
+
+
+@pytest.mark.parametrize("keep", [op.kv_keep, reference.kv_keep], ids=["op", "reference"])
+@pytest.mark.parametrize("move", [SHIFT, CYCLE, PATH], ids=["shift", "cycle", "path"])
+def test_overlapping_moves(keep: Keep, move: tuple[list[int], list[int]]) -> None:
+    before = cache(2, 5, 2)
+    assert torch.equal(kept(keep, before, *move), by_definition(before, *move))
+
+
+def _one_after_another(data: Tensor, sources: Tensor, targets: Tensor) -> None:
+    rows = data.flatten(2, 3)
+    for source, target in zip(sources, targets, strict=True):
+        rows[:, :, target] = rows[:, :, source]
+
+
+def _other_way_round(data: Tensor, sources: Tensor, targets: Tensor) -> None:
+    reference.kv_keep(data, targets, sources)
+
+
+def _keys_alone(data: Tensor, sources: Tensor, targets: Tensor) -> None:
+    reference.kv_keep(data[:, :1], sources, targets)
+
+
+def _one_off(data: Tensor, sources: Tensor, targets: Tensor) -> None:
+    reference.kv_keep(data, sources, targets + 1)
+
+
+@pytest.mark.parametrize("planted", [_one_after_another, _other_way_round, _keys_alone, _one_off])
+def test_planted_bugs_are_seen(planted: Keep) -> None:
+    """By the moves above: a shift forwards is what a loop without a copy gets wrong."""
+    before = cache(2, 5, 2)
+    seen = [not torch.equal(kept(planted, before, *m), by_definition(before, *m)) for m in (SHIFT, CYCLE, PATH)]
+    assert any(seen)

@@ -1,0 +1,244 @@
+"""Verification: the walk and multi-round sampling against loops over dictionaries, op against reference.
+
+What the emitted tokens are distributed like is another matter: tests/lossless/test_law.py. Planted at the end: a
+wrong parent, siblings in another order, a coin of another node, a residual that is not normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, gumbel, uniform
+from specdecode_kernels.verify import op, reference
+
+VOCABULARY = 9
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A batch of trees, padded with parent -1, and what target and draft say behind every node."""
+
+    parents: tuple[tuple[int, ...], ...]
+    tokens_BN: Tensor
+    logp_BNV: Tensor
+    logq_BNV: Tensor
+    seed_B: Tensor
+    position_B: Tensor
+
+    @property
+    def parents_BN(self) -> Tensor:
+        most = self.tokens_BN.shape[1]
+        return torch.tensor([[*parents, *[-1] * (most - len(parents))] for parents in self.parents])
+
+    @property
+    def depth(self) -> int:
+        return max(len(path_to(parents, node)) for parents in self.parents for node in range(len(parents)))
+
+
+def path_to(parents: tuple[int, ...], node: int) -> list[int]:
+    """Nodes from below the root to ``node``."""
+    return [*path_to(parents, parents[node]), node] if node else []
+
+
+def children_of(parents: tuple[int, ...], node: int) -> list[int]:
+    return [child for child, parent in enumerate(parents) if parent == node and child]
+
+
+def make(parents: tuple[tuple[int, ...], ...], seed: int) -> Trees:
+    """Siblings are drawn from the draft without replacement; padding carries tokens, which nobody may read."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, nodes = len(parents), max(map(len, parents))
+    logits_p, logits_q = (
+        torch.randn(2, batch, nodes, VOCABULARY, generator=generator, dtype=torch.float64) * 1.5
+    ).unbind(0)
+    logq = torch.log_softmax(logits_p + 0.5 * logits_q, dim=-1)
+    tokens = torch.randint(0, VOCABULARY, (batch, nodes), generator=generator)
+    for b, tree in enumerate(parents):
+        for node in range(len(tree)):
+            if children := children_of(tree, node):
+                tokens[b, children] = logq[b, node].exp().multinomial(len(children), generator=generator)
+    seeds = torch.randint(0, 2**62, (batch,), generator=generator)
+    positions = torch.randint(0, 5000, (batch,), generator=generator)
+    return Trees(parents, tokens, torch.log_softmax(logits_p, dim=-1), logq, seeds, positions)
+
+
+def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple[list[int], int]:
+    """(path, bonus): a child by its token, as long as there is one."""
+    path, at = [], 0
+    while by_token := {tokens[child]: child for child in reversed(children_of(tree, at))}:
+        if chosen[at] not in by_token:
+            break
+        at = by_token[chosen[at]]
+        path.append(at)
+    return path, chosen[at]
+
+
+def rounds(trees: Trees, b: int, *, drawn: bool) -> tuple[list[int], int]:
+    """Multi-round sampling of one tree on lists of floats."""
+    tree, tokens = trees.parents[b], trees.tokens_BN[b].tolist()
+    path, at = [], 0
+    while True:
+        position = trees.position_B[b : b + 1] + 1 + len(path)
+        coins = uniform(trees.seed_B[b : b + 1], position, len(tree), COIN_STREAM)[0].tolist()
+        p, q = trees.logp_BNV[b, at].exp().tolist(), trees.logq_BNV[b, at].exp().tolist()
+        taken = None
+        for child in children_of(tree, at):
+            x = tokens[child]
+            if coins[child] < min(1, p[x] / q[x] if drawn else p[x]):
+                taken = child
+                break
+            p = [max(a - c, 0) for a, c in zip(p, q, strict=True)] if drawn else [*p[:x], 0.0, *p[x + 1 :]]
+            p, q = ([v / sum(r) for v in r] for r in (p, [*q[:x], 0.0, *q[x + 1 :]]))
+        if taken is None:
+            noise = gumbel(trees.seed_B[b : b + 1], position, VOCABULARY, RESIDUAL_STREAM)[0]
+            return path, int((torch.tensor(p, dtype=torch.float64).log() + noise).argmax())
+        path.append(taken)
+        at = taken
+
+
+def unpadded(found: op.Accepted) -> list[tuple[list[int], int]]:
+    """Per row (path, bonus); checks that counts, last nodes and padding agree."""
+    paths = [path[:count] for path, count in zip(found.path_BD.tolist(), found.count_B.tolist(), strict=True)]
+    assert found.last_B.tolist() == [path[-1] if path else 0 for path in paths]
+    assert (found.path_BD >= 0).sum(-1).tolist() == found.count_B.tolist()
+    return list(zip(paths, found.bonus_B.tolist(), strict=True))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trees:
+    """Up to five trees of up to nine nodes, single roots among them, no node with more children than tokens."""
+    found = []
+    for _ in range(draw(st.integers(1, 5))):
+        parents = [-1]
+        for node in range(1, draw(st.integers(1, 9))):
+            parents.append(draw(st.integers(parents[-1] if node > 1 else 0, node - 1)))
+        found.append(tuple(parents))
+    return make(tuple(found), draw(st.integers(0, 99_999)))
+
+
+@settings(max_examples=120, deadline=None)
+@given(trees(), st.integers(0, 99))
+def test_walk_follows_the_child_that_was_chosen(case: Trees, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    chosen_BN = torch.randint(0, 3, case.tokens_BN.shape, generator=generator)
+    case = replace(case, tokens_BN=torch.randint(0, 3, case.tokens_BN.shape, generator=generator))
+    found = op.walk(case.parents_BN, case.tokens_BN, chosen_BN, case.depth)
+    wanted = [
+        walked(tree, tokens, chosen)
+        for tree, tokens, chosen in zip(case.parents, case.tokens_BN.tolist(), chosen_BN.tolist(), strict=True)
+    ]
+    assert unpadded(found) == wanted
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees(), st.booleans())
+def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, drawn: bool) -> None:
+    logq = case.logq_BNV if drawn else None
+    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, logq, case.seed_B, case.position_B)
+    found = unpadded(op.multi_round(*args, case.depth))
+    for b, tree in enumerate(case.parents):
+        here = slice(len(tree))
+        one = reference.multi_round(
+            torch.tensor(tree),
+            case.tokens_BN[b, here],
+            case.logp_BNV[b, here],
+            case.logq_BNV[b, here] if drawn else None,
+            int(case.seed_B[b]),
+            int(case.position_B[b]),
+        )
+        assert one == rounds(case, b, drawn=drawn) == found[b]
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees())
+def test_coupled_tokens_are_the_argmax_over_noise(case: Trees) -> None:
+    logp_RV, seed_R, position_R = case.logp_BNV[:, 0], case.seed_B, case.position_B
+    found = reference.coupled_tokens(logp_RV, seed_R, position_R)
+    for row, token in enumerate(found.tolist()):
+        noise = gumbel(seed_R[row : row + 1], position_R[row : row + 1], VOCABULARY)[0].tolist()
+        noised = [p + g for p, g in zip(logp_RV[row].tolist(), noise, strict=True)]
+        assert token == noised.index(max(noised))
+
+
+def test_a_tree_without_nodes_emits_the_targets_token() -> None:
+    case = make(((-1,), (-1,)), 0)
+    chosen = torch.tensor([[4], [2]])
+    found = op.walk(case.parents_BN, case.tokens_BN, chosen, 0)
+    assert unpadded(found) == [([], 4), ([], 2)]
+    assert found.path_BD.shape == (2, 0)
+    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, None, case.seed_B, case.position_B)
+    assert unpadded(op.multi_round(*args, 0)) == [rounds(case, b, drawn=False) for b in range(2)]
+
+
+def test_certain_proposals_are_always_taken_and_impossible_ones_never() -> None:
+    parents, tokens = torch.tensor([-1, 0, 0, 2]), torch.tensor([0, 1, 2, 3])
+    p = torch.zeros(4, VOCABULARY, dtype=torch.float64)
+    p[0, 2], p[2, 3], p[3, 5] = 1, 1, 1  # the first child has no chance
+    assert reference.multi_round(parents, tokens, p.log(), None, 1, 2) == ([2, 3], 5)
+
+
+MANY = ((-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2), (-1, 0, 0, 0)) * 60
+"""Enough trees that a bug of any size shows in some of them."""
+
+
+def _answers(case: Trees, *, drawn: bool) -> list[tuple[list[int], int]]:
+    logq = case.logq_BNV if drawn else None
+    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, logq, case.seed_B, case.position_B)
+    return unpadded(op.multi_round(*args, case.depth))
+
+
+def _wrong_parent(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
+    up = case.parents_BN.clamp(min=0)[..., None].expand_as(case.logp_BNV)
+    return replace(case, logp_BNV=case.logp_BNV.gather(1, up))
+
+
+def _siblings_turned(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
+    """The first two nodes, siblings in two trees of three, hold each other's tokens."""
+    order = torch.arange(case.tokens_BN.shape[1])
+    order[[1, 2]] = order[[2, 1]]
+    return replace(case, tokens_BN=case.tokens_BN[:, order])
+
+
+def _coin_of_another(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
+    right = op.uniform
+    patch.setattr(op, "uniform", lambda *args: right(*args).roll(1, -1))
+    return case
+
+
+def _late_position(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
+    return replace(case, position_B=case.position_B + 1)
+
+
+def _not_normalised(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
+    def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, Tensor | None]:
+        return (p_BV.scatter(1, x_B1, 0.0) if q_BV is None else (p_BV - q_BV).clamp(min=0)), q_BV
+
+    patch.setattr(op, "residual", residual)
+    return case
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["best", "drawn"])
+@pytest.mark.parametrize("plant", [_wrong_parent, _siblings_turned, _coin_of_another, _late_position, _not_normalised])
+def test_planted_bugs_are_seen(
+    plant: Callable[[Trees, pytest.MonkeyPatch], Trees], drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(MANY, 5)
+    wanted = [rounds(case, b, drawn=drawn) for b in range(len(MANY))]
+    assert _answers(case, drawn=drawn) == wanted
+    assert _answers(plant(case, monkeypatch), drawn=drawn) != wanted
+
+
+def test_a_walk_over_a_wrong_parent_is_seen() -> None:
+    case = make(MANY, 6)
+    chosen = case.tokens_BN.roll(-1, 1)
+    right = unpadded(op.walk(case.parents_BN, case.tokens_BN, chosen, case.depth))
+    moved = case.parents_BN.clone()
+    moved[:, 2] = 1 - moved[:, 2]
+    assert unpadded(op.walk(moved, case.tokens_BN, chosen, case.depth)) != right

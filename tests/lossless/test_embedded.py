@@ -1,0 +1,208 @@
+"""The embedded model in fp32: speculative text equals plain text, on LOSSLESS_PROMPTS prompts (24 unless set).
+
+Both texts come from the engine that `generate` runs, in batches of eight of mixed shapes. In fp32 a pass over nine
+rows rounds otherwise than a pass over one: where the two best tokens lie within 1e-4 of each other (noise included,
+where sampled) a text may part, which is counted; anything else fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_kernels.noise.reference import gumbel
+from specdecode_kernels.sample.reference import processed
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local import Answer, LocalEngine, distinct_4grams
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.store import default_cache_dir
+from specdecode_worker.models.weights import load_llama
+from specdecode_worker.training.recording import read_states
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]
+
+COUNT = int(os.environ.get("LOSSLESS_PROMPTS", "24"))
+PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
+BATCH, TOKENS = 8, 20
+NEAR = 1e-4
+SHAPES = [
+    TreeShape.parse(text)
+    for text in ("chain:1", "chain:3", "chain:6", "tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,1,1,2,4,4")
+]
+LAWS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
+"""(temperature, top-p, top-k) of sampled requests, in turn from batch to batch: one that cuts is slow for all."""
+Run = Callable[[Sequence[Submit]], list[Answer]]
+
+
+@dataclass
+class Tally:
+    """What a comparison found."""
+
+    texts: int = 0
+    tokens: int = 0
+    parted: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalEngine:
+    config = WorkerConfig(
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=1024),
+        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
+        engine=EngineConfig(
+            max_num_seqs=BATCH, device="cpu", threads=torch.get_num_threads(), kv_cache_tokens=BATCH * 512
+        ),
+    )
+    return LocalEngine(config, default_cache_dir())
+
+
+@pytest.fixture(scope="module")
+def judge(local: LocalEngine) -> Llama:
+    """The target once more, as loaded: no engine, no cache, no fused matrices."""
+    return load_llama(local.folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def line(index: int) -> dict[str, Any]:
+    """Prompt ``index``: all kinds early on; from the second round the same questions come behind another one."""
+    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    round_, place = divmod(index, len(lines))
+    messages: list[dict[str, str]] = list(lines[11 * place % len(lines)]["messages"])
+    if round_:
+        before = lines[(11 * place + 13 * round_) % len(lines)]["messages"][0]
+        messages = [before, {"role": "assistant", "content": "Let us come back to that later."}, *messages]
+    return {"messages": messages}
+
+
+def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
+    """Task ``t<i>`` runs the i-th shape; which one turns by one from batch to batch."""
+    found = []
+    for i in range(COUNT):
+        temperature, top_p, top_k = LAWS[i // BATCH % len(LAWS)] if sampled else (0.0, 1.0, 0)
+        sampling = Sampling(max_tokens=TOKENS, seed=500 + i, temperature=temperature, top_p=top_p, top_k=top_k)
+        task = f"t{(i + i // BATCH) % len(SHAPES)}"
+        found.append(Submit(request_id=str(i), prompt=local.prompt(line(i)).tokens, sampling=sampling, task=task))
+    return found
+
+
+def answers(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
+    """All texts; the scheduler keeps eight of them running."""
+    found = {submit.request_id: Answer() for submit in submits}
+    for submit in submits:
+        local.engine.add(submit)
+    while not local.engine.idle:
+        for new in local.engine.step():
+            found[new.request_id].take(new)
+    local.engine.check()
+    return list(found.values())
+
+
+@pytest.fixture
+def speculative(local: LocalEngine, lossless: Any) -> Run:
+    plan_of, *_ = lossless
+
+    def run(submits: Sequence[Submit]) -> list[Answer]:
+        local.run_shape(SHAPES[0])
+        version = local.engine.report().plan.version + 1
+        local.engine.set_plan(plan_of(SHAPES, draft=local.engine.identity.draft.hash, version=version))
+        return answers(local, submits)
+
+    return run
+
+
+@pytest.fixture
+def plain(local: LocalEngine) -> Run:
+    def run(submits: Sequence[Submit]) -> list[Answer]:
+        local.run_shape(TreeShape(()))
+        return answers(local, submits)
+
+    return run
+
+
+@torch.inference_mode()
+def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens) + 1, V] what is compared at every place of the answer: logits, or log p + noise where sampled."""
+    read = [*submit.prompt, *tokens]
+    _, hidden = read_states(judge, torch.tensor(read))
+    logits = judge.logits(hidden[len(submit.prompt) - 1 :])
+    sampling, rows = submit.sampling, len(logits)
+    if sampling.temperature == 0:
+        return logits
+    law = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
+    logp = processed(logits, *law, torch.full((rows,), sampling.top_p))
+    positions = torch.arange(len(submit.prompt), len(read) + 1)
+    return logp + gumbel(torch.full((rows,), sampling.seed), positions, logits.shape[-1])
+
+
+def parting(judge: Llama, submit: Submit, wanted: Sequence[int], found: Sequence[int]) -> str | None:
+    """None where two texts are one; where they part at a near tie, a line that says so. Fails elsewhere."""
+    if list(wanted) == list(found):
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
+    assert at is not None, f"prompt {submit.request_id}: one text ends where the other goes on"
+    best = scores(judge, submit, wanted[:at])[-1].topk(2)
+    gap = float(best.values[0] - best.values[1])
+    which = f"prompt {submit.request_id} ({submit.task}), token {at}: {wanted[at]} or {found[at]}, {gap:.1e} apart"
+    assert {wanted[at], found[at]} == set(best.indices.tolist()), f"{which}: neither is a near tie's token"
+    assert gap < NEAR, which
+    return which
+
+
+def compare(judge: Llama, submits: Sequence[Submit], wanted: list[Answer], found: list[Answer]) -> Tally:
+    tally = Tally()
+    for submit, a, b in zip(submits, wanted, found, strict=True):
+        tally.texts, tally.tokens = tally.texts + 1, tally.tokens + len(a.tokens)
+        if told := parting(judge, submit, a.tokens, b.tokens):
+            tally.parted.append(told)
+    return tally
+
+
+def told(name: str, tally: Tally, found: list[Answer]) -> str:
+    per_step = 1 + sum(a.accepted for a in found) / sum(a.drafts for a in found)
+    distinct = distinct_4grams([a.tokens for a in found])
+    lines = [
+        f"{name}: {tally.texts} texts, {tally.tokens} tokens, {len(tally.parted)} parted at a near tie, "
+        f"{per_step:.2f} tokens/step, {100 * distinct:.0f} % distinct 4-grams"
+    ]
+    return "\n    ".join(["", *lines, *tally.parted])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_speculative_text_is_plain_text(
+    local: LocalEngine,
+    judge: Llama,
+    plain: Run,
+    speculative: Run,
+    sampled: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    submits = requests(local, sampled=sampled)
+    wanted, found = plain(submits), speculative(submits)
+    assert sum(a.drafts for a in wanted) == 0 < min(a.drafts for a in found)
+    tally = compare(judge, submits, wanted, found)
+    with capsys.disabled():
+        print(told("sampled" if sampled else "greedy", tally, found))
+    per_step = 1 + sum(a.accepted for a in found) / sum(a.drafts for a in found)
+    assert per_step > 1.2, "the draft must be good enough to test anything"
+    assert len(tally.parted) <= max(1, COUNT // 20), "near ties are rarer than that"
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_plain_text_is_what_one_dense_pass_says(local: LocalEngine, judge: Llama, plain: Run, sampled: bool) -> None:
+    """Every token is the best at its place; and a token that is not is told from a near tie."""
+    submits = requests(local, sampled=sampled)[6:10]  # two laws of those sampled
+    for submit, answer in zip(submits, plain(submits), strict=True):
+        places = scores(judge, submit, answer.tokens)[:-1]
+        best = places.max(-1).values - places.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert (best < NEAR).all()
+        changed = [*answer.tokens[:-1], (answer.tokens[-1] + 1) % places.shape[-1]]
+        with pytest.raises(AssertionError, match="apart"):
+            parting(judge, submit, answer.tokens, changed)

@@ -1,0 +1,125 @@
+"""Fusing changes how networks compute, not what."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models import fusing
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.fusing import FusedAttention, FusedMLP, PackedLinear, fuse
+from specdecode_worker.models.llama import Llama
+
+TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
+PACKS = fusing._packs(nn.Linear(16, 16).bfloat16())
+needs_bf16 = pytest.mark.skipif(not PACKS, reason="this CPU does not multiply bf16 natively")
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> Llama:
+    model = Llama(llama_config(shape | {"tie_word_embeddings": request.param})).requires_grad_(False)
+    randomise(model, 1)
+    return model
+
+
+def logits(model: Llama, dense: Any) -> Tensor:
+    out = model(TOKENS, torch.arange(len(TOKENS)), dense, (0, 2, 4))
+    assert out.aux_TA is not None
+    return torch.cat((model.logits(out.hidden_TE), out.aux_TA), dim=-1)
+
+
+def drafted(head: Eagle3Head, dense: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    aux = torch.randn(len(TOKENS), 96, generator=generator).to(head.norm.weight.dtype)
+    return head.logits(head(head.fuse(aux), TOKENS, torch.arange(len(TOKENS)), dense))
+
+
+@pytest.fixture
+def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+    config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
+    found = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
+    randomise(found, 2)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+def test_a_fused_target_says_the_same(target: Llama, dense: Any, dtype: torch.dtype, tolerance: float) -> None:
+    target = target.to(dtype)
+    wanted = logits(target, dense)
+    fuse(target)
+    kinds = [type(module) for module in target.modules()]
+    assert kinds.count(FusedAttention) == kinds.count(FusedMLP) == 5
+    torch.testing.assert_close(logits(target, dense), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+def test_a_fused_head_says_the_same(
+    head: Eagle3Head, target: Llama, dense: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    head.to(dtype), target.to(dtype)
+    wanted = drafted(head, dense)
+    fuse(head)
+    assert any(isinstance(module, FusedAttention) for module in head.modules())
+    torch.testing.assert_close(drafted(head, dense), wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_bf16
+@pytest.mark.parametrize("rows", [1, 2, 4, 17, 64])
+def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
+    """As close to the exact product as rounding to bf16 lets it be, whatever the number of rows."""
+    generator = torch.Generator().manual_seed(rows)
+    plain = nn.Linear(96, 80, bias=False).bfloat16().requires_grad_(False)
+    x = torch.randn(rows, 96, generator=generator).bfloat16()
+    exact = x.double() @ plain.weight.double().T
+    torch.testing.assert_close(PackedLinear(plain)(x).double(), exact, atol=2**-9, rtol=2**-8)
+
+
+@needs_bf16
+def test_packing_bf16_costs_no_accuracy(target: Llama, head: Eagle3Head, dense: Any) -> None:
+    """Held against fp64 on the same rounded weights, the packed networks are as near as the plain ones."""
+    target, head = target.bfloat16(), head.bfloat16()
+    exact_target, exact_head = copy.deepcopy(target).double(), copy.deepcopy(head).double()
+    pairs = [(target, logits, logits(exact_target, dense)), (head, drafted, drafted(exact_head, dense))]
+    for model, run, exact in pairs:
+        plain_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
+        fuse(model)
+        assert not any(isinstance(module, nn.Linear) for module in model.modules())
+        packed_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
+        assert packed_error < 1.5 * plain_error
+        assert packed_error < 0.05 * exact.abs().mean()
+
+
+@needs_bf16
+def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) -> None:
+    target = target.bfloat16()
+    before = target.model.embed_tokens(TOKENS)
+    fuse(target)
+    assert isinstance(target.lm_head, PackedLinear)
+    assert torch.equal(target.model.embed_tokens(TOKENS), before)
+
+
+def test_only_bf16_is_packed(target: Llama) -> None:
+    assert not fusing._packs(target)
+    assert not fusing._packs(target.double())
+
+
+@pytest.mark.parametrize("order", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj", "k_proj")])
+def test_parts_in_another_order_are_seen(
+    order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: queries, keys and values joined in a wrong order."""
+    right = fusing._joined
+    names = ("q_proj", "k_proj", "v_proj")
+
+    def joined(*parts: nn.Linear) -> nn.Linear:
+        return right(*(parts[names.index(name)] for name in order)) if len(parts) == 3 else right(*parts)
+
+    wanted = logits(target, dense)
+    monkeypatch.setattr(fusing, "_joined", joined)
+    fuse(target)
+    assert (logits(target, dense) - wanted).abs().max() > 1e-2

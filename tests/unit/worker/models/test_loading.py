@@ -1,0 +1,256 @@
+"""Strict loading: what is missing, extra or misshapen is refused by name, for the target and for the head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
+
+CPU = torch.device("cpu")
+DRAFT_VOCABULARY = 40
+HEAD_TENSORS = (
+    "d2t",
+    "fc.weight",
+    "lm_head.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.input_layernorm.weight",
+    "midlayer.mlp.down_proj.weight",
+    "midlayer.mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight",
+    "midlayer.post_attention_layernorm.weight",
+    "midlayer.self_attn.k_proj.weight",
+    "midlayer.self_attn.o_proj.weight",
+    "midlayer.self_attn.q_proj.weight",
+    "midlayer.self_attn.v_proj.weight",
+    "norm.weight",
+)
+TARGET_TENSORS = (
+    "lm_head.weight",
+    "model.embed_tokens.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.4.mlp.up_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.norm.weight",
+)
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture
+def target(shape: dict[str, Any], randomise: Any) -> Llama:
+    model = Llama(llama_config(shape)).requires_grad_(False)
+    randomise(model, 1)
+    return model
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def target_folder(target: Llama, shape: dict[str, Any], tmp_path: Path) -> Path:
+    return write(tmp_path / "target", shape, target.state_dict())
+
+
+def head_config(shape: dict[str, Any]) -> dict[str, Any]:
+    return shape | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCABULARY}
+
+
+def head_tensors(shape: dict[str, Any], target: Llama, randomise: Any) -> Tensors:
+    head = Eagle3Head(eagle3_config(head_config(shape), target.config), target.model.embed_tokens)
+    randomise(head, 2)
+    head.d2t += torch.arange(DRAFT_VOCABULARY)
+    return dict(head.state_dict())
+
+
+@pytest.fixture
+def head_folder(target: Llama, shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
+    return write(tmp_path / "head", head_config(shape), head_tensors(shape, target, randomise))
+
+
+def change(folder: Path, **changed: Tensor | None) -> None:
+    """Replaces tensors of a folder, or takes them out."""
+    tensors = load_file(folder / "model.safetensors") | {name: t for name, t in changed.items() if t is not None}
+    save_file(
+        {name: t for name, t in tensors.items() if changed.get(name, t) is not None}, folder / "model.safetensors"
+    )
+
+
+def load_head(folder: Path, target: Llama) -> Eagle3Head:
+    return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
+
+
+def load_target(folder: Path) -> Llama:
+    return load_llama(folder, dtype=torch.float32, device=CPU)
+
+
+def test_the_lists_above_are_the_networks(target: Llama, head_folder: Path) -> None:
+    assert sorted(load_file(head_folder / "model.safetensors")) == sorted(HEAD_TENSORS)
+    assert target.state_dict().keys() >= set(TARGET_TENSORS)
+
+
+def test_what_was_saved_is_what_is_loaded(target: Llama, target_folder: Path, head_folder: Path) -> None:
+    for loaded, folder in ((load_target(target_folder), target_folder), (load_head(head_folder, target), head_folder)):
+        saved = load_file(folder / "model.safetensors")
+        state = loaded.state_dict()
+        assert state.keys() == saved.keys()
+        assert all(torch.equal(state[name], saved[name]) for name in saved)
+        assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", HEAD_TENSORS)
+def test_a_head_without_a_tensor_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+    change(head_folder, **{name: None})
+    with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize("name", HEAD_TENSORS)
+def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+    found = load_file(head_folder / "model.safetensors")[name]
+    change(head_folder, **{name: torch.cat((found, found[:1]))})
+    with pytest.raises(WeightMismatch, match=rf"{name} has shape \[{len(found) + 1}.*asks for \[{len(found)}"):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "layers.1.mlp.up_proj.weight", "fc2.weight"])
+def test_an_extra_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
+    change(head_folder, **{name: torch.zeros(3)})
+    with pytest.raises(WeightMismatch, match=rf"{name} is not part of this model"):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize("name", TARGET_TENSORS)
+def test_a_target_without_a_tensor_is_refused_by_name(name: str, target_folder: Path) -> None:
+    change(target_folder, **{name: None})
+    with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
+        load_target(target_folder)
+
+
+@pytest.mark.parametrize("name", TARGET_TENSORS)
+def test_a_misshapen_tensor_of_a_target_is_refused_by_name(name: str, target_folder: Path) -> None:
+    change(target_folder, **{name: load_file(target_folder / "model.safetensors")[name][:-1]})
+    with pytest.raises(WeightMismatch, match=rf"{name} has shape"):
+        load_target(target_folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.5.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_an_extra_tensor_of_a_target_is_refused_by_name(name: str, target_folder: Path) -> None:
+    change(target_folder, **{name: torch.zeros(3)})
+    with pytest.raises(WeightMismatch, match=rf"{name} is not part of this model"):
+        load_target(target_folder)
+
+
+def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: Llama) -> None:
+    change(head_folder, d2t=torch.zeros(DRAFT_VOCABULARY))
+    with pytest.raises(WeightMismatch, match="d2t has dtype"):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize("offset", [-1, 97])
+def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, target: Llama) -> None:
+    change(head_folder, d2t=torch.full((DRAFT_VOCABULARY,), offset))
+    with pytest.raises(WeightMismatch, match="d2t maps outside"):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("target_hidden_size", 64, "hidden_size 64, this target has 32"),
+        ("vocab_size", 98, "vocab_size is 98, the target's 97"),
+        ("num_hidden_layers", 2, "num_hidden_layers 2"),
+        ("eagle_aux_hidden_state_layer_ids", [0, 2, 5], "do not name three layers"),
+        ("eagle_aux_hidden_state_layer_ids", [0, 2], "do not name three layers"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(
+    field: str, value: object, message: str, head_folder: Path, target: Llama, shape: dict[str, Any]
+) -> None:
+    (head_folder / "config.json").write_text(json.dumps(head_config(shape) | {field: value}))
+    with pytest.raises(ConfigMismatch, match=message):
+        load_head(head_folder, target)
+
+
+@pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0."])
+def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: Llama) -> None:
+    """speculators' and NeMo's names for the one layer; t2d, which repeats d2t, is left aside."""
+    wanted = load_head(head_folder, target).state_dict()
+    tensors = load_file(head_folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"t2d": torch.zeros(97, dtype=torch.bool)}, head_folder / "model.safetensors")
+    found = load_head(head_folder, target).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: Llama) -> None:
+    own = torch.full((97, 32), 0.5)
+    assert load_head(head_folder, target)._shared_embedding[0] is target.model.embed_tokens
+    change(head_folder, **{"embed_tokens.weight": own})
+    assert torch.equal(load_head(head_folder, target)._shared_embedding[0].weight, own)
+    change(head_folder, **{"embed_tokens.weight": own[:50]})
+    with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight has shape \[50, 32\]"):
+        load_head(head_folder, target)
+
+
+def test_a_head_with_the_targets_vocabulary_needs_no_map(
+    target: Llama, shape: dict[str, Any], randomise: Any, tmp_path: Path
+) -> None:
+    config = head_config(shape) | {"draft_vocab_size": 97}
+    head = Eagle3Head(eagle3_config(config, target.config), nn.Embedding(97, 32))
+    randomise(head, 3)
+    folder = write(tmp_path / "full", config, {k: v for k, v in head.state_dict().items() if k != "d2t"})
+    assert load_head(folder, target).target_ids.tolist() == list(range(97))
+
+
+def test_tied_targets_may_or_may_not_repeat_the_matrix(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+    tensors = target.state_dict()
+    config = shape | {"tie_word_embeddings": True}
+    without = load_target(write(tmp_path / "a", config, {k: v for k, v in tensors.items() if k != "lm_head.weight"}))
+    repeated = load_target(write(tmp_path / "b", config, tensors))
+    for model in (without, repeated):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
+
+
+def test_weights_in_several_files_and_old_exporters_frequencies(target_folder: Path) -> None:
+    tensors = load_file(target_folder / "model.safetensors")
+    wanted = load_target(target_folder).state_dict()
+    names = sorted(tensors)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file({n: tensors[n] for n in names[:10]} | old, target_folder / "model-00001-of-00002.safetensors")
+    save_file({n: tensors[n] for n in names[10:]}, target_folder / "model-00002-of-00002.safetensors")
+    (target_folder / "model.safetensors").unlink()
+    found = load_target(target_folder).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_other_formats_are_not_read(target_folder: Path) -> None:
+    (target_folder / "model.safetensors").rename(target_folder / "pytorch_model.bin")
+    with pytest.raises(WeightMismatch, match=r"holds no \*\.safetensors"):
+        load_target(target_folder)
+    (target_folder / "model.safetensors").write_bytes(b"\x80\x04 a pickle")
+    with pytest.raises(WeightMismatch, match="cannot be read as safetensors"):
+        load_target(target_folder)
+
+
+def test_the_hash_knows_every_weight_and_the_config(target_folder: Path) -> None:
+    found = {weights_hash(target_folder)}
+    change(target_folder, **{"model.norm.weight": torch.full((32,), 1.5)})
+    found.add(weights_hash(target_folder))
+    (target_folder / "config.json").write_text((target_folder / "config.json").read_text() + "\n")
+    found.add(weights_hash(target_folder))
+    assert len(found) == 3
