@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from specdecode_worker.contract import Metric
 
 DEPTH = 3
-CONCURRENCY = 4
-QUESTIONS = PROMPTS[:CONCURRENCY]
+CONCURRENCY = 2
+QUESTIONS = PROMPTS[:4]
 """The same in the traffic and in bench: acceptance goes by text."""
 MAX_TOKENS = 64
 WINDOW_SECONDS = 60

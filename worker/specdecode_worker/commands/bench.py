@@ -23,7 +23,7 @@ from specdecode_worker.commands.local import (
     local_engine,
     sampling_of,
 )
-from specdecode_worker.commands.peer import transformers_tokens_per_second
+from specdecode_worker.commands.peer import is_installed, transformers_tokens_per_second
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
@@ -41,6 +41,8 @@ QUESTIONS = (
     "Give me a recipe for a simple vegetable soup.",
 )
 """Run when no file of prompts is named."""
+FEWEST = 4
+"""Prompts of every level: acceptance of a single text says little."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=_counts, default=(1,), metavar="1,2,4", help="prompts run together")
     parser.add_argument("--rounds", type=int, default=1, help="times that plain, spec, spec, plain is run")
     parser.add_argument(
-        "--transformers", action="store_true", help="also transformers' own generate, one prompt at a time"
+        "--transformers",
+        action=argparse.BooleanOptionalAction,
+        default=is_installed(),
+        help="also transformers' own generate, one prompt at a time (default: where it is installed)",
     )
     add_model_flags(parser)
     add_shape_flags(parser)
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         engine = local_engine(args, max_num_seqs=max(args.concurrency))
         shape = args.shape if args.shape is not None else DEFAULT_SHAPE
         prompts = _prompts(engine, args)
-        found = [_compare(engine, prompts[:n], shape, args) for n in args.concurrency]
+        found = [_compare(engine, prompts, n, shape, args) for n in args.concurrency]
         document = _document(args, engine, shape, dict(zip(args.concurrency, found, strict=True)))
         if args.transformers:
             pace = transformers_tokens_per_second(
@@ -94,34 +99,47 @@ class Side:
 
 
 def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
-    """As many as the highest concurrency; a shorter list is repeated."""
+    """All of a file, or a few questions; repeated where the highest concurrency is higher."""
     if args.prompts:
         found = engine.prompts(Path(args.prompts))
     else:
         found = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
     if not found:
         raise ValueError(f"{args.prompts} holds no prompt")
-    most: int = max(args.concurrency)
-    return (found * -(-most // len(found)))[: max(most, len(found) if args.prompts else most)]
+    wanted: int = max(*args.concurrency, len(found) if args.prompts else FEWEST)
+    return (found * -(-wanted // len(found)))[:wanted]
 
 
 def _compare(
-    engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, args: argparse.Namespace
+    engine: LocalEngine, prompts: Sequence[Prompt], together: int, shape: TreeShape, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Plain, speculative, speculative, plain: what drifts meanwhile falls on both."""
     plain, speculative = Side(), Side()
-    sampling = [sampling_of(args, index) for index in range(len(prompts))]
     texts: dict[bool, list[Answer]] = {}
-    _warm(engine, prompts, shape, args)
+    _warm(engine, prompts[:together], shape, args)
     for is_plain in (True, False, False, True) * args.rounds:
         engine.run_shape(PLAIN if is_plain else shape)
-        texts[is_plain], pace = engine.answer(prompts, sampling)
-        (plain if is_plain else speculative).add(pace)
+        side = Side()
+        texts[is_plain] = _waves(engine, prompts, together, args, side)
+        (plain if is_plain else speculative).add(side.pace)
         print(
-            f"  {len(prompts)} at once, {'plain' if is_plain else shape}: {pace.tokens_per_second:.1f} tokens/s",
+            f"  {together} at once, {'plain' if is_plain else shape}: {side.pace.tokens_per_second:.1f} tokens/s",
             file=sys.stderr,
         )
     return _comparison(plain.pace, speculative.pace, texts)
+
+
+def _waves(
+    engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, side: Side
+) -> list[Answer]:
+    """Answers to all prompts, ``together`` at a time; an incomplete last wave is left out."""
+    answers: list[Answer] = []
+    for start in range(0, len(prompts) - together + 1, together):
+        wave = range(start, start + together)
+        new, pace = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
+        answers += new
+        side.add(pace)
+    return answers
 
 
 def _warm(engine: LocalEngine, prompts: Sequence[Prompt], shape: TreeShape, args: argparse.Namespace) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
 
 
 def transformers_tokens_per_second(

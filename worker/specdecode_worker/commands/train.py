@@ -73,7 +73,6 @@ def _train(args: argparse.Namespace) -> Path:
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
         depth=args.depth,
-        deepen_at=() if origin else _DEFAULTS.deepen_at,
         seed=args.seed,
     )
     material = Material(

@@ -104,11 +104,11 @@ class Drafter:
     def _catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
         """Runs the slots up to the root, as many as the draft lags behind; the roots' hidden states [B, E]."""
         requests = [rows[b].request for b in drafting]
-        counts = [min(request.lag, RING, max(request.cached, 1)) for request in requests]
+        counts = [min(request.lag, RING, max(request.cached_least, 1)) for request in requests]
         for request, count in zip(requests, counts, strict=True):
             if request.lag > count:  # the ring has forgotten what lies between: the draft begins anew
-                request.draft_start = max(request.cached_bound + 1 - count, 1)
-            request.lag = 0
+                request.draft_start = max(request.cached_least + 1 - count, 1)
+            request.drafted_to_root()
         slots_B = torch.tensor([request.slot for request in requests], device=self._state.length_S.device)
         first_B = self._state.length_S[slots_B] + 1 - torch.tensor(counts, device=slots_B.device)
         sequence_T, row_T = spread(tuple(counts), slots_B.device)

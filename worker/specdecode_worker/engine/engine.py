@@ -57,7 +57,8 @@ class Engine:
         pipelined: bool,
     ) -> None:
         self.identity = identity
-        self.max_model_len = max_model_len
+        # A request that the whole cache cannot hold would wait for ever, and everyone behind it.
+        self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafter = parts.scheduler, parts.target, parts.drafter
         self._state, self._pilot = parts.state, parts.pilot
@@ -79,10 +80,11 @@ class Engine:
 
     def add(self, submit: Submit) -> None:
         """Queues a request. Raises ValueError for one that can never run; the server has checked before."""
-        if not submit.prompt or len(submit.prompt) + submit.sampling.max_tokens > self.max_model_len:
+        prompt, new = len(submit.prompt), submit.sampling.max_tokens
+        if prompt < 1 or new < 1 or prompt + new > self.max_model_len:
             raise ValueError(
-                f"{len(submit.prompt)} prompt tokens and {submit.sampling.max_tokens} new ones must be between 1 "
-                f"and max_model_len {self.max_model_len}"
+                f"{prompt} prompt tokens and {new} new ones do not fit: there must be one of each, and at most "
+                f"{self.max_model_len} together; shorten the prompt or lower max_tokens"
             )
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
         self._account(time.monotonic())

@@ -39,7 +39,7 @@ class Recorder:
 
     def admitted(self, request: Request, now: float) -> None:
         """Its first chunk runs; after a preemption this is not its first."""
-        if request.emitted == 0:
+        if request.epoch == 0:
             self.statistics.queue.add(now - request.arrived_seconds)
 
     def walked(self, row: Row, read: Read, taken: list[int], now: float) -> None:

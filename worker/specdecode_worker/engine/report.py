@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_worker.contract import MAX_REPORT_BYTES, DraftState, GuardCell, PlanState, Report, SyntheticKnobs
-from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Statistics
+from specdecode_worker.engine.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Moment:
 
 
 def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> Report:
-    """Step cells with fewest steps are left out until the report is small enough; their counters go on."""
-    step_cells = MAX_STEP_CELLS
+    """Step and acceptance cells with fewest counts are left out until it is small enough; their counters go on."""
+    share = 1
     while True:
         report = Report(
             boot_id=identity.boot_id,
@@ -58,13 +58,13 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             draft_tokens=statistics.draft_tokens,
             accepted_tokens=statistics.accepted_tokens,
             plain_steps=statistics.plain_steps,
-            acceptance=statistics.acceptance_cells(),
+            acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
             requests=statistics.request_cells(),
-            steps=statistics.costs.cells(step_cells),
+            steps=statistics.costs.cells(MAX_STEP_CELLS // share),
             traffic=statistics.traffic_cells(),
             latency=statistics.latency_cells(),
             guard=moment.guard,
         )
-        if len(report.model_dump_json()) <= MAX_REPORT_BYTES or step_cells == 0:
+        if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:
             return report
-        step_cells //= 2
+        share *= 2

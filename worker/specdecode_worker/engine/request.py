@@ -34,6 +34,8 @@ class Request:
     in_flight: deque[int] = field(default_factory=deque)
     """Most tokens that each launched and uncollected step can commit."""
     lag: int = 1
+    caught_up: int = 0
+    """The draft has caught up with this many of the steps in flight, the oldest: they bound its lag no more."""
     draft_start: int = 1
     emitted: int = 0
     drafts: int = 0
@@ -62,6 +64,11 @@ class Request:
         """Most keys that the device may hold by now."""
         return self.cached + sum(self.in_flight)
 
+    @property
+    def cached_least(self) -> int:
+        """Fewest keys that the device holds once all launched steps have run: each commits one or more."""
+        return self.cached + len(self.in_flight)
+
     def take(self, tokens: list[int]) -> list[int]:
         """Keeps what counts of newly emitted ``tokens``: up to a stop token, itself included, or the limit."""
         taken = []
@@ -79,14 +86,22 @@ class Request:
 
     def advance(self, most: int, committed: int) -> None:
         """A launched step was collected: it could have committed ``most`` positions and did ``committed``."""
-        assert self.in_flight.popleft() == most, "steps are collected in the order of their launch"
+        oldest = self.in_flight.popleft()
+        assert oldest == most, "steps are collected in the order of their launch"
         self.cached += committed
-        self.lag -= most - committed
+        if self.caught_up:
+            self.caught_up -= 1
+        else:
+            self.lag -= most - committed
+
+    def drafted_to_root(self) -> None:
+        """The draft has run up to the root, behind whatever the steps in flight commit."""
+        self.lag, self.caught_up = 0, len(self.in_flight)
 
     def forget_cache(self) -> None:
         """Back to the queue: everything known so far becomes what is prefilled again."""
         self.slot, self.blocks, self.blocks_known = -1, [], 0
         self.prefilled = self.prefill_end = self.cached = 0
         self.in_flight.clear()
-        self.lag, self.draft_start = 1, 1
+        self.lag, self.caught_up, self.draft_start = 1, 0, 1
         self.epoch += 1

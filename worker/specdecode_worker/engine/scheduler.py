@@ -100,7 +100,9 @@ class Scheduler:
         for request, tree in zip(requests, dispatch(requests) if requests else [], strict=True):
             if request.slot < 0:
                 continue  # preempted by a row before
-            tree = tree if tree.verified - 1 <= budget else PLAIN
+            # A tree that cannot fit beside nobody would only drive the request out of its own blocks, again and again.
+            fits = request.cached_bound + len(tree.parents) <= self.kv_tokens_total
+            tree = tree if fits and tree.verified - 1 <= budget else PLAIN
             if self._reserve(request, request.cached_bound + len(tree.parents), rows):
                 rows.append(Row(request, tree.verified, tree))
                 budget -= tree.verified - 1

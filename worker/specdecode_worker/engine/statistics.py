@@ -28,7 +28,7 @@ _MILLISECONDS: dict[LatencyName, tuple[float, ...]] = {
     "queue": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000),
     "e2e": (10, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000, 120000, 300000),
 }
-MAX_STEP_CELLS = 64
+MAX_STEP_CELLS, MAX_ACCEPTANCE_CELLS = 64, 1024
 
 
 @dataclass(slots=True)
@@ -86,19 +86,17 @@ class Statistics:
     ttit: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
     e2e: Histogram = field(default_factory=lambda: Histogram.of("e2e"))
     queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
+    _named: set[str] = field(default_factory=set)
     _ranks: Counter[tuple[Sort, int, bool, int]] = field(default_factory=Counter)
     _requests: dict[Sort, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def traffic(self, task: str) -> Traffic:
-        """Counters of a task; tasks beyond the bound are counted as ``other``."""
-        if task not in self._traffic and len(self._traffic) >= MAX_TASKS:
-            task = OTHER_TASK
-        return self._traffic.setdefault(task, Traffic())
+        return self._traffic.setdefault(self._label(task), Traffic())
 
     def rank(self, sort: Sort, depth: int, *, main: bool, rank: int) -> None:
         """The target's token behind an accepted node of depth ``depth - 1`` had this rank; MAX_RANKS is a miss."""
-        self._ranks[sort, depth, main, rank] += 1
+        self._ranks[self._labelled(sort), depth, main, rank] += 1
 
     def drafted(self, nodes: int, accepted: int) -> None:
         """A sequence-step with a draft of ``nodes`` tokens, or none."""
@@ -111,11 +109,12 @@ class Statistics:
 
     def finished(self, sort: Sort, accepted: int, drafts: int) -> None:
         """A request ended: the sums of its accepted tokens a and its drafts d."""
-        sums = self._requests.setdefault(sort, [0] * 6)
+        sums = self._requests.setdefault(self._labelled(sort), [0] * 6)
         for i, value in enumerate((1, accepted, drafts, accepted**2, accepted * drafts, drafts**2)):
             sums[i] += value
 
-    def acceptance_cells(self) -> tuple[AcceptanceCell, ...]:
+    def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
+        """The cells with most counts, since a report is bounded."""
         cells: dict[tuple[Sort, int, bool], list[int]] = {}
         for (sort, depth, main, rank), count in self._ranks.items():
             cells.setdefault((sort, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
@@ -128,7 +127,7 @@ class Statistics:
                 parent="main" if main else "sibling",
                 ranks=tuple(ranks),
             )
-            for (sort, depth, main), ranks in cells.items()
+            for (sort, depth, main), ranks in sorted(cells.items(), key=lambda item: -sum(item[1]))[:most]
         )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
@@ -152,3 +151,12 @@ class Statistics:
 
     def latency_cells(self) -> tuple[LatencyHistogram, ...]:
         return tuple(histogram.cell() for histogram in (self.ttft, self.ttit, self.e2e, self.queue))
+
+    def _labelled(self, sort: Sort) -> Sort:
+        return Sort(self._label(sort.task), sort.sampled)
+
+    def _label(self, task: str) -> str:
+        """Plans come and go, a report is bounded: the first tasks keep their names, all later ones are ``other``."""
+        if task != OTHER_TASK and len(self._named) < MAX_TASKS:
+            self._named.add(task)
+        return task if task in self._named else OTHER_TASK

@@ -51,12 +51,15 @@ class Exploration:
 
     def burst_for(self, concurrency: int, running: TreeShape, max_depth: int, share: float) -> Burst | None:
         """The burst under way, or a new one if it is affordable: of the shape that was timed least at this load
-        among plain decoding, the neighbours and the deepest chain allowed."""
-        if self.burst is not None and self.burst.done >= BURST_STEPS:
+        among plain decoding, the neighbours and the deepest chain allowed. Without a depth allowed there is none."""
+        burst = self.burst
+        if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
+        affordable = self.burst is None and max_depth > 0 and self.bursts.affords(share / 2, self._total_seconds)
         known = self._usual.get(concurrency)
-        if self.burst is None and known and known.seconds and self.bursts.affords(share / 2, self._total_seconds):
-            depths = {0, max(running.depth - 1, 0), min(running.depth + 1, max_depth), max_depth} - {running.depth}
+        if affordable and known and known.seconds:
+            near = (0, running.depth - 1, running.depth + 1, max_depth)
+            depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
             if shapes:
                 shape = min(shapes, key=lambda shape: self._counts[concurrency, shape])

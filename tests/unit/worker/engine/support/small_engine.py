@@ -1,0 +1,146 @@
+"""Requests, and an engine over a Llama of two tiny layers whose draft is a noised copy of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
+from specdecode_worker.engine.blocks import BlockPool
+from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.factory import paged_cache
+from specdecode_worker.engine.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.pilot import Pilot
+from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Limits, Scheduler
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.engine.target import Target
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.speculation.dispatch import Dispatcher
+
+CPU = torch.device("cpu")
+VOCABULARY = 41
+HIDDEN = 16
+
+
+class NoisedCopy(nn.Module):
+    """A draft that reads tokens and no hidden states, and is right about half of the time."""
+
+    def __init__(self, target: Llama) -> None:
+        super().__init__()
+        self.llama = copy.deepcopy(target)
+        generator = torch.Generator().manual_seed(7)
+        for weight in self.llama.parameters():
+            weight.data += 0.06 * weight.abs().mean() * torch.randn(weight.shape, generator=generator).double()
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        return aux_TA
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self.llama(tokens_T, positions_T, attend).hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        return self.llama.logits(hidden_TE)
+
+
+@lru_cache(maxsize=1)
+def networks() -> tuple[Llama, NoisedCopy]:
+    torch.set_num_threads(1)
+    config = llama_config(
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+        }
+    )
+    target = Llama(config).double().requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for weight in target.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(std=0.4, generator=generator)
+    return target, NoisedCopy(target)
+
+
+def small_engine(
+    *,
+    draft: bool = True,
+    max_num_seqs: int = 4,
+    blocks: int = 80,
+    budget: int = 128,
+    max_model_len: int = 200,
+    eos: tuple[int, ...] = (),
+    pipelined: bool = False,
+) -> Engine:
+    target, head = networks()
+    layers, dtype = target.config.num_hidden_layers, torch.float64
+    state = DeviceState(max_num_seqs, max_model_len, HIDDEN if draft else 0, dtype, CPU)
+    drafter = None
+    if draft:
+        drafter = Drafter(head, None, paged_cache(target.config, layers, blocks, dtype, CPU), state, 512)  # type: ignore[arg-type]
+    cache = paged_cache(target.config, layers, blocks, dtype, CPU)
+    parts = Parts(
+        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+        target=Target(target, cache, state, (0,) if draft else ()),
+        drafter=drafter,
+        state=state,
+        pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft),
+    )
+    return Engine(parts, identity(max_num_seqs), max_model_len=max_model_len, eos_token_ids=eos, pipelined=pipelined)
+
+
+def identity(max_num_seqs: int = 4) -> Identity:
+    return Identity(
+        boot_id="b", worker="w", model="m", target="t", draft=DraftState(hash="d"), max_num_seqs=max_num_seqs
+    )
+
+
+def plan_of(*shapes: str, **fields: Any) -> Plan:
+    """The first shape runs for ``other``, the next ones for the tasks t1, t2, ..., whatever the load."""
+    names = ["other", *(f"t{i}" for i in range(1, len(shapes)))]
+    rows = tuple(
+        PlanRow(concurrency=bucket, context=0, task=name, shape=TreeShape.parse(shape))
+        for bucket in range(6)
+        for name, shape in zip(names, shapes, strict=True)
+    )
+    tasks = tuple(TaskMatch(name=name) for name in names[1:])
+    return Plan(**{"draft": "d", "version": 1, "rows": rows, "tasks": tasks, "explore": 0, "guard": False, **fields})
+
+
+def submit(name: str = "r", prompt: Sequence[int] = (1, 2, 3), *, task: str = "other", **sampling: Any) -> Submit:
+    wanted = {"max_tokens": 20, "seed": 1, "temperature": 0.0, **sampling}
+    return Submit(request_id=name, prompt=tuple(prompt), sampling=Sampling(**wanted), task=task, arrival_seconds=5.0)
+
+
+def request(name: str = "r", prompt: Sequence[int] = (1, 2, 3), **sampling: Any) -> Request:
+    return Request.of(submit(name, prompt, **sampling), (), arrived_seconds=5.0)
+
+
+def drain(engine: Engine, most: int = 2000) -> list[Tokens]:
+    """Steps until nothing is left; all that came out."""
+    found: list[Tokens] = []
+    while not engine.idle:
+        assert most > 0, "the engine does not come to an end"
+        most -= 1
+        found += engine.step()
+    engine.check()
+    return found
+
+
+def texts(found: Iterable[Tokens]) -> dict[str, list[int]]:
+    by_request: dict[str, list[int]] = {}
+    for new in found:
+        by_request.setdefault(new.request_id, []).extend(new.tokens)
+    return by_request

@@ -1,0 +1,127 @@
+"""Step costs: the sums are those of least squares on FEATURES, and only ever grow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.contract import FEATURES
+from specdecode_worker.engine.costs import CLIP, StepCosts, StepSize
+
+SIZES = st.builds(
+    StepSize,
+    sequences=st.integers(1, 64),
+    verify_tokens=st.integers(0, 600),
+    kv_tokens=st.integers(0, 10**5),
+    draft_passes=st.integers(0, 2),
+    prefill_tokens=st.sampled_from([0, 0, 17]),
+)
+STEPS = st.lists(st.tuples(SIZES, st.integers(1, 30), st.floats(0.001, 0.1), st.integers(0, 1)), max_size=25)
+
+
+def size(**change: int) -> StepSize:
+    fields = {"sequences": 2, "verify_tokens": 4, "kv_tokens": 30, "draft_passes": 1, "prefill_tokens": 0}
+    return StepSize(**{**fields, **change})
+
+
+def test_x_is_the_contracts_features_in_their_order() -> None:
+    found = StepSize(sequences=2, verify_tokens=3, kv_tokens=4, draft_passes=5, prefill_tokens=6)
+    assert dict(zip(FEATURES, found.x, strict=True)) == {
+        "one": 1,
+        "sequences": 2,
+        "verify_tokens": 3,
+        "kv_tokens": 4,
+        "draft_passes": 5,
+        "prefill_tokens": 6,
+    }
+
+
+@pytest.mark.parametrize(("tokens", "edge"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128)])
+def test_the_tokens_bucket_is_the_next_power_of_two(tokens: int, edge: int) -> None:
+    assert size(verify_tokens=tokens).kind(0)[0] == edge
+    assert size(verify_tokens=0, prefill_tokens=tokens).kind(0)[0] == edge, "a prompt's tokens are packed as well"
+
+
+@given(STEPS)
+def test_sums_are_those_of_least_squares(steps: list[tuple[StepSize, int, float, int]]) -> None:
+    costs = StepCosts()
+    for step, emitted, seconds, context in steps:
+        costs.add(context, step, emitted, seconds, seconds / 2)
+    cells = costs.cells(1000)
+    assert sum(cell.count for cell in cells) == len(steps)
+    for cell in cells:
+        kind = (cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+        mine = [(s.x, e, t) for s, e, t, c in steps if s.kind(c) == kind]
+        k = range(len(FEATURES))
+        if cell.clipped:
+            continue
+        assert cell.x == pytest.approx([sum(x[i] for x, _, _ in mine) for i in k])
+        assert cell.xx == pytest.approx([sum(x[i] * x[j] for x, _, _ in mine) for i in k for j in k if j >= i])
+        assert cell.xt == pytest.approx([sum(x[i] * t for x, _, t in mine) for i in k])
+        assert (cell.t, cell.tt) == pytest.approx((sum(t for *_, t in mine), sum(t * t for *_, t in mine)))
+        assert (cell.wall_seconds, cell.device_seconds) == pytest.approx((cell.t, cell.t / 2))
+        assert cell.emitted == sum(e for _, e, _ in mine)
+
+
+@given(STEPS)
+def test_sums_only_rise(steps: list[tuple[StepSize, int, float, int]]) -> None:
+    costs = StepCosts()
+    before: dict[tuple[int, int, bool, int], tuple[float, ...]] = {}
+    for step, emitted, seconds, context in steps:
+        costs.add(context, step, emitted, seconds, seconds)
+        after = {
+            (c.tokens_bucket, c.draft_passes, c.prefill, c.context_bucket): (
+                *(c.count, c.t, c.tt, c.wall_seconds, c.device_seconds, c.clipped, c.emitted),
+                *(*c.x, *c.xx, *c.xt),
+            )
+            for c in costs.cells(1000)
+        }
+        for kind, values in before.items():
+            assert all(now >= then for now, then in zip(after[kind], values, strict=True))
+        before = after
+
+
+def test_a_reading_is_exact_enough_to_subtract() -> None:
+    """A million steps in, one more is still seen to a part in a thousand."""
+    costs = StepCosts()
+    for _ in range(200):
+        costs.add(0, size(kv_tokens=10**5), 1, 0.01, 0.01)
+    (cell,) = costs.cells(1)
+    costs.add(0, size(kv_tokens=10**5), 1, 0.01, 0.01)
+    (after,) = costs.cells(1)
+    kv = FEATURES.index("kv_tokens")
+    assert after.x[kv] - cell.x[kv] == pytest.approx(1e5)
+    assert after.xt[kv] - cell.xt[kv] == pytest.approx(1e3, rel=1e-3)
+
+
+def test_a_stall_is_clipped_and_told() -> None:
+    costs = StepCosts()
+    for _ in range(10):
+        costs.add(0, size(), 1, 0.01, 0.01)
+    costs.add(0, size(), 1, 5.0, 5.0)
+    (cell,) = costs.cells(1)
+    assert cell.clipped == 1
+    assert cell.t == pytest.approx(10 * 0.01 + CLIP * 0.01)
+    assert cell.wall_seconds == pytest.approx(10 * 0.01 + 5.0), "wall seconds are never clipped"
+    assert cell.xt[0] == pytest.approx(cell.t)
+
+
+def test_a_machine_that_became_slower_is_believed_in_the_end() -> None:
+    costs = StepCosts()
+    for seconds in [0.01] * 20 + [1.0] * 60:
+        costs.add(0, size(), 1, seconds, seconds)
+    (before,) = costs.cells(1)
+    costs.add(0, size(), 1, 1.0, 1.0)
+    (after,) = costs.cells(1)
+    assert after.clipped == before.clipped
+    assert after.t - before.t == pytest.approx(1.0)
+
+
+def test_a_bounded_reading_keeps_the_cells_with_most_steps() -> None:
+    costs = StepCosts()
+    for passes, times in enumerate((3, 9, 1, 5)):
+        for _ in range(times):
+            costs.add(0, size(draft_passes=passes), 1, 0.01, 0.01)
+    assert [cell.draft_passes for cell in costs.cells(2)] == [1, 3]
+    assert costs.cells(0) == ()

@@ -1,0 +1,330 @@
+"""The engine in this process, over a small random Llama: joining, leaving, ends, refusals, books that balance."""
+
+from __future__ import annotations
+
+from itertools import count, pairwise
+from types import SimpleNamespace
+
+import pytest
+from small_engine import drain, plan_of, small_engine, submit, texts
+
+from specdecode_worker.contract import Plan, Report, StepCell, SyntheticKnobs, TreeShape
+from specdecode_worker.engine import engine as engine_module
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.messages import Submit, Tokens
+
+SHAPES = ["none", "chain:3", "tree:3,2,1"]
+
+
+def plain_text(request: Submit) -> list[int]:
+    engine = small_engine(draft=False)
+    engine.add(request)
+    return texts(drain(engine))[request.request_id]
+
+
+@pytest.fixture(scope="module")
+def greedy() -> list[int]:
+    """60 tokens of the plain text of the prompt that most tests send."""
+    return plain_text(submit(max_tokens=60))
+
+
+@pytest.fixture(params=[False, True], ids=["direct", "pipelined"])
+def pipelined(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_abort_in_mid_flight_frees_everything(shape: str, steps: int, pipelined: bool) -> None:
+    engine = small_engine(max_num_seqs=2, pipelined=pipelined)
+    engine.set_plan(plan_of(shape))
+    for name in "abc":
+        engine.add(submit(name, prompt=[1] * 40, max_tokens=50))
+    for _ in range(steps):
+        engine.step()
+    for name in ("a", "b", "c", "nobody"):
+        engine.abort(name)
+        engine.check()
+    assert engine.report().kv_tokens_used == 0
+    assert not any(new.tokens for new in drain(engine)), "nobody is told of an aborted request"
+    report = engine.report()
+    assert (report.running, report.waiting, engine.idle) == (0, 0, True)
+    assert sum(cell.finished for cell in report.traffic) == 0
+
+
+def test_one_that_leaves_does_not_disturb_those_who_stay(greedy: list[int], pipelined: bool) -> None:
+    engine = small_engine(pipelined=pipelined)
+    engine.set_plan(plan_of("chain:3"))
+    engine.add(submit("stays", max_tokens=60))
+    engine.add(submit("goes", prompt=(9, 8, 7), max_tokens=60))
+    found = [new for _ in range(4) for new in engine.step()]
+    engine.abort("goes")
+    after = drain(engine)
+    assert texts(found + after)["stays"] == greedy
+    assert {new.request_id for new in after} == {"stays"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_join_between_steps_and_say_what_they_say_alone(shape: str, pipelined: bool) -> None:
+    requests = [
+        submit(str(i), prompt=range(1, 2 + 5 * i), max_tokens=9 + 7 * i, seed=i, temperature=i % 2) for i in range(5)
+    ]
+    engine = small_engine(max_num_seqs=3, budget=16, pipelined=pipelined)
+    engine.set_plan(plan_of(shape))
+    found: list[Tokens] = []
+    for request in requests:
+        engine.add(request)
+        found += [new for _ in range(3) for new in engine.step()]
+    found += drain(engine)
+    assert texts(found) == {request.request_id: plain_text(request) for request in requests}
+    assert sorted(new.request_id for new in found if new.finish == "length") == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(100, 101), (200, 1), (201, 0), (0, 5), (5, 0)])
+def test_a_request_that_cannot_fit_is_refused_in_words(prompt: int, new: int) -> None:
+    engine = small_engine(max_model_len=200)
+    with pytest.raises(ValueError, match=rf"{prompt} prompt tokens and {new} new ones .* at most 200 together"):
+        engine.add(submit(prompt=[1] * prompt, max_tokens=new))
+    assert engine.idle, "a refusal leaves nothing behind"
+    assert engine.report().traffic == ()
+
+
+def test_a_small_cache_bounds_what_is_taken_and_never_lets_a_request_wait_for_ever(pipelined: bool) -> None:
+    """Four blocks hold 64 tokens, whatever the model could do."""
+    engine = small_engine(blocks=1 + 4, pipelined=pipelined)
+    engine.set_plan(plan_of("chain:6"))
+    assert engine.max_model_len == 64
+    with pytest.raises(ValueError, match="at most 64 together"):
+        engine.add(submit("big", prompt=[1] * 45, max_tokens=20))
+    engine.add(submit("fits", prompt=[1] * 45, max_tokens=19))
+    engine.add(submit("next", max_tokens=5))
+    found = drain(engine, most=150)
+    assert {name: len(text) for name, text in texts(found).items()} == {"fits": 19, "next": 5}
+
+
+def end_of(engine: Engine, request: Submit) -> tuple[list[int], str | None]:
+    engine.add(request)
+    found = drain(engine)
+    assert [new.finish for new in found[:-1]] == [None] * (len(found) - 1)
+    return texts(found)[request.request_id], found[-1].finish
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("at", [0, 1, 7, 20])
+def test_a_stop_token_ends_the_text_wherever_in_a_step_it_comes(
+    greedy: list[int], shape: str, at: int, pipelined: bool
+) -> None:
+    token = greedy[at]
+    first = greedy.index(token)
+    for stops, ids in ({"stop_token_ids": (token,)}, ()), ({}, (token,)):
+        engine = small_engine(eos=ids, pipelined=pipelined)
+        engine.set_plan(plan_of(shape))
+        text, finish = end_of(engine, submit(max_tokens=60, **stops))
+        assert (text, finish) == (greedy[: first + 1], "stop")
+
+
+def test_eos_can_be_ignored(greedy: list[int]) -> None:
+    engine = small_engine(eos=(greedy[3],))
+    engine.set_plan(plan_of("chain:3"))
+    assert end_of(engine, submit(max_tokens=60, ignore_eos=True)) == (greedy, "length")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 17])
+def test_max_tokens_is_exact(greedy: list[int], shape: str, most: int, pipelined: bool) -> None:
+    engine = small_engine(pipelined=pipelined)
+    engine.set_plan(plan_of(shape))
+    assert end_of(engine, submit(max_tokens=most)) == (greedy[:most], "length")
+
+
+@pytest.mark.parametrize("length", [1, 3, 12])
+@pytest.mark.parametrize("shape", ["chain:6", "tree:3,2,1"])
+def test_a_draft_is_as_good_when_steps_are_launched_ahead(shape: str, length: int) -> None:
+    """What the host does not know yet of a step in flight is not hidden from the draft: it proposes the same."""
+    readings = []
+    for pipelined in (False, True):
+        engine = small_engine(pipelined=pipelined)
+        engine.set_plan(plan_of(shape))
+        end_of(engine, submit(prompt=range(1, 1 + length), max_tokens=90))
+        report = engine.report()
+        readings.append((report.drafts, report.accepted_tokens))
+    assert readings[0] == readings[1]
+
+
+def test_shapes_may_change_with_every_step(greedy: list[int], pipelined: bool) -> None:
+    """Deep, shallow, none and back, as bursts and guards do it."""
+    shapes = ["chain:6", "chain:1", "none", "tree:3,2,1", "none", "chain:6", "chain:6", "none"]
+    engine = small_engine(pipelined=pipelined)
+    engine.add(submit(max_tokens=60))
+    found: list[Tokens] = []
+    while not engine.idle:
+        engine.set_plan(plan_of(shapes[len(found) % len(shapes)], version=len(found)))
+        found += engine.step()
+    assert texts(found)["r"] == greedy
+
+
+def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine, list[Tokens]]:
+    engine = small_engine()
+    engine.set_plan(plan_of(*shapes, **fields))
+    for i in range(requests):
+        task = f"t{i % len(shapes)}" if i % len(shapes) else "other"
+        engine.add(submit(str(i), prompt=range(1, 8 + i), max_tokens=30 + i, seed=i, temperature=i % 2, task=task))
+    return engine, drain(engine)
+
+
+@pytest.mark.parametrize("shapes", [["none"], ["chain:3"], ["tree:3,2,1"], ["chain:4", "none", "tree:2,2"]])
+def test_what_was_emitted_is_steps_plus_accepted(shapes: list[str]) -> None:
+    """Every sequence-step brings one token and what it accepted; the first token comes from the prompt. What the last
+    step of a request brings beyond max_tokens was accepted too, and is dropped."""
+    engine, found = run(shapes)
+    report = engine.report()
+    emitted = sum(len(new.tokens) for new in found)
+    dropped = 0
+    for name in texts(found):
+        mine = [new for new in found if new.request_id == name]
+        assert (mine[0].accepted, len(mine[0].tokens)) == (0, 1)
+        for before, after in pairwise(mine):
+            came = 1 + after.accepted - before.accepted
+            assert len(after.tokens) == came or after.finish
+            dropped += came - len(after.tokens)
+    assert emitted == sum(30 + i for i in range(6))
+    assert emitted + dropped == len(texts(found)) + report.plain_steps + report.drafts + report.accepted_tokens
+    assert (report.accepted_tokens > 0) == (report.drafts > 0) == (shapes != ["none"])
+
+
+def test_the_report_is_the_sum_of_what_requests_were_told() -> None:
+    shapes = ["chain:4", "none", "tree:2,2"]
+    engine, found = run(shapes)
+    report = engine.report()
+    last = {new.request_id: new for new in found}
+    assert report.drafts == sum(new.drafts for new in last.values())
+    assert report.draft_tokens == sum(new.draft_tokens for new in last.values())
+    assert report.accepted_tokens == sum(new.accepted for new in last.values())
+    for task, name in ("other", "03"), ("t1", "14"), ("t2", "25"):
+        nodes = TreeShape.parse(shapes[int(name[0])]).nodes
+        cells = [cell for cell in report.requests if cell.task == task]
+        assert sum(cell.a for cell in cells) == sum(last[one].accepted for one in name)
+        assert sum(cell.aa for cell in cells) == sum(last[one].accepted ** 2 for one in name)
+        assert sum(cell.d for cell in cells) * nodes == sum(last[one].draft_tokens for one in name)
+        (traffic,) = (cell for cell in report.traffic if cell.task == task)
+        assert (traffic.arrivals, traffic.finished) == (2, 2)
+        assert traffic.prompt_tokens == sum(7 + int(one) for one in name)
+        assert traffic.output_tokens == sum(30 + int(one) for one in name)
+
+
+def test_acceptance_cells_agree_with_accepted_tokens() -> None:
+    """Along a chain a hit at depth d is an accepted token of depth d; each depth is reached by the hits of the last."""
+    engine, _ = run(["chain:3"])
+    report = engine.report()
+    total = {d: sum(c.total for c in report.acceptance if c.depth == d) for d in (1, 2, 3)}
+    hits = {d: sum(c.ranks[0] for c in report.acceptance if c.depth == d) for d in (1, 2, 3)}
+    assert {cell.parent for cell in report.acceptance} == {"main"}
+    assert {cell.sampled for cell in report.acceptance} == {False, True}
+    assert total[1] == report.drafts
+    # The last step of each request counts only as far as its tokens were kept.
+    assert 0 <= hits[1] - total[2] <= 6
+    assert 0 <= hits[2] - total[3] <= 6
+    assert 0 <= report.accepted_tokens - sum(hits.values()) <= 6 * 3
+
+
+def test_step_cells_count_every_step_and_token() -> None:
+    engine, found = run(["chain:3"], requests=3)
+    cells = engine.report().steps
+    first = sum(cell.emitted for cell in cells if cell.prefill)
+    kept = sum(len(new.tokens) for new in found)
+    assert kept <= sum(cell.emitted for cell in cells) <= kept + 3 * 3
+    assert first == 3
+    sums = [sum(cell.x[i] for cell in cells) for i in range(6)]
+    report = engine.report()
+    assert sums[0] == sum(cell.count for cell in cells)
+    assert sums[1] == 3 + report.drafts
+    assert sums[2] == report.drafts + report.draft_tokens
+    assert sums[5] == 7 + 8 + 9
+    assert {cell.draft_passes for cell in cells if not cell.prefill} == {3}
+
+
+def flat(report: Report) -> dict[str, float]:
+    """Every counter of a report by a name of its own."""
+    found = {
+        name: float(getattr(report, name))
+        for name in (
+            *("clock_seconds", "running_request_seconds", "waiting_request_seconds"),
+            *("drafts", "draft_tokens", "accepted_tokens", "plain_steps"),
+        )
+    }
+    for cell in report.acceptance:
+        found |= {f"{cell.task} {cell.sampled} {cell.depth} {cell.parent} {r}": n for r, n in enumerate(cell.ranks)}
+    for sums in report.requests:
+        found |= {f"{sums.task} {sums.sampled} {k}": getattr(sums, k) for k in ("n", "a", "d", "aa", "ad", "dd")}
+    for traffic in report.traffic:
+        found |= {f"{traffic.task} {k}": v for k, v in traffic.model_dump(exclude={"task"}).items()}
+    for histogram in report.latency:
+        found |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
+    for step in report.steps:
+        found |= {f"{kind(step)} {i}": v for i, v in enumerate((step.count, step.t, step.emitted, *step.x, *step.xx))}
+    return found
+
+
+def kind(cell: StepCell) -> tuple[int, int, bool, int]:
+    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket
+
+
+@pytest.mark.usefixtures("ticking")
+def test_counters_only_rise_through_aborts_preemptions_and_new_plans() -> None:
+    engine = small_engine(blocks=13, budget=24)
+    readings = [flat(engine.report())]
+    for turn, shape in enumerate(("chain:3", "none", "tree:3,2,1", "chain:1")):
+        engine.set_plan(plan_of(shape, version=turn + 1, explore=0.5, max_depth=5))
+        for i in range(4):
+            engine.add(submit(f"{turn}{i}", prompt=range(1, 25), max_tokens=40, seed=i, temperature=i % 2))
+        for _ in range(8):
+            engine.step()
+            readings.append(flat(engine.report()))
+        engine.abort(f"{turn}1")
+    drain(engine)
+    readings.append(flat(engine.report()))
+    for before, after in pairwise(readings):
+        assert before.keys() <= after.keys(), "no cell is lost"
+        fell = {name: (value, after[name]) for name, value in before.items() if after[name] < value}
+        assert not fell
+    assert engine.preemptions > 0
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is a millisecond on whenever it is read: what exploration can afford is no matter of luck."""
+    ticks = count(10_000)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 1000))
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_shadow_scores_depths_that_nothing_verifies() -> None:
+    """The plan runs chains of one; what the shadow drafts behind them is scored, and never verified."""
+    engine = small_engine()
+    engine.set_plan(plan_of("chain:1", explore=0.5, max_depth=5))
+    for i in range(4):
+        engine.add(submit(str(i), prompt=range(1, 8 + i), max_tokens=22))
+    drain(engine)
+    shadowed = engine.report()
+    assert shadowed.draft_tokens == shadowed.drafts, "one node a draft was verified"
+    by_depth = {cell.depth: cell for cell in shadowed.acceptance}
+    assert set(by_depth) == {1, 2, 3, 4, 5}
+    assert all(by_depth[d].total <= by_depth[d - 1].ranks[0] for d in (3, 4, 5)), "reached only through hits"
+
+
+def test_synthetic_acceptance_cuts_and_leaves_the_text(greedy: list[int]) -> None:
+    engine = small_engine()
+    engine.set_plan(plan_of("chain:4"))
+    engine.set_synthetic(SyntheticKnobs(acceptance=(1.0, 0.0)))
+    assert end_of(engine, submit(max_tokens=60)) == (greedy, "length")
+    report = engine.report()
+    assert 0 < report.accepted_tokens <= report.drafts, "no path is longer than one node"
+    assert sum(cell.ranks[0] for cell in report.acceptance if cell.depth >= 2) == 0
+    assert report.synthetic == SyntheticKnobs(acceptance=(1.0, 0.0))
+
+
+def test_without_a_draft_a_plan_with_trees_runs_plainly(greedy: list[int]) -> None:
+    engine = small_engine(draft=False)
+    engine.set_plan(Plan(version=1, initial=TreeShape.chain(4), max_depth=4))
+    assert end_of(engine, submit(max_tokens=60)) == (greedy, "length")
+    assert (engine.report().drafts, engine.report().plain_steps) == (0, 59)

@@ -1,0 +1,95 @@
+"""A launched step read back, and messages as they cross to the engine's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from small_engine import request, submit
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.launched import Launched
+from specdecode_worker.engine.messages import (
+    Abort,
+    Crashed,
+    Done,
+    FromEngine,
+    GetReport,
+    Loaded,
+    SetPlan,
+    SetSynthetic,
+    Shutdown,
+    ToEngine,
+    Tokens,
+)
+from specdecode_worker.engine.pilot import Choice
+from specdecode_worker.engine.recorder import size_of
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.speculation.trees import tree_of
+
+TREE = tree_of(TreeShape.chain(2))
+ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("c"), 2, start=0, chooses=False))
+RANKED = torch.arange(2 * 3 * 2).view(2, 3, 2)
+
+
+def launched(shadow_passes: int = 0, **change: Any) -> Launched:
+    outcome = Outcome(
+        emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
+        count_B=torch.tensor([1, 0]),
+        path_BD=torch.tensor([[1, -1], [-1, -1]]),
+        rank_BD=torch.tensor([[0, 8, -1], [-1, -1, -1]]),
+    )
+    fields: dict[str, Any] = {
+        "rows": ROWS,
+        "epochs": (0, 0, 0),
+        "choice": Choice(shadow_passes=shadow_passes),
+        "size": size_of(ROWS, 2),
+        "outcome": outcome,
+        "ranked_BNK": RANKED,
+        "kept_depths": (2, 0),
+        "began_seconds": 0.0,
+        "draft_seconds": 0.0,
+    }
+    return Launched(**{**fields, **change})
+
+
+def test_rows_that_chose_are_read_without_their_padding() -> None:
+    found = launched().read()
+    assert [(read.tokens, read.path, read.ranks, read.kept_depth) for read in found] == [
+        ([4, 5], [1, -1], [0, 8, -1], 2),
+        ([0], [-1, -1], [-1, -1, -1], 0),
+    ]
+
+
+def test_orderings_are_read_where_something_was_drafted_in_the_shadow() -> None:
+    assert [read.ranked_NK for read in launched().read()] == [None, None]
+    assert [read.ranked_NK for read in launched(shadow_passes=1).read()] == [RANKED[0].tolist(), None]
+    assert [read.ranked_NK for read in launched(shadow_passes=1, ranked_BNK=None).read()] == [None, None]
+
+
+def test_a_step_that_chose_nothing_says_nothing() -> None:
+    assert launched(outcome=None).read() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ToEngine, submit(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(3, 4), ignore_eos=True, seed=2**63 - 1)),
+        (ToEngine, Abort("r")),
+        (ToEngine, SetPlan(1, b"{}")),
+        (ToEngine, SetSynthetic(2, b"null")),
+        (ToEngine, GetReport(3)),
+        (ToEngine, Shutdown()),
+        (FromEngine, Tokens(request_id="r", tokens=(1, 2), finish="stop", drafts=3, draft_tokens=9, accepted=4)),
+        (FromEngine, Done(call_id=4, body=b"x", error="why")),
+        (FromEngine, Loaded(max_model_len=64, target="t", draft_hash="d", eos_token_ids=(2,))),
+        (FromEngine, Crashed("last words")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_message_arrives_as_it_was_sent(kind: Any, message: Any) -> None:
+    wire = msgspec.msgpack.encode([message, message])
+    assert msgspec.msgpack.decode(wire, type=list[kind]) == [message, message]

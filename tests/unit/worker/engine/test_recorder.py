@@ -1,0 +1,160 @@
+"""The recorder: from what was read of a step to counters. Requests are walked through it by hand."""
+
+from __future__ import annotations
+
+import pytest
+from small_engine import request
+
+from specdecode_worker.contract import MAX_RANKS, TreeShape
+from specdecode_worker.engine.recorder import Read, Recorder, size_of
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.statistics import Statistics
+from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+
+CHAIN = tree_of(TreeShape.chain(2))
+WIDE = tree_of(TreeShape.levels(2, 1))
+
+
+def recorder() -> Recorder:
+    return Recorder(Statistics("d"))
+
+
+def walk(
+    into: Recorder, one: Request, tree: Tree, tokens: list[int], ranks: list[int], path: list[int], **read: object
+) -> None:
+    """What the engine does with a row: the request advances and takes its tokens, then the recorder sees both."""
+    fields = {"ranked_NK": None, "kept_depth": 99, **read}
+    one.cached += len(tokens)
+    taken = one.take(tokens)
+    into.walked(Row(one, tree.verified, tree), Read(tokens, path, ranks, **fields), taken, now=6.0)  # type: ignore[arg-type]
+
+
+def cells(of: Recorder) -> dict[tuple[int, str], dict[int, int]]:
+    """{(depth, parent): {rank: count}}."""
+    return {
+        (cell.depth, cell.parent): {rank: count for rank, count in enumerate(cell.ranks) if count}
+        for cell in of.statistics.acceptance_cells(1000)
+    }
+
+
+def test_ranks_are_counted_by_depth_and_by_where_the_parent_stands() -> None:
+    into, one = recorder(), request()
+    walk(into, one, WIDE, [5, 6, 7], ranks=[1, 0, -1], path=[2, 4])
+    assert cells(into) == {(1, "main"): {1: 1}, (2, "sibling"): {0: 1}}
+    walk(into, one, WIDE, [5, 6], ranks=[0, MAX_RANKS, -1], path=[1, -1])
+    assert cells(into)[1, "main"] == {0: 1, 1: 1}
+    assert cells(into)[2, "main"] == {MAX_RANKS: 1}
+
+
+def test_below_a_sibling_everything_is_a_siblings() -> None:
+    into, one = recorder(), request()
+    walk(into, one, tree_of(TreeShape.levels(2, 1, 1)), [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
+    assert set(cells(into)) == {(1, "main"), (2, "sibling"), (3, "sibling")}
+
+
+def test_drafts_tokens_and_accepted_add_up_to_what_came_out() -> None:
+    into, one = recorder(), request()
+    walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
+    walk(into, one, CHAIN, [5], ranks=[MAX_RANKS, -1, -1], path=[-1, -1])
+    walk(into, one, PLAIN, [5], ranks=[-1], path=[])
+    found = into.statistics
+    assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (2, 4, 2, 1)
+    assert found.traffic("other").output_tokens == found.drafts + found.plain_steps + found.accepted_tokens == 5
+
+
+def test_what_a_stop_drops_teaches_nothing() -> None:
+    into, one = recorder(), request(stop_token_ids=(6,))
+    walk(into, one, CHAIN, [6, 7, 8], ranks=[0, 0, -1], path=[1, 2])
+    assert cells(into) == {(1, "main"): {0: 1}}
+    assert into.statistics.traffic("other").output_tokens == 1
+
+
+def test_a_prompts_first_token_is_no_step_of_decoding() -> None:
+    into, one = recorder(), request()
+    one.cached = 3
+    into.walked(Row(one, 3, start=0), Read([5], [], [-1], None, 0), one.take([5]), now=5.5)
+    found = into.statistics
+    assert (found.drafts, found.plain_steps, found.traffic("other").output_tokens) == (0, 0, 1)
+    assert found.ttft.sum == pytest.approx(0.5)
+    assert sum(found.ttit.counts) == 0
+
+
+def test_tokens_of_a_step_share_its_time() -> None:
+    into, one = recorder(), request()
+    walk(into, one, PLAIN, [5], ranks=[-1], path=[])
+    one.last_emit_seconds = 5.1
+    walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
+    found = into.statistics
+    assert sum(found.ttft.counts) == 1
+    assert sum(found.ttit.counts) == 3
+    assert found.ttit.sum == pytest.approx(0.9)
+
+
+SHADOWED = tree_of(TreeShape.chain(1), 4)
+"""One verified node, three in the shadow; the draft ranked behind the root and nodes 1 to 3."""
+RANKED = [[1, 9], [2, 9], [3, 9], [8, 4], [-1, -1]]
+
+
+def test_a_shadow_is_scored_once_its_tokens_are_out_without_verifying_them() -> None:
+    into, one = recorder(), request(prompt=(0, 0))
+    one.cached = 1
+    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED)
+    assert cells(into) == {(1, "main"): {0: 1}, (2, "main"): {0: 1}}
+    walk(into, one, PLAIN, [3], ranks=[-1], path=[])
+    assert (3, "main") not in cells(into), "the path's end is not known yet"
+    walk(into, one, PLAIN, [4], ranks=[-1], path=[])
+    assert cells(into) == {(d, "main"): {r: 1} for d, r in ((1, 0), (2, 0), (3, 0), (4, 1))}
+    walk(into, one, PLAIN, [5], ranks=[-1], path=[])
+    assert sum(sum(ranks.values()) for ranks in cells(into).values()) == 4, "scored once"
+
+
+def test_a_shadow_of_a_cut_path_is_a_miss() -> None:
+    into, one = recorder(), request(prompt=(0, 0))
+    one.cached = 1
+    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED, kept_depth=2)
+    walk(into, one, PLAIN, [3], ranks=[-1], path=[])
+    assert cells(into)[3, "main"] == {MAX_RANKS: 1}
+    assert (4, "main") not in cells(into)
+
+
+def test_shadows_of_a_request_that_ended_are_forgotten() -> None:
+    into, one = recorder(), request(prompt=(0, 0))
+    one.cached = 1
+    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED)
+    one.finish = "abort"
+    into.ended(one, 7.0)
+    again = request(prompt=(0, 0))
+    again.tokens += [1, 2, 3]
+    walk(into, again, PLAIN, [4], ranks=[-1], path=[])
+    assert set(cells(into)) == {(1, "main"), (2, "main")}
+
+
+def test_the_queue_is_left_once_even_when_a_preemption_comes_before_the_first_token() -> None:
+    into, one = recorder(), request()
+    into.admitted(one, 5.2)
+    one.forget_cache()
+    into.admitted(one, 9.0)
+    assert sum(into.statistics.queue.counts) == 1
+    assert into.statistics.queue.sum == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("finish", "counted"), [("stop", 1), ("length", 1), ("abort", 0), ("error", 0)])
+def test_only_requests_that_came_to_their_end_are_finished(finish: str, counted: int) -> None:
+    into, one = recorder(), request()
+    into.arrived(one)
+    one.accepted, one.drafts, one.finish = 7, 3, finish  # type: ignore[assignment]
+    into.ended(one, 6.0)
+    traffic = into.statistics.traffic("other")
+    assert (traffic.arrivals, traffic.prompt_tokens, traffic.finished) == (1, 3, counted)
+    assert [(cell.n, cell.a, cell.d) for cell in into.statistics.request_cells()] == [(1, 7, 3)] * counted
+    assert sum(into.statistics.e2e.counts) == counted
+
+
+def test_the_size_of_a_step_counts_every_packed_token_once() -> None:
+    one, two, three = request("1"), request("2"), request("3")
+    one.cached, two.cached = 10, 20
+    rows = [Row(one, CHAIN.verified, CHAIN), Row(two, 1), Row(three, 8, start=0, chooses=False)]
+    found = size_of(rows, draft_passes=2)
+    assert (found.sequences, found.verify_tokens, found.prefill_tokens) == (2, 4, 8)
+    assert (found.kv_tokens, found.draft_passes) == (30, 2)

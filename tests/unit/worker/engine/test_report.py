@@ -1,0 +1,91 @@
+"""The report: every counter in its field, and never more bytes than the operator reads."""
+
+from __future__ import annotations
+
+import pytest
+from small_engine import identity
+
+from specdecode_worker.contract import (
+    MAX_RANKS,
+    MAX_REPORT_BYTES,
+    MAX_TASKS,
+    PlanState,
+    Report,
+    StepTime,
+    SyntheticKnobs,
+)
+from specdecode_worker.engine.costs import StepSize
+from specdecode_worker.engine.report import Moment, build_report
+from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Sort, Statistics
+
+MOMENT = Moment(
+    clock_seconds=12.5,
+    running=2,
+    waiting=3,
+    kv_tokens_total=640,
+    kv_tokens_used=64,
+    plan=PlanState(uid="u", version=4),
+    synthetic=SyntheticKnobs(step_time=(StepTime(seconds=0.1),)),
+    guard=(),
+)
+
+
+def size(kind: int) -> StepSize:
+    return StepSize(
+        sequences=13, verify_tokens=1 << kind % 10, kv_tokens=123_457, draft_passes=kind // 10, prefill_tokens=0
+    )
+
+
+def busy(tasks: int, depth: int, kinds: int) -> Statistics:
+    """A worker that has seen all of these; the first ones most often."""
+    statistics = Statistics("0123456789abcdef")
+    for task in range(tasks):
+        for sampled in (False, True):
+            sort = Sort(f"a-task-whose-name-is-long-{task}", sampled)
+            statistics.traffic(sort.task).arrivals += 1
+            for level in range(1, depth + 1):
+                for main in (True, False):
+                    for rank in range(MAX_RANKS + 1):
+                        statistics._ranks[sort, level, main, rank] += 1_000_000 >> level
+    for kind in range(kinds):
+        for _ in range(2 if kind < 3 else 1):
+            statistics.costs.add(kind % 3, size(kind), 7, 0.0123456789, 0.0123456789)
+    return statistics
+
+
+def test_every_number_stands_in_its_field() -> None:
+    statistics = Statistics("d")
+    statistics.drafted(5, 3)
+    statistics.drafted(0, 0)
+    statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
+    found = build_report(identity(9), MOMENT, statistics)
+    assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (1, 5, 3, 1)
+    assert (found.running_request_seconds, found.waiting_request_seconds) == (7, 8)
+    assert (found.running, found.waiting, found.kv_tokens_total, found.kv_tokens_used) == (2, 3, 640, 64)
+    assert (found.boot_id, found.worker, found.model, found.target, found.max_num_seqs) == ("b", "w", "m", "t", 9)
+    assert (found.clock_seconds, found.plan, found.synthetic) == (12.5, MOMENT.plan, MOMENT.synthetic)
+    assert [histogram.name for histogram in found.latency] == ["ttft", "ttit", "e2e", "queue"]
+
+
+def test_a_report_survives_the_wire() -> None:
+    found = build_report(identity(), MOMENT, busy(2, 6, 40))
+    assert Report.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(("tasks", "depth", "kinds"), [(2, 6, 30), (MAX_TASKS, 16, 64), (MAX_TASKS + 4, 16, 200)])
+def test_a_report_is_never_larger_than_the_operator_reads(tasks: int, depth: int, kinds: int) -> None:
+    found = build_report(identity(), MOMENT, busy(tasks, depth, kinds))
+    assert len(found.model_dump_json().encode()) <= MAX_REPORT_BYTES
+    assert len(found.steps) >= 8, "a planner can do nothing without the cost of steps"
+    assert {cell.depth for cell in found.acceptance} >= set(range(1, 5))
+
+
+def test_nothing_is_left_out_of_a_small_report() -> None:
+    found = build_report(identity(), MOMENT, busy(2, 6, 30))
+    assert (len(found.acceptance), len(found.steps)) == (2 * 2 * 6 * 2, 30)
+
+
+def test_what_is_left_out_was_seen_least() -> None:
+    found = build_report(identity(), MOMENT, busy(1, 1, 200))
+    assert len(found.steps) <= MAX_STEP_CELLS
+    assert sum(cell.count == 2 for cell in found.steps) == 3

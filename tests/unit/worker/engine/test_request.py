@@ -1,0 +1,87 @@
+"""A request's own books: what counts of what was emitted, and what a preemption forgets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_engine import request, submit
+
+from specdecode_worker.engine.request import Request
+
+
+def test_a_stop_token_ends_it_and_is_kept() -> None:
+    one = request(stop_token_ids=(9,))
+    assert one.take([4, 9, 5]) == [4, 9]
+    assert (one.finish, one.tokens, one.emitted) == ("stop", [1, 2, 3, 4, 9], 2)
+    assert one.take([6]) == []
+
+
+def test_the_limit_ends_it_in_the_middle_of_a_step() -> None:
+    one = request(max_tokens=3)
+    assert one.take([4, 5]) == [4, 5]
+    assert one.finish is None
+    assert one.take([6, 7]) == [6]
+    assert one.finish == "length"
+
+
+def test_a_stop_at_the_limit_is_a_stop() -> None:
+    one = request(max_tokens=1, stop_token_ids=(9,))
+    one.take([9])
+    assert one.finish == "stop"
+
+
+@pytest.mark.parametrize(("ignore_eos", "finish"), [(False, "stop"), (True, None)])
+def test_eos_can_be_ignored_and_stop_ids_cannot(ignore_eos: bool, finish: str | None) -> None:
+    one = Request.of(submit(ignore_eos=ignore_eos, stop_token_ids=(8,)), (2,), arrived_seconds=0)
+    one.take([2])
+    assert one.finish == finish
+    other = Request.of(submit(ignore_eos=ignore_eos, stop_token_ids=(8,)), (2,), arrived_seconds=0)
+    other.take([8])
+    assert other.finish == "stop"
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8), st.integers(1, 20))
+def test_steps_do_not_show_in_what_is_kept(steps: list[list[int]], most: int) -> None:
+    one, whole = request(max_tokens=most, stop_token_ids=(9,)), request(max_tokens=most, stop_token_ids=(9,))
+    kept = [token for step in steps for token in one.take(step)]
+    assert kept == whole.take([token for step in steps for token in step])
+    assert one.tokens == [1, 2, 3, *kept]
+    assert one.finish == whole.finish
+    assert one.emitted == len(kept)
+
+
+def test_steps_in_flight_bound_what_the_device_may_hold() -> None:
+    one = request()
+    one.in_flight.extend([4, 3])
+    assert one.cached_bound == 7
+    one.lag = 8
+    one.advance(4, 2)
+    assert (one.cached, one.cached_bound, one.lag) == (2, 5, 6)
+    with pytest.raises(AssertionError, match="order of their launch"):
+        one.advance(4, 1)
+
+
+def test_a_draft_that_caught_up_is_not_relieved_of_older_steps() -> None:
+    one = request()
+    one.in_flight.append(7)
+    one.drafted_to_root()
+    assert one.lag == 0
+    one.in_flight.append(2)
+    one.lag += 2
+    one.advance(7, 1)
+    assert one.lag == 2, "the step that the draft has caught up with bounds it no more"
+    one.advance(2, 1)
+    assert one.lag == 1
+
+
+def test_a_preemption_forgets_the_cache_and_none_of_the_text() -> None:
+    one = request()
+    one.take([5, 6])
+    one.slot, one.blocks, one.blocks_known = 2, [3, 4], 2
+    one.prefilled = one.prefill_end = one.cached = 4
+    one.in_flight.append(1)
+    assert one.decoding
+    one.forget_cache()
+    assert (one.tokens, one.emitted, one.epoch) == ([1, 2, 3, 5, 6], 2, 1)
+    assert (one.slot, one.blocks, one.blocks_known, one.cached_bound, one.decoding) == (-1, [], 0, 0, False)

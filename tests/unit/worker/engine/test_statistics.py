@@ -1,0 +1,108 @@
+"""Counters of a worker: they only rise, at most eight named tasks, ranks and sums as the contract says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.contract import MAX_RANKS, MAX_TASKS, OTHER_TASK
+from specdecode_worker.engine.statistics import Histogram, Sort, Statistics
+
+TASKS = [f"task-{i}" for i in range(MAX_TASKS + 4)]
+
+
+def labels(statistics: Statistics) -> list[set[str]]:
+    """Task labels of traffic, acceptance and requests."""
+    return [
+        {cell.task for cell in cells}
+        for cells in (statistics.traffic_cells(), statistics.acceptance_cells(1000), statistics.request_cells())
+    ]
+
+
+def use(statistics: Statistics, task: str) -> None:
+    statistics.traffic(task).arrivals += 1
+    statistics.rank(Sort(task, False), 1, main=True, rank=0)
+    statistics.finished(Sort(task, False), 3, 2)
+
+
+@given(st.lists(st.sampled_from([*TASKS, OTHER_TASK]), max_size=40))
+def test_at_most_eight_named_tasks_whatever_comes_and_nothing_is_lost(tasks: list[str]) -> None:
+    statistics = Statistics("d")
+    for task in tasks:
+        use(statistics, task)
+    for found in labels(statistics):
+        assert len(found - {OTHER_TASK}) <= MAX_TASKS
+    assert sum(cell.arrivals for cell in statistics.traffic_cells()) == len(tasks)
+    assert sum(cell.total for cell in statistics.acceptance_cells(1000)) == len(tasks)
+    assert sum(cell.n for cell in statistics.request_cells()) == len(tasks)
+
+
+def test_other_takes_no_name_away_from_eight_tasks() -> None:
+    statistics = Statistics("d")
+    for task in [OTHER_TASK, *TASKS[:MAX_TASKS], "one-too-many"]:
+        use(statistics, task)
+    assert labels(statistics) == [{OTHER_TASK, *TASKS[:MAX_TASKS]}] * 3
+    other = next(cell for cell in statistics.traffic_cells() if cell.task == OTHER_TASK)
+    assert other.arrivals == 2
+
+
+def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
+    statistics = Statistics("d")
+    statistics.drafted(5, 2)
+    statistics.drafted(3, 0)
+    statistics.drafted(0, 0)
+    assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens) == (2, 8, 2)
+    assert statistics.plain_steps == 1
+
+
+def test_ranks_fall_into_their_cell() -> None:
+    statistics = Statistics("d")
+    for rank in (0, 0, 3, MAX_RANKS):
+        statistics.rank(Sort("a", True), 2, main=True, rank=rank)
+    statistics.rank(Sort("a", True), 2, main=False, rank=1)
+    statistics.rank(Sort("a", False), 2, main=True, rank=7)
+    found = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
+    assert found == {
+        (True, "main"): (2, 0, 0, 1, 0, 0, 0, 0, 1),
+        (True, "sibling"): (0, 1, 0, 0, 0, 0, 0, 0, 0),
+        (False, "main"): (0, 0, 0, 0, 0, 0, 0, 1, 0),
+    }
+    assert {(c.draft, c.task, c.depth) for c in statistics.acceptance_cells(1000)} == {("d", "a", 2)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20))
+def test_request_sums_are_moments_of_accepted_and_drafts(pairs: list[tuple[int, int]]) -> None:
+    statistics = Statistics("d")
+    for accepted, drafts in pairs:
+        statistics.finished(Sort("a", False), accepted, drafts)
+    (cell,) = statistics.request_cells()
+    assert (cell.n, cell.a, cell.d) == (len(pairs), sum(a for a, _ in pairs), sum(d for _, d in pairs))
+    assert cell.aa == sum(a * a for a, _ in pairs)
+    assert cell.ad == sum(a * d for a, d in pairs)
+    assert cell.dd == sum(d * d for _, d in pairs)
+
+
+@pytest.mark.parametrize("name", ["ttft", "ttit", "e2e", "queue"])
+def test_histogram_edges_are_inclusive_and_beyond_the_last_is_infinity(name: str) -> None:
+    histogram = Histogram.of(name)  # type: ignore[arg-type]
+    for edge in histogram.edges:
+        histogram.add(edge)
+    histogram.add(1e9)
+    cell = histogram.cell()
+    assert cell.counts == (1,) * len(cell.edges) + (1,)
+    assert list(cell.edges) == sorted(set(cell.edges))
+    assert cell.sum == pytest.approx(sum(cell.edges) + 1e9)
+
+
+def test_tokens_of_one_step_count_each() -> None:
+    histogram = Histogram.of("ttit")
+    histogram.add(0.0042, 3)
+    assert sum(histogram.counts) == 3
+    assert histogram.sum == pytest.approx(3 * 0.0042)
+    assert histogram.counts[histogram.edges.index(0.005)] == 3
+
+
+def test_a_millisecond_is_told_from_the_next_where_tokens_are_fast() -> None:
+    edges = Histogram.of("ttit").edges
+    assert all(edges[i + 1] - edges[i] <= 0.0011 for i in range(edges.index(0.008)))

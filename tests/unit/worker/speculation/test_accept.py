@@ -1,0 +1,128 @@
+"""Acceptance against the same walk written by hand: what comes out, which nodes stay, which ranks are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.contract import MAX_RANKS, TreeShape
+from specdecode_worker.speculation.accept import Outcome, accept
+from specdecode_worker.speculation.trees import PLAIN, Forest, Tree, forest_of, tree_of
+
+CPU = torch.device("cpu")
+WORDS = 10
+SHAPES = [TreeShape.parse(t) for t in ("none", "chain:1", "chain:4", "tree:3", "tree:2,2,1", "0,0,1,1,3")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trees, the draft's orderings at every node (those of children first), and the target's choices."""
+
+    trees: list[Tree]
+    ranked: list[list[list[int]]]
+    chosen: list[list[int]]
+
+    @property
+    def forest(self) -> Forest:
+        return forest_of(tuple(self.trees), CPU)
+
+    def tokens(self, b: int) -> list[int]:
+        """A child's token is its parent's ordering at the child's rank; the root's is never looked at."""
+        tree = self.trees[b]
+        return [-2, *(self.ranked[b][tree.parents[n]][tree.ranks[n]] for n in range(1, len(tree.parents)))]
+
+    def run(self, kept: list[int] | None = None) -> Outcome:
+        widest, all_nodes = max(t.verified for t in self.trees), max(len(t.parents) for t in self.trees)
+        ranked_BNK = torch.full((len(self.trees), all_nodes, MAX_RANKS), -1)
+        tokens_BN = torch.full((len(self.trees), widest), -2)
+        chosen_BN = torch.full((len(self.trees), widest), -1)
+        for b, tree in enumerate(self.trees):
+            tokens_BN[b, : tree.verified] = torch.tensor(self.tokens(b)[: tree.verified])
+            chosen_BN[b, : tree.verified] = torch.tensor(self.chosen[b])
+            for node in set(tree.parents[1:]):
+                ranked_BNK[b, node] = torch.tensor(self.ranked[b][node])
+        return accept(self.forest, tokens_BN, chosen_BN, ranked_BNK, None if kept is None else torch.tensor(kept))
+
+    def by_hand(self, b: int) -> tuple[list[int], list[int], list[int]]:
+        """(emitted, path, ranks)."""
+        tree, tokens, node = self.trees[b], self.tokens(b), 0
+        emitted, path, ranks = [], [], []
+        while True:
+            token = self.chosen[b][node]
+            emitted.append(token)
+            known = self.ranked[b][node]
+            drafted = node in tree.parents[1:]
+            ranks.append((known.index(token) if token in known else MAX_RANKS) if drafted else -1)
+            children = [n for n in range(1, tree.verified) if tree.parents[n] == node and tokens[n] == token]
+            if not children:
+                return emitted, path, ranks
+            node = children[0]
+            path.append(node)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    trees = draw(st.lists(st.builds(tree_of, st.sampled_from(SHAPES), st.integers(0, 5)), min_size=1, max_size=3))
+    ordering = st.permutations(range(WORDS)).map(lambda words: list(words[:MAX_RANKS]))
+    ranked = [[draw(ordering) for _ in tree.parents] for tree in trees]
+    # Mostly the draft's first tokens, so that walks go deep; now and then one that it did not rank.
+    place = st.sampled_from([0, 0, 0, 1, 1, 2, 5, 7, None])
+    chosen = []
+    for b, tree in enumerate(trees):
+        places = [draw(place) for _ in range(tree.verified)]
+        missing = [next(w for w in range(WORDS) if w not in ranked[b][n]) for n in range(tree.verified)]
+        chosen.append([missing[n] if p is None else ranked[b][n][p] for n, p in enumerate(places)])
+    return Case(trees, ranked, chosen)
+
+
+def unpadded(row: torch.Tensor, pad: int = -1) -> list[int]:
+    return [value for value in row.tolist() if value != pad]
+
+
+@given(cases())
+def test_the_walk_emits_the_targets_tokens_and_keeps_their_nodes(case: Case) -> None:
+    found = case.run()
+    for b in range(len(case.trees)):
+        emitted, path, _ = case.by_hand(b)
+        assert unpadded(found.emitted_BD[b]) == emitted
+        assert unpadded(found.path_BD[b]) == path
+        assert int(found.count_B[b]) == len(emitted) - 1
+
+
+@given(cases())
+def test_ranks_are_counted_along_the_path_and_nowhere_else(case: Case) -> None:
+    found = case.run()
+    for b in range(len(case.trees)):
+        ranks = case.by_hand(b)[2]
+        assert found.rank_BD[b].tolist() == ranks + [-1] * (found.rank_BD.shape[1] - len(ranks))
+
+
+@given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
+def test_a_cut_shortens_the_text_of_a_step_and_never_changes_it(case: Case, kept: list[int]) -> None:
+    whole, cut = case.run(), case.run(kept[: len(case.trees)])
+    for b in range(len(case.trees)):
+        emitted = unpadded(whole.emitted_BD[b])
+        count = min(len(emitted) - 1, kept[b])
+        assert unpadded(cut.emitted_BD[b]) == emitted[: count + 1]
+        assert unpadded(cut.path_BD[b]) == unpadded(whole.path_BD[b])[:count]
+        assert int(cut.count_B[b]) == count
+
+
+@given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
+def test_the_token_behind_a_cut_is_a_miss_and_those_before_it_keep_their_ranks(case: Case, kept: list[int]) -> None:
+    whole, cut = case.run(), case.run(kept[: len(case.trees)])
+    for b in range(len(case.trees)):
+        ranks, count = whole.rank_BD[b].tolist(), int(cut.count_B[b])
+        last = MAX_RANKS if count == kept[b] and ranks[count] >= 0 else ranks[count]
+        assert cut.rank_BD[b].tolist() == [*ranks[:count], last, *[-1] * (len(ranks) - count - 1)]
+
+
+def test_without_a_draft_one_token_comes_out_and_nothing_is_ranked() -> None:
+    found = accept(forest_of((PLAIN, PLAIN), CPU), torch.tensor([[-2], [-2]]), torch.tensor([[4], [7]]), None)
+    assert found.emitted_BD.tolist() == [[4], [7]]
+    assert found.count_B.tolist() == [0, 0]
+    assert found.rank_BD.tolist() == [[-1], [-1]]

@@ -1,0 +1,109 @@
+"""Coupled choice: it depends on the request's own law, position and logits, and on nobody beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.speculation.coupling import Coupling, Law
+
+V = 23
+GREEDY = Law(seed=1, temperature=0, top_k=0, top_p=1)
+FREE = Law(seed=2, temperature=1.0, top_k=0, top_p=1)
+WARM = Law(seed=3, temperature=1.7, top_k=0, top_p=1)
+CUT = Law(seed=4, temperature=0.8, top_k=6, top_p=0.9)
+MIXES = [[GREEDY], [FREE], [CUT], [GREEDY, FREE], [WARM, GREEDY, CUT, FREE], [FREE, WARM]]
+
+
+def logits(rows: int, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
+    """Rows for every (sequence, depth)."""
+    return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
+
+
+def chosen(laws: list[Law], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
+    batch_R, depth_R = grid(len(laws), depth)
+    return Coupling(laws, torch.tensor(roots), depth, V).choose(logits_RV, batch_R, depth_R)
+
+
+def test_greedy_takes_the_argmax_whoever_is_beside_it() -> None:
+    logits_RV = logits(6)
+    assert torch.equal(chosen([GREEDY, GREEDY], [4, 9], 2, logits_RV), logits_RV.argmax(-1))
+    assert torch.equal(chosen([FREE, GREEDY], [4, 9], 2, logits_RV)[3:], logits_RV[3:].argmax(-1))
+
+
+@pytest.mark.parametrize("laws", MIXES, ids=len)
+def test_a_choice_is_the_same_alone_and_in_a_batch(laws: list[Law]) -> None:
+    roots, depth = list(range(5, 5 + len(laws))), 40
+    logits_RV = logits(len(laws) * (depth + 1))
+    together = chosen(laws, roots, depth, logits_RV).view(len(laws), -1)
+    for b, law in enumerate(laws):
+        assert torch.equal(together[b], chosen([law], [roots[b]], depth, logits_RV.view(len(laws), -1, V)[b]))
+
+
+@pytest.mark.parametrize("law", [FREE, WARM, CUT])
+def test_noise_belongs_to_the_absolute_position(law: Law) -> None:
+    """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of one position."""
+    logits_RV = logits(60)
+    deep = Coupling([law], torch.tensor([5]), 2, V).choose(logits_RV, torch.zeros(60).long(), torch.full((60,), 2))
+    here = Coupling([law], torch.tensor([7]), 0, V).choose(logits_RV, torch.zeros(60).long(), torch.zeros(60).long())
+    beside = Coupling([law], torch.tensor([6]), 0, V).choose(logits_RV, torch.zeros(60).long(), torch.zeros(60).long())
+    assert torch.equal(deep, here)
+    assert not torch.equal(here, beside), "another position has other noise"
+
+
+def test_seeds_differ_and_temperature_matters() -> None:
+    flat = torch.zeros(41, V, dtype=torch.float64)
+    other = Law(seed=99, temperature=1.0, top_k=0, top_p=1)
+    assert not torch.equal(chosen([FREE], [3], 40, flat), chosen([other], [3], 40, flat))
+    cold = Law(seed=2, temperature=1e-3, top_k=0, top_p=1)
+    assert torch.equal(chosen([cold], [3], 40, logits(41)), logits(41).argmax(-1))
+
+
+def test_what_top_k_cuts_is_never_chosen() -> None:
+    law = Law(seed=8, temperature=5.0, top_k=3, top_p=1)
+    logits_RV = logits(200)
+    tokens = chosen([law], [0], 199, logits_RV)
+    assert (logits_RV.topk(3).indices == tokens[:, None]).any(-1).all()
+    assert len(set(tokens.tolist())) > 3
+
+
+@pytest.mark.parametrize("laws", MIXES, ids=len)
+def test_a_perfect_draft_proposes_what_the_target_chooses(laws: list[Law]) -> None:
+    """Greedy or sampled: with the target's own logits the first proposal is the target's token, always."""
+    batch_R, depth_R = grid(len(laws), 30)
+    coupling = Coupling(laws, torch.arange(len(laws)) + 3, 30, V)
+    logits_RV = logits(len(batch_R))
+    ranked_RK = coupling.propose(logits_RV, None, batch_R, depth_R, 1.0, 4)
+    assert torch.equal(ranked_RK[:, 0], coupling.choose(logits_RV, batch_R, depth_R))
+    assert all(len(set(row)) == 4 for row in ranked_RK.tolist()), "siblings are different tokens"
+
+
+@pytest.mark.parametrize("laws", MIXES, ids=len)
+def test_a_draft_of_fewer_words_proposes_target_ids(laws: list[Law]) -> None:
+    """Its column i is the target's token ids[i]: noise must be read there, and proposals named so."""
+    ids = torch.arange(0, V, 2)
+    batch_R, depth_R = grid(len(laws), 30)
+    coupling = Coupling(laws, torch.arange(len(laws)) + 3, 30, V)
+    narrow = logits(len(batch_R))[:, ids]
+    wide = torch.full((len(batch_R), V), -1e9, dtype=torch.float64)
+    wide[:, ids] = narrow
+    untruncated = [law for law in laws if not law.truncated]
+    found = coupling.propose(narrow, ids, batch_R, depth_R, 1.0, 4)
+    assert set(found.flatten().tolist()) <= set(ids.tolist())
+    if len(untruncated) == len(laws):
+        assert torch.equal(found, coupling.propose(wide, None, batch_R, depth_R, 1.0, 4))
+
+
+def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> None:
+    batch_R, depth_R = grid(1, 60)
+    coupling = Coupling([FREE], torch.tensor([3]), 60, V)
+    logits_RV = logits(61)
+    sharp = coupling.propose(logits_RV, None, batch_R, depth_R, 1e6, 1)[:, 0]
+    plain = coupling.propose(logits_RV, None, batch_R, depth_R, 1.0, 1)[:, 0]
+    assert torch.equal(sharp, logits_RV.argmax(-1))
+    assert not torch.equal(plain, sharp)

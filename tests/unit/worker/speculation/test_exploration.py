@@ -1,0 +1,112 @@
+"""Exploration: within its share of the time, within the plan's depth, least known shapes first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.speculation.exploration import BURST_STEPS, Burst, Exploration, Purse
+from specdecode_worker.speculation.guard import ENOUGH
+
+CHAIN = TreeShape.chain
+SECONDS = {0: 0.010, 1: 0.011, 2: 0.012, 3: 0.014, 4: 0.017, 5: 0.030}
+RUNNING = CHAIN(2)
+
+
+def cost(depth: int) -> tuple[float, float]:
+    """(seconds, tokens per sequence) of a step of this depth."""
+    return SECONDS.get(depth, 0.03), 1 + 0.5 * depth if depth <= 2 else 2.0
+
+
+def run(
+    steps: int, share: float, running: TreeShape = RUNNING, max_depth: int = 5
+) -> tuple[Exploration, list[Burst], float]:
+    """The account, its bursts, and the share of all seconds that they lost, one burst's worth aside."""
+    account, bursts, lost, total = Exploration(), [], 0.0, 0.0
+    usual = cost(running.depth)[0] / cost(running.depth)[1]
+    for _ in range(steps):
+        burst = account.burst_for(1, running, max_depth, share)
+        if burst is not None:
+            burst.done += 1
+            if not bursts or bursts[-1] is not burst:
+                bursts.append(burst)
+        seconds, tokens = cost((burst.shape if burst else running).depth)
+        lost += max(seconds - tokens * usual, 0) if burst else 0
+        total += seconds
+        account.passed(1, seconds, tokens, in_burst=burst is not None)
+    return account, bursts, (lost - BURST_STEPS * max(SECONDS.values())) / total
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
+def test_bursts_lose_no_more_than_half_the_share_and_one_burst(share: float) -> None:
+    _, bursts, lost = run(20_000, share)
+    assert bursts
+    assert lost <= share / 2
+
+
+def test_a_share_of_nothing_buys_nothing() -> None:
+    account, bursts, _ = run(500, 0.0)
+    assert not bursts
+    assert not account.shadows(0.0)
+
+
+def test_no_burst_before_the_usual_pace_is_known() -> None:
+    assert not run(ENOUGH, 0.5)[1]
+    assert run(ENOUGH + 1, 0.5)[1]
+
+
+def test_a_burst_lasts_its_steps_and_is_one_shape() -> None:
+    bursts = run(2_000, 0.5)[1]
+    assert all(burst.done == BURST_STEPS for burst in bursts[:-1])
+    assert all(burst.shape != RUNNING for burst in bursts)
+
+
+def test_shapes_take_turns() -> None:
+    shapes = [burst.shape.depth for burst in run(20_000, 0.5)[1]]
+    assert set(shapes) == {0, 1, 3, 5}
+    counts = [shapes.count(depth) for depth in set(shapes)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.integers(0, 12), st.integers(0, 8))
+def test_no_burst_runs_deeper_than_the_plan_allows(running: int, max_depth: int) -> None:
+    bursts = run(400, 0.5, CHAIN(running), max_depth)[1]
+    assert all(burst.shape.depth <= max_depth for burst in bursts)
+    assert bool(bursts) == (max_depth > 0)
+
+
+@pytest.mark.parametrize(("deepest", "goes_on"), [(5, True), (4, False), (0, False)])
+def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) -> None:
+    account = run(ENOUGH, 0.5)[0]
+    account.burst = Burst(CHAIN(5), done=3)
+    assert (account.burst_for(1, RUNNING, deepest, 0.0) is not None) is goes_on
+
+
+def test_each_load_is_known_by_itself() -> None:
+    account = Exploration()
+    for _ in range(ENOUGH + 5):
+        account.passed(0, 0.01, 1.0, in_burst=False)
+    assert account.burst_for(1, RUNNING, 5, 0.5) is None, "nothing is known of this load"
+    assert account.burst_for(0, RUNNING, 5, 0.5) is not None
+
+
+def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
+    account = Exploration()
+    assert not account.shadows(0.1), "nothing has been earned yet"
+    account.passed(1, 10.0, 1.0, in_burst=False)
+    assert account.shadows(0.1)
+    account.shadow.pay(0.49)
+    assert account.shadows(0.1)
+    account.shadow.pay(0.02)
+    assert not account.shadows(0.1)
+
+
+@given(st.lists(st.floats(-1, 1), max_size=20))
+def test_a_gain_is_no_credit(payments: list[float]) -> None:
+    purse = Purse()
+    for seconds in payments:
+        before = purse.spent_seconds
+        purse.pay(seconds)
+        assert purse.spent_seconds == before + max(seconds, 0)
