@@ -36,6 +36,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     endpoint, release = (getattr(item, "funcargs", {}).get(name) for name in ("endpoint", "release"))
     if report.failed and endpoint is not None:
         report.sections.append(("kubectl describe sdd", endpoint.described()))
+        report.sections.append(("the operator's memory", endpoint.remembered()))
     if report.failed and release is not None:
         report.sections.append(("operator", "\n".join(release.logs().splitlines()[-60:])))
     return report
@@ -67,7 +68,7 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
         "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
         "depth": {"min": 0, "max": 4, "initial": 3},
         "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3},
-        "explorePercent": 10,
+        "explorePercent": 20,
     }
     watched.apply(resource("shared", speculation))
     endpoint = Endpoint(watched, "shared")

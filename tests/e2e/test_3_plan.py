@@ -32,7 +32,7 @@ def rising(node_seconds: float) -> tuple[StepTime, ...]:
 
 
 CHEAP = SyntheticKnobs(step_time=rising(0.002))
-COSTLY = SyntheticKnobs(step_time=step_times(PLAIN_SECONDS, PLAIN_SECONDS + 0.002, 1.0))
+COSTLY = SyntheticKnobs(step_time=step_times(PLAIN_SECONDS, PLAIN_SECONDS + 0.002, 0.6))
 FAIR = SyntheticKnobs(step_time=rising(0.05))
 UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
 
@@ -92,7 +92,7 @@ def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoin
         endpoint.turn_knobs(COSTLY)
         fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
         why = decision(endpoint, fallen)
-        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= fallen, timeout_s=30)
+        wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= fallen, timeout_s=60)
         endpoint.turn_knobs(CHEAP)
         wait_for_row(endpoint, "deep again", 2, 3, 4)
         wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=60)

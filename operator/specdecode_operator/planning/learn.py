@@ -31,6 +31,8 @@ LEAST_STEP_SHIFT = 0.15
 """Relative change of a step time below which it counts as noise whatever its standard error."""
 LEAST_STEPS = 8
 """Fewer steps say nothing about a mean."""
+LEAST_STEPS_OF_POLL = 3
+"""Slow steps come few to a poll; how far their mean wandered must be seen all the same."""
 WANDER_SHARE = 0.1
 """Weight of one poll in the wander."""
 DIGITS = 6
@@ -131,7 +133,7 @@ def _wander(kept: Kept, delta: Delta) -> float:
     found = [
         (_off(known[key], fresh), fresh.seconds)
         for key, fresh in delta.steps.items()
-        if not key.prefill and key in known and min(known[key].count, fresh.count) >= LEAST_STEPS
+        if not key.prefill and key in known and known[key].count >= LEAST_STEPS and fresh.count >= LEAST_STEPS_OF_POLL
     ]
     seconds = sum(weight for _, weight in found)
     if not seconds:
@@ -142,7 +144,7 @@ def _wander(kept: Kept, delta: Delta) -> float:
 
 def _off(before: Moments, fresh: Moments) -> float:
     gap = (before.mean_seconds - fresh.mean_seconds) ** 2
-    noise = before.variance / before.count + fresh.variance / fresh.count
+    noise = before.variance / before.count + max(before.variance, fresh.variance) / fresh.count
     return min(1 / 9, max(0.0, gap - noise) / before.mean_seconds**2)
 
 

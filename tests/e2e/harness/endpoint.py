@@ -87,6 +87,14 @@ class Endpoint:
         except KubectlError as error:
             return str(error)
 
+    def remembered(self) -> str:
+        """For the report of a failed test: what the operator goes by."""
+        try:
+            kept = self.state()
+        except KubectlError as error:
+            return str(error)
+        return json.dumps({key: value for key, value in kept.items() if key not in ("plan", "template")})
+
     def _is_ready(self) -> bool:
         found = self.status()
         ready = self.condition("Ready")["status"] == "True"
