@@ -147,20 +147,28 @@ async def _events(generations: Sequence[Generation], form: Format, include_usage
     yield DONE
 
 
+_Read = tuple[int, Piece] | Exception | None
+"""A piece, what ended a generation early, or its end."""
+
+
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of all generations as they come. Raises what the first failing one raises."""
     if len(generations) == 1:
         async for piece in generations[0].pieces():
             yield 0, piece
         return
-    queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+    queue: asyncio.Queue[_Read] = asyncio.Queue()
     readers = [asyncio.create_task(_read(index, one, queue)) for index, one in enumerate(generations)]
     try:
-        while not (all(reader.done() for reader in readers) and queue.empty()):
-            if (item := await queue.get()) is not None:
+        reading = len(readers)
+        while reading:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                reading -= 1
+            else:
                 yield item
-        for reader in readers:
-            reader.result()
     finally:
         for reader in readers:
             reader.cancel()
@@ -168,12 +176,14 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
             await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(index: int, generation: Generation, queue: asyncio.Queue[tuple[int, Piece] | None]) -> None:
+async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read]) -> None:
     try:
         async for piece in generation.pieces():
             queue.put_nowait((index, piece))
-    finally:
-        queue.put_nowait(None)  # wakes the one who waits, to see that this reader is done
+    except Exception as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
 
 
 def _close(generations: Sequence[Generation]) -> None:
