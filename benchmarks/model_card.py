@@ -37,7 +37,8 @@ vocabulary), three tokens deep, the head reading its own states from the second 
 {stages}
 ![tokens per step of a chain of 3 on validation answers](curve.png)
 
-Validation is on 24 greedy answers that its stage did not train on.
+Validation is on 24 greedy answers that its stage did not train on; each stage has others. The second stage trained on
+what the first had recorded as well, and was one token deep for its first 16 minutes.
 
 ## Acceptance on held-out prompts
 
