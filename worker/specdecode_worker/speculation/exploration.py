@@ -36,18 +36,26 @@ class Purse:
 
 @dataclass(slots=True)
 class Exploration:
-    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere."""
+    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere.
+
+    Whatever it costs, half of the steps stay as the plan has them: what the plan runs must be timed above all, and
+    exploration that happens to be faster than the plan would be free without end.
+    """
 
     burst: Burst | None = None
     shadow: Purse = field(default_factory=Purse)
     bursts: Purse = field(default_factory=Purse)
+    _rested: bool = True  # the step before drafted nothing in the shadow
+    _since_burst: int = BURST_STEPS
     _total_seconds: float = 0.0
     _usual: dict[int, Pace] = field(default_factory=dict)
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
         """Whether the next step may draft in the shadow."""
-        return self.shadow.affords(share / 2, self._total_seconds)
+        due = self._rested and self.shadow.affords(share / 2, self._total_seconds)
+        self._rested = not due
+        return due
 
     def burst_for(self, concurrency: int, running: TreeShape, max_depth: int, share: float) -> Burst | None:
         """The burst under way, or a new one if it is affordable: of the shape that was timed least at this load
@@ -55,7 +63,8 @@ class Exploration:
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
-        affordable = self.burst is None and max_depth > 0 and self.bursts.affords(share / 2, self._total_seconds)
+        due = self.burst is None and max_depth > 0 and self._since_burst >= BURST_STEPS
+        affordable = due and self.bursts.affords(share / 2, self._total_seconds)
         known = self._usual.get(concurrency)
         if affordable and known and known.seconds:
             near = (0, running.depth - 1, running.depth + 1, max_depth)
@@ -64,7 +73,7 @@ class Exploration:
             if shapes:
                 shape = min(shapes, key=lambda shape: self._counts[concurrency, shape])
                 self._counts[concurrency, shape] += 1
-                self.burst = Burst(shape)
+                self.burst, self._since_burst = Burst(shape), 0
         return self.burst
 
     def passed(self, concurrency: int, seconds: float, tokens: float, *, in_burst: bool) -> None:
@@ -72,6 +81,7 @@ class Exploration:
         self._total_seconds += seconds
         usual = self._usual.setdefault(concurrency, Pace())
         if not in_burst:
+            self._since_burst += 1
             usual.add(seconds, tokens)
         elif usual.seconds is not None:
             self.bursts.pay(seconds - tokens * usual.seconds)

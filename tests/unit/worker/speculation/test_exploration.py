@@ -97,10 +97,17 @@ def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
     assert not account.shadows(0.1), "nothing has been earned yet"
     account.passed(1, 10.0, 1.0, in_burst=False)
     assert account.shadows(0.1)
+    assert not account.shadows(0.1), "the next step stays as the plan has it"
     account.shadow.pay(0.49)
     assert account.shadows(0.1)
     account.shadow.pay(0.02)
-    assert not account.shadows(0.1)
+    assert [account.shadows(0.1) for _ in range(3)] == [False] * 3
+
+
+def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
+    _, bursts, _ = run(1000, 0.5, running=CHAIN(0))
+    assert cost(2)[0] / cost(2)[1] < cost(0)[0] / cost(0)[1], "bursts of chain:2 cost nothing here"
+    assert 2 < len(bursts) <= 1000 / (2 * BURST_STEPS) + 1
 
 
 @given(st.lists(st.floats(-1, 1), max_size=20))
