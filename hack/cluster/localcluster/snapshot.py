@@ -7,6 +7,7 @@ leave something behind is found too.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def take(layout: Layout) -> Snapshot:
         "route": sorted(run(["ip", "route", "show", "table", "all"]).splitlines()),
         "network namespace": leftovers.namespaces(),
         "packet filter": _packet_filter(),
-        "cgroup": sorted(str(path) for path in Path("/sys/fs/cgroup").rglob("*") if path.is_dir()),
+        "cgroup": sorted(folder for folder, _, _ in os.walk("/sys/fs/cgroup")),
         "sysctl": sorted(_sysctls()),
     }
 
@@ -84,12 +85,13 @@ def _packet_filter() -> list[str]:
 
 
 def _sysctls() -> Iterator[str]:
-    root = Path("/proc/sys")
-    for file in root.rglob("*"):
-        name = str(file.relative_to(root))
-        if _MOVING_SYSCTLS.match(name) or not file.is_file():
-            continue
-        try:
-            yield f"{name} = {file.read_text().strip()}"
-        except (OSError, UnicodeDecodeError):
-            continue  # write-only, or not for us
+    """All but what moves. Walked by os.walk, which minds no folder that goes while it looks, as a link's does."""
+    for folder, _, names in os.walk("/proc/sys"):
+        for path in (Path(folder, name) for name in names):
+            name = str(path.relative_to("/proc/sys"))
+            if _MOVING_SYSCTLS.match(name):
+                continue
+            try:
+                yield f"{name} = {path.read_text().strip()}"
+            except (OSError, UnicodeDecodeError):
+                continue  # write-only, or not for us
