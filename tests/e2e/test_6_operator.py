@@ -30,10 +30,10 @@ def test_a_minute_without_the_operator(endpoint: Endpoint, release: Release, url
     with Traffic(url, model, concurrency=2):
         wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
     endpoint.turn_knobs(None)
-    version, dwell = endpoint.plan().version, since(endpoint)
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
         release.scale(0)
         gone_at = time.monotonic()
+        version, dwell = endpoint.plan().version, since(endpoint)
         endpoint.patch({"speculation": {"depth": {"max": 5}}})
         time.sleep(GONE_SECONDS)
         assert traffic.finished > 5
