@@ -29,13 +29,18 @@ class Lasting(BaseModel):
 
 
 class DepthMemory(Lasting):
-    """Acceptance of one task at one depth: decayed hits and totals. ``at`` is the operator's clock."""
+    """Acceptance of one task at one depth: decayed hits and totals. ``at`` is the operator's clock.
+
+    The newest of them are also kept apart, until there are enough to say whether they contradict the others.
+    """
 
     task: str
     depth: int
     hits: float
     total: float
     at: float
+    new_hits: float = 0
+    new_total: float = 0
 
 
 class RequestMemory(Lasting):
@@ -46,7 +51,7 @@ class RequestMemory(Lasting):
 
 
 class CostMemory(Lasting):
-    """Decayed moments of one kind of step; ``values`` as in measurements.Moments."""
+    """Decayed moments of one kind of step; ``values`` as in measurements.Moments, the newest of them also apart."""
 
     tokens_bucket: int
     draft_passes: int
@@ -54,6 +59,7 @@ class CostMemory(Lasting):
     context_bucket: int
     values: tuple[float, ...]
     at: float
+    new_values: tuple[float, ...] = ()
 
 
 class RowMemory(Lasting):

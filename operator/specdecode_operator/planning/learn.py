@@ -23,18 +23,26 @@ from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_SECONDS = 10.0
 HALF_LIFE_DRAFTS = 300.0
-HALF_LIFE_STEPS = 64.0
+HALF_LIFE_STEPS = 32.0
 HALF_LIFE_REQUESTS = 200.0
 SURPRISE = 4.0
 """Standard errors between batch and estimate that count as a change rather than chance."""
 LEAST_STEP_SHIFT = 0.15
 """Relative change of a step time below which it counts as noise whatever its standard error."""
-LEAST_STEPS = 8
-"""Fewer steps say nothing about a mean."""
+LEAST_DRAFTS = 12
+"""Fewer drafts say nothing about a rate: tokens of one request resemble each other."""
+SETTLED_DRAFTS = 40.0
+"""So many new drafts that did not contradict the older ones no longer stand apart."""
+LEAST_STEPS = 6
+"""Fewer steps say nothing about a mean; they stand apart until there are as many."""
 LEAST_STEPS_OF_POLL = 3
 """Slow steps come few to a poll; how far their mean wandered must be seen all the same."""
 WANDER_SHARE = 0.1
 """Weight of one poll in the wander."""
+MOST_OFF = 0.15
+"""Relative error of a poll's mean beyond which it counts as no more."""
+GATHER_SECONDS = 15.0
+"""What was new longer ago is new no more."""
 DIGITS = 6
 
 _SEQUENCES = FEATURES.index("sequences")
@@ -70,22 +78,42 @@ def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Itera
 
 
 def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: float) -> DepthMemory:
+    """New drafts gather over polls until they contradict the older ones, which then give way, or join them."""
     before = Hits(known.hits, known.total) if known else Hits(0, 0)
+    gathered = Hits(known.new_hits, known.new_total) if known and now - known.at < GATHER_SECONDS else Hits(0, 0)
     keep = _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS)
-    if rate_changed(before, fresh):
-        keep = min(keep, 0.25 * fresh.total / before.total)
-    after = before.times(keep).plus(fresh)
-    return DepthMemory(task=key[0], depth=key[1], hits=_short(after.hits), total=_short(after.total), at=now)
+    older = before.plus(gathered.times(-1)).times(keep)
+    new = gathered.times(keep).plus(fresh)
+    if rate_changed(older, new):
+        older = older.times(min(1, 0.25 * new.total / older.total))
+    after = older.plus(new)
+    apart = new if new.total < SETTLED_DRAFTS else Hits(0, 0)
+    return DepthMemory(
+        task=key[0],
+        depth=key[1],
+        hits=_short(after.hits),
+        total=_short(after.total),
+        at=now,
+        new_hits=_short(apart.hits),
+        new_total=_short(apart.total),
+    )
 
 
 def rate_changed(before: Hits, fresh: Hits) -> bool:
-    """Whether two samples of hits can hardly be of one rate."""
-    if min(before.total, fresh.total) < 40:
+    """Whether two samples of hits can hardly be of one rate, by the ratio of their likelihoods.
+
+    The ratio holds for few and rare hits too, where a normal approximation cries wolf.
+    """
+    if min(before.total, fresh.total) < LEAST_DRAFTS:
         return False
-    both = before.plus(fresh)
-    rate = both.hits / both.total
-    error = math.sqrt(rate * (1 - rate) * (1 / before.total + 1 / fresh.total))
-    return abs(before.hits / before.total - fresh.hits / fresh.total) > SURPRISE * error
+    apart = _log_likelihood(before) + _log_likelihood(fresh)
+    return 2 * (apart - _log_likelihood(before.plus(fresh))) > SURPRISE**2
+
+
+def _log_likelihood(sample: Hits) -> float:
+    """Of the sample under its own rate."""
+    parts = (sample.hits, sample.total - sample.hits)
+    return sum(part * math.log(part / sample.total) for part in parts if part > 0)
 
 
 def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestMemory]:
@@ -108,14 +136,21 @@ def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[Co
 
 
 def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) -> CostMemory:
-    after = fresh
-    if known is not None:
-        before = Moments(known.values)
-        keep = _kept_share(fresh.count, now - known.at, HALF_LIFE_STEPS)
-        if cost_changed(before, fresh):
-            keep = min(keep, 0.25 * fresh.count / before.count)
-        after = before.times(keep).plus(fresh)
-    return CostMemory(**key._asdict(), values=tuple(map(_short, after.values)), at=now)
+    """As with drafts: new steps stand apart until they contradict the older ones or are enough to join them."""
+    nothing = fresh.times(0)
+    before = Moments(known.values) if known else nothing
+    fits = known and known.new_values and now - known.at < GATHER_SECONDS
+    gathered = Moments(known.new_values) if known and fits else nothing
+    keep = _kept_share(fresh.count, now - known.at if known else 0, HALF_LIFE_STEPS)
+    older = before.plus(gathered.times(-1)).times(keep)
+    new = gathered.times(keep).plus(fresh)
+    if cost_changed(older, new):
+        older = older.times(min(1, 0.25 * new.count / older.count))
+    after = older.plus(new)
+    apart = new.values if new.count < LEAST_STEPS else ()
+    return CostMemory(
+        **key._asdict(), values=tuple(map(_short, after.values)), at=now, new_values=tuple(map(_short, apart))
+    )
 
 
 def cost_changed(before: Moments, fresh: Moments) -> bool:
@@ -128,7 +163,7 @@ def cost_changed(before: Moments, fresh: Moments) -> bool:
 
 
 def _wander(kept: Kept, delta: Delta) -> float:
-    """Moves by what this poll's means were off, each for as much as a third: a step of cost is no wandering."""
+    """Moves by what this poll's means were off; a step of cost is no wandering and counts for little of its size."""
     known = {_key(cell): Moments(cell.values) for cell in kept.costs}
     found = [
         (_off(known[key], fresh), fresh.seconds)
@@ -143,9 +178,10 @@ def _wander(kept: Kept, delta: Delta) -> float:
 
 
 def _off(before: Moments, fresh: Moments) -> float:
+    """Squared relative error of the old mean, less its noise; the fresh steps may be few and happen to be alike."""
     gap = (before.mean_seconds - fresh.mean_seconds) ** 2
     noise = before.variance / before.count + max(before.variance, fresh.variance) / fresh.count
-    return min(1 / 9, max(0.0, gap - noise) / before.mean_seconds**2)
+    return min(MOST_OFF**2, max(0.0, gap - noise) / before.mean_seconds**2)
 
 
 def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:

@@ -1,0 +1,79 @@
+"""The loop with the worker's own half of it: guard, bursts and shadows decide what there is to learn from.
+
+The same changes as in the end-to-end test of the plan, by many seeds and without a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+from fleet import Loop, Truth
+from piloted import piloted_loop
+
+GOOD, BAD = [0.5, 0.45, 0.45, 0.45], [0.01] * 4
+SPECULATION = {
+    "depth": {"min": 0, "max": 4, "initial": 3},
+    "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3},
+    "explorePercent": 20,
+}
+POLL_SECONDS = 5.0
+SETTLED_SECONDS = 130.0
+NOISES = pytest.mark.parametrize(("pass_seconds", "noise"), [(0.004, 0.01), (0.05, 0.15)])
+SEEDS = pytest.mark.parametrize("seed", range(4))
+
+
+def cheap(sequences: float, depth: int, context: float) -> float:
+    return 0.3 + 0.002 * depth
+
+
+def fair(sequences: float, depth: int, context: float) -> float:
+    return 0.3 + 0.05 * depth
+
+
+def costly(sequences: float, depth: int, context: float) -> float:
+    return 0.3 if depth == 0 else 0.302 if depth == 1 else 0.6
+
+
+def seconds_until(loop: Loop, depths: Collection[int]) -> float:
+    for polls in range(1, 100):
+        loop.poll(POLL_SECONDS)
+        if loop.depths[-1] in depths:
+            return polls * POLL_SECONDS
+    return 100 * POLL_SECONDS
+
+
+@NOISES
+@SEEDS
+def test_depth_follows_slow_steps_down_and_up(seed: int, pass_seconds: float, noise: float) -> None:
+    truth = Truth(chances=GOOD, step_time=cheap, sequences=2, noise=noise)
+    loop = piloted_loop(truth, seed=seed, pass_seconds=pass_seconds, **SPECULATION)
+    assert seconds_until(loop, {2, 3, 4}) <= SETTLED_SECONDS
+    truth.step_time = costly
+    assert seconds_until(loop, {0, 1}) <= SETTLED_SECONDS / 2, "what is in use shows at once"
+    loop.polls(4)
+    truth.step_time = cheap
+    assert seconds_until(loop, {2, 3, 4}) <= SETTLED_SECONDS
+
+
+@NOISES
+@SEEDS
+def test_depth_follows_acceptance_down_and_up(seed: int, pass_seconds: float, noise: float) -> None:
+    truth = Truth(chances=GOOD, step_time=fair, sequences=2, noise=noise)
+    loop = piloted_loop(truth, seed=seed, pass_seconds=pass_seconds, **SPECULATION)
+    loop.polls(40)
+    assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
+    truth.chances = BAD
+    assert seconds_until(loop, {0}) <= SETTLED_SECONDS
+    truth.chances = GOOD
+    assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
+
+
+@SEEDS
+def test_what_does_not_change_stays(seed: int) -> None:
+    truth = Truth(chances=GOOD, step_time=lambda s, d, c: fair(s, d, c) / 10, sequences=2, noise=0.1)
+    loop = piloted_loop(truth, seed=seed, **SPECULATION)
+    loop.polls(30)
+    settled = loop.versions[-1]
+    loop.polls(60)
+    assert loop.versions[-1] - settled <= 1, loop.depths[30:]
