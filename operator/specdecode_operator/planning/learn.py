@@ -41,6 +41,8 @@ WANDER_SHARE = 0.1
 """Weight of one poll in the wander."""
 MOST_OFF = 0.15
 """Relative error of a poll's mean beyond which it counts as no more."""
+LEAST_STEPS_OF_LOAD, LEAST_SECONDS_OF_LOAD = 10, 1.0
+"""A poll with fewer steps in less time says nothing about the load."""
 GATHER_SECONDS = 15.0
 """What was new longer ago is new no more."""
 DIGITS = 6
@@ -188,7 +190,7 @@ def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:
     """The load of this poll, if there was any worth the name."""
     decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
     count = sum(moments.count for moments in decoding.values())
-    if count < 10:
+    if count < LEAST_STEPS_OF_LOAD and sum(moments.seconds for moments in decoding.values()) < LEAST_SECONDS_OF_LOAD:
         return known
     by_context: dict[int, float] = {}
     for key, moments in decoding.items():

@@ -77,3 +77,11 @@ def test_what_does_not_change_stays(seed: int) -> None:
     settled = loop.versions[-1]
     loop.polls(60)
     assert loop.versions[-1] - settled <= 1, loop.depths[30:]
+
+
+def test_a_load_of_slow_steps_is_seen() -> None:
+    """Depth in use is told of the row at the present load: so it must follow where a poll has but a few steps."""
+    truth = Truth(chances=GOOD, step_time=lambda s, d, c: 0.8 + 0.3 * d, sequences=2, noise=0.01)
+    loop = piloted_loop(truth, **SPECULATION)
+    loop.polls(3)
+    assert loop.memory.kept.load.sequences == 2
