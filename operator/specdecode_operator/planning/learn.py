@@ -7,7 +7,6 @@ way at once, so that a step reaches the plan with the next poll. An estimate tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from specdecode_operator.measurements import (
@@ -19,22 +18,15 @@ from specdecode_operator.measurements import (
     RequestSums,
 )
 from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory
+from specdecode_operator.planning.change import LEAST_STEPS, cost_changed, rate_changed
 from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_SECONDS = 10.0
 HALF_LIFE_DRAFTS = 300.0
 HALF_LIFE_STEPS = 32.0
 HALF_LIFE_REQUESTS = 200.0
-SURPRISE = 4.0
-"""Standard errors between batch and estimate that count as a change rather than chance."""
-LEAST_STEP_SHIFT = 0.15
-"""Relative change of a step time below which it counts as noise whatever its standard error."""
-LEAST_DRAFTS = 12
-"""Fewer drafts say nothing about a rate: tokens of one request resemble each other."""
 SETTLED_DRAFTS = 40.0
-"""So many new drafts that did not contradict the older ones no longer stand apart."""
-LEAST_STEPS = 6
-"""Fewer steps say nothing about a mean; they stand apart until there are as many."""
+"""So many new drafts that did not contradict the older ones no longer stand apart; of steps, LEAST_STEPS."""
 LEAST_STEPS_OF_POLL = 3
 """Slow steps come few to a poll; how far their mean wandered must be seen all the same."""
 WANDER_SHARE = 0.1
@@ -101,23 +93,6 @@ def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: fl
     )
 
 
-def rate_changed(before: Hits, fresh: Hits) -> bool:
-    """Whether two samples of hits can hardly be of one rate, by the ratio of their likelihoods.
-
-    The ratio holds for few and rare hits too, where a normal approximation cries wolf.
-    """
-    if min(before.total, fresh.total) < LEAST_DRAFTS:
-        return False
-    apart = _log_likelihood(before) + _log_likelihood(fresh)
-    return 2 * (apart - _log_likelihood(before.plus(fresh))) > SURPRISE**2
-
-
-def _log_likelihood(sample: Hits) -> float:
-    """Of the sample under its own rate."""
-    parts = (sample.hits, sample.total - sample.hits)
-    return sum(part * math.log(part / sample.total) for part in parts if part > 0)
-
-
 def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestMemory]:
     cells = {cell.task: RequestSums(*cell.sums) for cell in known}
     for task, fresh in delta.requests.items():
@@ -153,15 +128,6 @@ def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) ->
     return CostMemory(
         **key._asdict(), values=tuple(map(_short, after.values)), at=now, new_values=tuple(map(_short, apart))
     )
-
-
-def cost_changed(before: Moments, fresh: Moments) -> bool:
-    """Whether steps of one kind cost something else now."""
-    if min(before.count, fresh.count) < LEAST_STEPS:
-        return False
-    gap = abs(before.mean_seconds - fresh.mean_seconds)
-    error = math.sqrt(before.variance / before.count + fresh.variance / fresh.count)
-    return gap > SURPRISE * error and gap > LEAST_STEP_SHIFT * before.mean_seconds
 
 
 def _wander(kept: Kept, delta: Delta) -> float:

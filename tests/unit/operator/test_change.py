@@ -1,0 +1,50 @@
+"""A change is told from chance: rarely where there is none, surely where there is one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdecode_operator.measurements import PAIRS, Hits, K, Moments
+from specdecode_operator.planning.change import cost_changed, rate_changed
+
+
+def drafts(rng: random.Random, chance: float, count: int) -> Hits:
+    return Hits(sum(rng.random() < chance for _ in range(count)), count)
+
+
+def steps(*seconds: float) -> Moments:
+    square = sum(value**2 for value in seconds)
+    return Moments((len(seconds), sum(seconds), square, *(0.0,) * (1 + 2 * K + len(PAIRS))))
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("count", [12, 40, 300])
+def test_one_rate_hardly_ever_looks_like_two(chance: float, count: int) -> None:
+    rng = random.Random(count)
+    alarms = sum(rate_changed(drafts(rng, chance, 300), drafts(rng, chance, count)) for _ in range(2000))
+    assert alarms <= 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.5, 0.01), (0.02, 0.6)])
+def test_twenty_drafts_show_a_fall_and_a_rise(before: float, after: float) -> None:
+    rng = random.Random(1)
+    seen = sum(rate_changed(drafts(rng, before, 300), drafts(rng, after, 20)) for _ in range(100))
+    assert seen >= 75
+
+
+def test_too_few_drafts_show_nothing() -> None:
+    assert not rate_changed(Hits(300, 300), Hits(0, 11))
+
+
+def test_a_cost_changes_by_more_than_noise_and_more_than_a_little() -> None:
+    known = steps(*[0.1, 0.11, 0.09] * 8)
+    assert cost_changed(known, steps(*[0.2, 0.21] * 3))
+    assert not cost_changed(known, steps(*[0.2, 0.21] * 2)), "too few"
+    assert not cost_changed(known, steps(*[0.11] * 40)), "within a sixth it counts as noise"
+    assert not cost_changed(known, steps(*[0.02, 0.4] * 4)), "they do not agree with each other"
+
+
+def test_steps_of_two_costs_give_way_to_steps_of_one() -> None:
+    assert cost_changed(steps(*[0.3] * 4, *[0.6] * 12), steps(*[0.301, 0.302] * 8))
