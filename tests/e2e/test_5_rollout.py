@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from harness.endpoint import Endpoint
 from harness.traffic import Traffic, answers
@@ -13,9 +15,11 @@ UNLUCKY = SyntheticKnobs(acceptance=(0.1,))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fixed_depth(endpoint: Endpoint) -> None:
+def fixed_depth(endpoint: Endpoint) -> Iterator[None]:
     """The loop would stop bad drafts; here they shall be verified."""
     endpoint.patch({"speculation": {"mode": "Static"}})
+    yield
+    endpoint.patch({"speculation": {"mode": "Auto"}})
 
 
 @pytest.mark.timeout(300)

@@ -26,6 +26,7 @@ def since(endpoint: Endpoint) -> dict[tuple[int, int, str, int], float]:
 
 @pytest.mark.timeout(400)
 def test_a_minute_without_the_operator(endpoint: Endpoint, release: Release, url: str, model: str) -> None:
+    endpoint.patch({"speculation": {"mode": "Auto"}})
     endpoint.turn_knobs(SPECULATION_IS_DEAR)
     with Traffic(url, model, concurrency=2):
         wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
