@@ -51,6 +51,11 @@ class Networks:
 def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     """The engine of a worker. Raises ModelError when the target, or a required draft, cannot be served."""
     device = device_of(config.engine.device)
+    if config.engine.tensor_parallel_size > 1:
+        raise ModelError(
+            f"workers.tensorParallelSize is {config.engine.tensor_parallel_size}, but this version runs a replica on"
+            " one device; set it to 1 and serve a model that fits there"
+        )
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or cpu_limit())
     networks = load_networks(config, resolve, device)
@@ -143,9 +148,12 @@ def paged_cache(
 
 
 def device_of(name: str) -> torch.device:
-    """``auto`` takes a GPU when there is one."""
+    """``auto`` takes a GPU when there is one. Raises ModelError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ModelError("workers.gpu is true, but torch sees no GPU here; set it to false, or see to the driver")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_gpu else "cpu")
     return torch.device(name)
 
 
