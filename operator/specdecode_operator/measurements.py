@@ -42,6 +42,10 @@ class Moments:
         return self.values[0]
 
     @property
+    def weight(self) -> float:
+        return self.count
+
+    @property
     def seconds(self) -> float:
         return self.values[1]
 
@@ -91,6 +95,10 @@ class Hits(NamedTuple):
     hits: float
     total: float
 
+    @property
+    def weight(self) -> float:
+        return self.total
+
     def plus(self, other: Hits) -> Hits:
         return Hits(self.hits + other.hits, self.total + other.total)
 
@@ -115,6 +123,7 @@ class RequestSums(NamedTuple):
         return RequestSums(*(value * factor for value in self))
 
 
+NO_HITS = Hits(0, 0)
 NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
 
 

@@ -7,9 +7,11 @@ way at once, so that a step reaches the plan with the next poll. An estimate tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from specdecode_operator.measurements import (
+    NO_HITS,
     NO_REQUESTS,
     CellKey,
     Delta,
@@ -37,9 +39,13 @@ LEAST_STEPS_OF_LOAD, LEAST_SECONDS_OF_LOAD = 10, 1.0
 """A poll with fewer steps in less time says nothing about the load."""
 GATHER_SECONDS = 15.0
 """What was new longer ago is new no more."""
+CONTRADICTED_WEIGHT = 0.25
+"""Weight of all older evidence that new evidence contradicts, as a share of the new."""
 DIGITS = 6
 
 _SEQUENCES = FEATURES.index("sequences")
+
+Evidence = TypeVar("Evidence", Hits, Moments)
 
 
 def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
@@ -72,16 +78,11 @@ def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Itera
 
 
 def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: float) -> DepthMemory:
-    """New drafts gather over polls until they contradict the older ones, which then give way, or join them."""
-    before = Hits(known.hits, known.total) if known else Hits(0, 0)
-    gathered = Hits(known.new_hits, known.new_total) if known and now - known.at < GATHER_SECONDS else Hits(0, 0)
+    before = Hits(known.hits, known.total) if known else NO_HITS
+    gathered = Hits(known.new_hits, known.new_total) if known and _is_recent(known, now) else NO_HITS
     keep = _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS)
-    older = before.plus(gathered.times(-1)).times(keep)
-    new = gathered.times(keep).plus(fresh)
-    if rate_changed(older, new):
-        older = older.times(min(1, 0.25 * new.total / older.total))
-    after = older.plus(new)
-    apart = new if new.total < SETTLED_DRAFTS else Hits(0, 0)
+    after, new = _joined(before, gathered, fresh, keep, rate_changed)
+    apart = new if new.total < SETTLED_DRAFTS else NO_HITS
     return DepthMemory(
         task=key[0],
         depth=key[1],
@@ -91,6 +92,21 @@ def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: fl
         new_hits=_short(apart.hits),
         new_total=_short(apart.total),
     )
+
+
+def _joined(
+    before: Evidence, gathered: Evidence, fresh: Evidence, keep: float, changed: Callable[[Evidence, Evidence], bool]
+) -> tuple[Evidence, Evidence]:
+    """All evidence, and what of it is new: that gathers over polls until it contradicts the older, which gives way."""
+    older, new = before.plus(gathered.times(-1)).times(keep), gathered.times(keep).plus(fresh)
+    if changed(older, new):
+        older = older.times(min(1, CONTRADICTED_WEIGHT * new.weight / older.weight))
+    return older.plus(new), new
+
+
+def _is_recent(known: DepthMemory | CostMemory, now: float) -> bool:
+    """Whether what was new when it was remembered is new still."""
+    return now - known.at < GATHER_SECONDS
 
 
 def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestMemory]:
@@ -113,17 +129,11 @@ def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[Co
 
 
 def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) -> CostMemory:
-    """As with drafts: new steps stand apart until they contradict the older ones or are enough to join them."""
     nothing = fresh.times(0)
     before = Moments(known.values) if known else nothing
-    fits = known and known.new_values and now - known.at < GATHER_SECONDS
-    gathered = Moments(known.new_values) if known and fits else nothing
+    gathered = Moments(known.new_values) if known and known.new_values and _is_recent(known, now) else nothing
     keep = _kept_share(fresh.count, now - known.at if known else 0, HALF_LIFE_STEPS)
-    older = before.plus(gathered.times(-1)).times(keep)
-    new = gathered.times(keep).plus(fresh)
-    if cost_changed(older, new):
-        older = older.times(min(1, 0.25 * new.count / older.count))
-    after = older.plus(new)
+    after, new = _joined(before, gathered, fresh, keep, cost_changed)
     apart = new.values if new.count < LEAST_STEPS else ()
     return CostMemory(
         **key._asdict(), values=tuple(map(_short, after.values)), at=now, new_values=tuple(map(_short, apart))
