@@ -37,8 +37,9 @@ vocabulary), three tokens deep, the head reading its own states from the second 
 {stages}
 ![tokens per step of a chain of 3 on validation answers](curve.png)
 
-Validation is on 24 greedy answers that its stage did not train on; each stage has others. The second stage trained on
-what the first had recorded as well, and was one token deep for its first 16 minutes.
+Validation is on 24 greedy answers that its stage did not train on; the second and the third stage have the same. Each
+stage also trained on what those before it had recorded (their `recorded/` was taken along, and in the third stage their
+`vocabulary.json`): the tokens are those of all. Every stage unrolls one token deep at first, three from its middle on.
 
 ## Acceptance on held-out prompts
 
