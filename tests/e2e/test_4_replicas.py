@@ -78,7 +78,7 @@ def test_a_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint)
 
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
-    endpoint: Endpoint, release: Release, url: str, model: str
+    endpoint: Endpoint, release: Release, model: str
 ) -> None:
     """No operator runs that could push the plan, and nobody asks anything: the new pod has it before both."""
     (old,) = endpoint.ready_pods()
@@ -90,7 +90,10 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
         (new,) = wait_for("a new worker", lambda: set(endpoint.ready_pods()) - {old}, timeout_s=120, every_s=0.5)
         state = endpoint.report(new).plan
         assert (state.version, state.matches_draft) == (version, True)
-        with Traffic(url, model, concurrency=1, max_tokens=8) as traffic:
+        with (
+            endpoint.namespace.reach("service", endpoint.name, 80) as url,
+            Traffic(url, model, concurrency=1, max_tokens=8) as traffic,
+        ):
             wait_for("the Service sends requests to it", lambda: traffic.finished >= 3, timeout_s=30)
     finally:
         release.scale(1)

@@ -29,6 +29,8 @@ def test_a_rollout_turns_nobody_away(endpoint: Endpoint, url: str, model: str) -
         endpoint.patch({"model": {"dtype": "float32"}})
         wait_for("the old pod is gone", lambda: old not in endpoint.all_pods(), timeout_s=200)
         finished = traffic.finished
+        if not endpoint.namespace.cluster.local:
+            pytest.skip("a forwarded port ends with its pod, so nothing here crosses the Service")
         wait_for("the new pod answers", lambda: traffic.finished > finished + 2, timeout_s=30)
     assert not traffic.failures
 
