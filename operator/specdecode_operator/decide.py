@@ -109,7 +109,14 @@ def _plan(
     speculation = deployment.spec.speculation
     chosen = Chosen(rows=kept.rows)
     if speculation.method != "none" and speculation.mode in ("Auto", "Advisory"):
-        chosen = planning.choose(speculation, kept, found, max_num_seqs=deployment.spec.workers.max_num_seqs, now=now)
+        chosen = planning.choose(
+            speculation,
+            kept,
+            found,
+            max_num_seqs=deployment.spec.workers.max_num_seqs,
+            now=now,
+            held_back=_held_back(observed, kept.plan),
+        )
     follows = speculation.mode == "Auto" and not deployment.paused
     rows = chosen.rows if follows else kept.rows
     recommended = _recommended(chosen, kept, found) if speculation.mode == "Advisory" else None
@@ -127,6 +134,17 @@ def _plan(
     changes = _records(chosen.changes, kept, found, now) if follows else ()
     history = (*reversed(changes), *kept.history)[:HISTORY]
     return kept.model_copy(update={"rows": rows, "plan": plan, "history": history}), plan, changes, recommended
+
+
+def _held_back(observed: Observed, plan: Plan | None) -> set[tuple[int, int]]:
+    """Loads at which every guard that has a verdict on this plan's shapes runs plainly."""
+    verdicts: dict[tuple[int, int], bool] = {}
+    for report in observed.reports:
+        if plan is not None and report.plan.version == plan.version:
+            for cell in report.guard:
+                load = (cell.concurrency, cell.context)
+                verdicts[load] = verdicts.get(load, True) and cell.suppressed
+    return {load for load, suppressed in verdicts.items() if suppressed}
 
 
 def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) -> tuple[DecisionRecord, ...]:

@@ -7,7 +7,7 @@ it comes back when measurements say so and its patience is over, and patience do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec, SpeculationSpec
@@ -46,15 +46,24 @@ class Chosen:
     changes: tuple[Change, ...] = ()
 
 
-def choose(speculation: SpeculationSpec, kept: Kept, found: Buckets, *, max_num_seqs: int, now: float) -> Chosen:
-    """Every row as it should be from now on."""
+def choose(
+    speculation: SpeculationSpec,
+    kept: Kept,
+    found: Buckets,
+    *,
+    max_num_seqs: int,
+    now: float,
+    held_back: Collection[tuple[int, int]] = (),
+) -> Chosen:
+    """Every row as it should be from now on. ``held_back`` are loads where the guards of all workers run plainly."""
     times = StepTimes.fit(kept.costs, kept.wander)
     rows: list[RowMemory] = []
     changes: list[Change] = []
     for row in _rows(speculation, kept, found):
         change = _bounded(row, speculation, now)
         if change is None and times is not None:
-            change = _moved(row, speculation, kept, found, times, max_num_seqs, now)
+            held = (row.concurrency, row.context) in held_back
+            change = _moved(row, speculation, kept, found, times, max_num_seqs, now, held=held)
         rows.append(change.row if change else row)
         if change and change.before != change.row.depth:
             changes.append(change)
@@ -93,6 +102,8 @@ def _moved(
     times: StepTimes,
     max_num_seqs: int,
     now: float,
+    *,
+    held: bool,
 ) -> Change | None:
     if row.probing and not _probed(row, kept):
         return None
@@ -105,17 +116,18 @@ def _moved(
         return None  # nobody has been at this load: what other loads cost is no reason to move
     here = present_row(kept.load, found) == (row.concurrency, row.context)
     return (
-        _stop(row, options, speculation.hysteresis, now)
+        _stop(row, options, speculation.hysteresis, now, held=held)
         or _improve(row, options, speculation.hysteresis, now)
         or (_probe(row, options, kept, now) if here else None)
     )
 
 
-def _stop(row: RowMemory, options: Options, hysteresis: HysteresisSpec, now: float) -> Change | None:
-    """Speculation that loses against plain decoding stops at once, where depth 0 is allowed; a probe at first doubt."""
+def _stop(row: RowMemory, options: Options, hysteresis: HysteresisSpec, now: float, *, held: bool) -> Change | None:
+    """Speculation that loses against plain decoding stops at once, where depth 0 is allowed; a probe at first doubt,
+    and so what is ``held`` back by the guards: they have measured it, and hold back what there is to learn from."""
     if row.depth == 0 or 0 not in options.by_depth:
         return None
-    if options.confidence(row.depth, 0, 0.0) < (0.5 if row.probing else CERTAINTY):
+    if options.confidence(row.depth, 0, 0.0) < (0.5 if row.probing or held else CERTAINTY):
         return None
     plain = options.by_depth[0].per_token
     winners = [depth for depth, option in options.by_depth.items() if depth and option.per_token < plain]

@@ -69,6 +69,19 @@ def test_depth_follows_acceptance_down_and_up(seed: int, pass_seconds: float, no
     assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_the_guard_holds_back_leaves_the_plan(seed: int) -> None:
+    """Steps that have become ten times slower are timed where they run; a guard's veto leaves the rest as it was."""
+    truth = Truth(chances=GOOD, step_time=lambda s, d, c: 0.03 + 0.004 * d, sequences=2, noise=0.05)
+    loop = piloted_loop(truth, seed=seed, **SPECULATION)
+    loop.polls(20)
+    truth.step_time = fair
+    loop.poll()
+    assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
+    truth.chances = BAD
+    assert seconds_until(loop, {0}) <= SETTLED_SECONDS / 2
+
+
 @SEEDS
 def test_what_does_not_change_stays(seed: int) -> None:
     truth = Truth(chances=GOOD, step_time=lambda s, d, c: fair(s, d, c) / 10, sequences=2, noise=0.1)

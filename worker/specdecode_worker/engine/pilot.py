@@ -79,7 +79,8 @@ class Pilot:
             self.choice = Choice(concurrency, context, _PLAIN_SHAPE)
             return [PLAIN] * len(requests)
         shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
-        burst = self._exploration.burst_for(concurrency, shapes[0], self.plan.max_depth, self.plan.explore)
+        planned = self._dispatcher.shape(Load(concurrency, contexts[0], requests[0].submit.task))
+        burst = self._exploration.burst_for(concurrency, shapes[0], planned, self.plan.max_depth, self.plan.explore)
         counted = True
         if burst is not None and self.plan.max_depth:
             burst.done += 1

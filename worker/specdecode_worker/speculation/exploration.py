@@ -57,9 +57,12 @@ class Exploration:
         self._rested = not due
         return due
 
-    def burst_for(self, concurrency: int, running: TreeShape, max_depth: int, share: float) -> Burst | None:
+    def burst_for(
+        self, concurrency: int, running: TreeShape, planned: TreeShape, max_depth: int, share: float
+    ) -> Burst | None:
         """The burst under way, or a new one if it is affordable: of the shape that was timed least at this load
-        among plain decoding, the neighbours and the deepest chain allowed. Without a depth allowed there is none."""
+        among plain decoding, the neighbours, the deepest chain allowed and what is ``planned``, which the guard may
+        hold back: the planner learns only from steps. Without a depth allowed there is none."""
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
@@ -67,7 +70,7 @@ class Exploration:
         affordable = due and self.bursts.affords(share / 2, self._total_seconds)
         known = self._usual.get(concurrency)
         if affordable and known and known.seconds:
-            near = (0, running.depth - 1, running.depth + 1, max_depth)
+            near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
             depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
             if shapes:

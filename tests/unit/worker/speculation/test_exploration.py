@@ -27,7 +27,7 @@ def run(
     account, bursts, lost, total = Exploration(), [], 0.0, 0.0
     usual = cost(running.depth)[0] / cost(running.depth)[1]
     for _ in range(steps):
-        burst = account.burst_for(1, running, max_depth, share)
+        burst = account.burst_for(1, running, running, max_depth, share)
         if burst is not None:
             burst.done += 1
             if not bursts or bursts[-1] is not burst:
@@ -81,15 +81,15 @@ def test_no_burst_runs_deeper_than_the_plan_allows(running: int, max_depth: int)
 def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) -> None:
     account = run(ENOUGH, 0.5)[0]
     account.burst = Burst(CHAIN(5), done=3)
-    assert (account.burst_for(1, RUNNING, deepest, 0.0) is not None) is goes_on
+    assert (account.burst_for(1, RUNNING, RUNNING, deepest, 0.0) is not None) is goes_on
 
 
 def test_each_load_is_known_by_itself() -> None:
     account = Exploration()
     for _ in range(ENOUGH + 5):
         account.passed(0, 0.01, 1.0, in_burst=False)
-    assert account.burst_for(1, RUNNING, 5, 0.5) is None, "nothing is known of this load"
-    assert account.burst_for(0, RUNNING, 5, 0.5) is not None
+    assert account.burst_for(1, RUNNING, RUNNING, 5, 0.5) is None, "nothing is known of this load"
+    assert account.burst_for(0, RUNNING, RUNNING, 5, 0.5) is not None
 
 
 def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
