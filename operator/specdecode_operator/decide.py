@@ -192,13 +192,7 @@ def _depth_in_use(deployment: Deployment, observed: Observed, kept: Kept, plan: 
     if all(report.draft.problem for report in running):
         return 0
     concurrency, context = planning.present_row(kept.load, found)
-    suppressed = [
-        cell.suppressed
-        for report in running
-        for cell in report.guard
-        if (cell.concurrency, cell.context) == (concurrency, context)
-    ]
-    if suppressed and all(suppressed):
+    if (concurrency, context) in _held_back(observed, plan):
         return 0
     if not any(report.plan.matches_draft for report in running):
         return plan.initial.depth
