@@ -6,7 +6,15 @@ know, so that either side may be one version ahead; writers of config and plan a
 could have written them.
 """
 
-from specdecode_worker.contract.config import DraftConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig
+from specdecode_worker.contract.config import (
+    DRAFT_FREE,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    ServerConfig,
+    WorkerConfig,
+)
 from specdecode_worker.contract.names import Env, Metric, Port, Route
 from specdecode_worker.contract.plan import Buckets, Plan, PlanRow, TaskMatch
 from specdecode_worker.contract.report import (
@@ -15,6 +23,8 @@ from specdecode_worker.contract.report import (
     DraftState,
     GuardCell,
     LatencyHistogram,
+    MemoryState,
+    PhaseSeconds,
     PlanState,
     Report,
     RequestCell,
@@ -34,12 +44,14 @@ from specdecode_worker.contract.wire import (
     Method,
     Mode,
     Received,
+    Sampler,
     TaskName,
     Written,
 )
 
 __all__ = [
     "CONTRACT_VERSION",
+    "DRAFT_FREE",
     "FEATURES",
     "MAX_NODES",
     "MAX_RANKS",
@@ -55,10 +67,13 @@ __all__ = [
     "Env",
     "GuardCell",
     "LatencyHistogram",
+    "MemoryState",
     "Method",
     "Metric",
     "Mode",
     "ModelConfig",
+    "NamedDraft",
+    "PhaseSeconds",
     "Plan",
     "PlanRow",
     "PlanState",
@@ -67,6 +82,7 @@ __all__ = [
     "Report",
     "RequestCell",
     "Route",
+    "Sampler",
     "ServerConfig",
     "StepCell",
     "StepTime",

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from specdecode_worker.contract.names import Port
-from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Written
+from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Sampler, TaskName, Written
 
 
 class ModelConfig(Written):
@@ -26,6 +26,27 @@ class DraftConfig(Written):
     method: Method = "eagle3"
     uri: str | None = None
     required: bool = False
+    prompt_lookup_min: int = Field(default=2, ge=1, le=16)
+    prompt_lookup_max: int = Field(default=5, ge=1, le=16)
+    """ngram alone: shortest and longest run of last tokens that is looked up (vLLM's names)."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.method in DRAFT_FREE) != (self.uri is None):
+            raise ValueError("draft.uri is needed by every method but ngram and none, and only by those")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("prompt_lookup_min is above prompt_lookup_max")
+        return self
+
+
+DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "none"))
+"""Methods without weights of their own."""
+
+
+class NamedDraft(DraftConfig):
+    """A further draft, loaded beside the first; the plan's tasks choose it by name."""
+
+    name: TaskName
 
 
 class EngineConfig(Written):
@@ -39,6 +60,11 @@ class EngineConfig(Written):
     """Torch threads on a CPU; None takes the container's CPU limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
+    gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
+    """Share of the device's memory (on a CPU: the container's limit) for weights and KV cache; the rest is reserve."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    sampler: Sampler = "coupled"
 
 
 class ServerConfig(Written):
@@ -63,13 +89,15 @@ class WorkerConfig(Written):
     """uid of the SpecDecodeDeployment; a plan for another uid is refused."""
     model: ModelConfig
     draft: DraftConfig = DraftConfig(method="none")
+    drafts: tuple[NamedDraft, ...] = Field(default=(), max_length=7)
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
     cache_dir: str = "/var/cache/specdecode"
     """Where `pull` puts models and `serve` finds them."""
 
     @model_validator(mode="after")
-    def _draft_has_a_source(self) -> Self:
-        if (self.draft.method == "none") != (self.draft.uri is None):
-            raise ValueError("draft.uri is needed by every method but none, and only by those")
+    def _names_differ(self) -> Self:
+        names = [draft.name for draft in self.drafts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"drafts have distinct names, got {names}")
         return self

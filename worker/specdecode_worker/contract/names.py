@@ -19,6 +19,7 @@ class Route:
     plan = "/v1/plan"
     synthetic = "/v1/synthetic"
     drain = "/v1/drain"
+    draft = "/v1/draft"
 
 
 class Env:
@@ -28,6 +29,8 @@ class Env:
     admin_token = "SPECDECODE_ADMIN_TOKEN"
     plan_path = "SPECDECODE_PLAN_PATH"
     pod_name = "POD_NAME"
+    api_keys = "SPECDECODE_API_KEYS"
+    """Keys of the public port, separated by whitespace; unset lets everyone in."""
 
 
 class Metric(StrEnum):

@@ -45,6 +45,8 @@ class TaskMatch(Received):
 
     name: TaskName
     match: str | None = None
+    draft: TaskName | None = None
+    """Name of the draft that this task uses; None is the first. An unknown one is the first too."""
 
 
 class Plan(Received):

@@ -124,12 +124,34 @@ class PlanState(Received):
 
 
 class DraftState(Received):
-    """The draft a worker has loaded, or why it has none."""
+    """A draft that a worker has loaded, or why it has none. ``name`` is empty for the first."""
 
+    name: str = ""
     method: Method = "none"
     hash: str = ""
+    uri: str = ""
     problem: str | None = None
     """What does not fit, naming the tensor or the field; the endpoint serves plainly meanwhile."""
+
+
+class PhaseSeconds(Received):
+    """Where the time of steps went, in monotonic seconds of the engine loop."""
+
+    draft: float = 0
+    verify: float = 0
+    sample: float = 0
+    """Choosing tokens and walking the trees."""
+    bookkeeping: float = 0
+
+
+class MemoryState(Received):
+    """What the device's memory holds, in bytes. ``limit`` is the device's or the container's."""
+
+    limit: int = 0
+    weights: int = 0
+    drafts: int = 0
+    kv_cache: int = 0
+    reserve: int = 0
 
 
 class Report(Received):
@@ -144,6 +166,8 @@ class Report(Received):
     target: str = ""
     """Hash of the target's weights."""
     draft: DraftState = DraftState()
+    named_drafts: tuple[DraftState, ...] = ()
+    """The further ones; rows of the plan are for ``draft``, and run with whatever draft a task uses."""
     plan: PlanState = PlanState()
     synthetic: SyntheticKnobs | None = None
     draining: bool = False
@@ -154,6 +178,16 @@ class Report(Received):
     waiting_request_seconds: float = 0
     kv_tokens_total: int = 0
     kv_tokens_used: int = 0
+    """Owned by running requests."""
+    kv_tokens_cached: int = 0
+    """Kept for prefix reuse, free for whoever needs them."""
+    preemptions: int = 0
+    prefill_chunks: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    """Prompt tokens looked up among the cached blocks, and those that were found there."""
+    phases: PhaseSeconds | None = None
+    memory: MemoryState | None = None
     drafts: int = 0
     """Sequence-steps that verified a draft; tokens per step = 1 + accepted_tokens / drafts."""
     draft_tokens: int = 0

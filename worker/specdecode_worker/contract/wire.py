@@ -15,7 +15,9 @@ MAX_TASKS = 8
 OTHER_TASK = "other"
 MAX_REPORT_BYTES = 64 * 1024
 
-Method = Literal["eagle3", "none"]
+Method = Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "none"]
+Sampler = Literal["coupled", "mss"]
+"""How drafted tokens are accepted: coupled noise (the text of plain decoding), or multi-round sampling (its law)."""
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]

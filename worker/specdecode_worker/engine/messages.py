@@ -14,7 +14,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 cut nothing.
+    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 cut nothing.
+    Penalties are vLLM's: presence and frequency look at the answer, repetition at prompt and answer.
 
     ``seed`` is always set: the server draws one for requests that name none.
     """
@@ -24,8 +25,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Until so many tokens are out, no stop token can be chosen."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """None asks for none; else how many of the most likely tokens are told beside the chosen one."""
+    prompt_logprobs: int | None = None
+    """The same for every token of the prompt; a request that asks for them reuses no prefix."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -51,6 +63,15 @@ class SetPlan(msgspec.Struct, frozen=True, tag=True):
     plan_json: bytes
 
 
+class SetDraft(msgspec.Struct, frozen=True, tag=True):
+    """Load another draft (contract.NamedDraft or DraftConfig as JSON) in place of the one of that name, the first if
+    it has none, and let it take over between two steps. Answered by Done once it has; an error changes nothing."""
+
+    call_id: int
+    draft_json: bytes
+    name: str = ""
+
+
 class SetSynthetic(msgspec.Struct, frozen=True, tag=True):
     """Set or clear the synthetic knobs (contract.SyntheticKnobs as JSON). Answered by Done."""
 
@@ -68,6 +89,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop once the running step is collected."""
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one emitted token, from the target's raw logits: its own, its rank (1 is the most likely), and the most
+    likely ones beside it, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """New tokens of one request; ``finish`` closes it. ``drafts`` and ``accepted`` are the request's sums so far."""
 
@@ -78,6 +110,10 @@ class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each of ``tokens`` where the request asked."""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """With the first token, for the prompt's second token and all behind it, where the request asked."""
     error: str = ""
 
 
@@ -105,5 +141,5 @@ class Crashed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToEngine = Submit | Abort | SetPlan | SetSynthetic | GetReport | Shutdown
+ToEngine = Submit | Abort | SetPlan | SetDraft | SetSynthetic | GetReport | Shutdown
 FromEngine = Tokens | Done | Loaded | Crashed
