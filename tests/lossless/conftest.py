@@ -26,6 +26,7 @@ from specdecode_worker.models.config import LlamaConfig, eagle3_config, llama_co
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.speculation.dispatch import Dispatcher
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         parts = Parts(
             scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
-            target=Target(pair.target, target_cache, state, (0, 1, 2) if draft else ()),
+            target=Target(pair.target, target_cache, state, Reads((0, 1, 2)) if draft else Reads()),
             drafter=drafter,
             state=state,
             pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft is not None),

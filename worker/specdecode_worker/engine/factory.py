@@ -28,6 +28,7 @@ from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import NOTHING
 from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
 from specdecode_worker.speculation.dispatch import Dispatcher
 
@@ -91,14 +92,14 @@ def assemble(networks: Networks, worker: WorkerConfig, device: torch.device) -> 
     limit = target.config.max_position_embeddings
     length = min(max_model_len or limit, limit)
     blocks = -(-(config.kv_cache_tokens or _cache_tokens(networks, config, length, device)) // BLOCK_SIZE) + 1
+    reads = NOTHING if head is None else head.reads
     state = DeviceState(
         config.max_num_seqs,
         length,
-        0 if head is None else 3 * target.config.hidden_size,
+        reads.width(target.config.hidden_size),
         dtype,
         device,
     )
-    aux_layers = () if head is None else head.config.aux_layers
     drafter = None
     if head is not None:
         cache = paged_cache(head.config, 1, blocks, dtype, device)
@@ -108,7 +109,7 @@ def assemble(networks: Networks, worker: WorkerConfig, device: torch.device) -> 
     pilot = Pilot(Dispatcher(worker.deployment_uid, networks.draft.hash), has_draft=head is not None)
     parts = Parts(
         scheduler=Scheduler(Limits(config.max_num_seqs, config.max_num_batched_tokens), BlockPool(blocks)),
-        target=Target(target, paged_cache(target.config, layers, blocks, dtype, device), state, aux_layers),
+        target=Target(target, paged_cache(target.config, layers, blocks, dtype, device), state, reads),
         drafter=drafter,
         state=state,
         pilot=pilot,

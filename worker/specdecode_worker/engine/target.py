@@ -13,6 +13,7 @@ from specdecode_worker.engine.packed import Packed, slots_of, spread
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class Pass:
 class Target:
     """The target network over its paged cache."""
 
-    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, aux_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, reads: Reads) -> None:
         self.cache = cache
-        self._model, self._state, self._aux_layers = model, state, aux_layers
+        self._model, self._state, self._reads = model, state, reads
         self._last_position = model.config.max_position_embeddings - 1
 
     @property
@@ -44,7 +45,7 @@ class Target:
     def forward(self, step: Pass) -> tuple[Tensor, Tensor | None]:
         """(logits [R, V], aux states [T, A] when a draft reads them)."""
         packed = step.packed
-        out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), self._aux_layers)
+        out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), self._reads)
         hidden = out.hidden_TE
         if len(step.logit_rows_R) != len(hidden):
             hidden = hidden[step.logit_rows_R]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.config import Eagle3Config
 from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from specdecode_worker.models.reads import Reads
 
 
 class Midlayer(nn.Module):
@@ -52,6 +53,11 @@ class Eagle3Head(nn.Module):
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self._shared_embedding = (embed_tokens,)  # in a tuple: no parameter of this module
+
+    @property
+    def reads(self) -> Reads:
+        """What ``fuse`` expects of the target."""
+        return Reads(self.config.aux_layers)
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         """The target's three aux states [T, 3E] as one hidden state [T, E]."""

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.config import LlamaConfig
 from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from specdecode_worker.models.reads import NOTHING, Reads
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """``hidden_TE`` is the last layer's output after the final norm; ``aux_TA`` concatenates the inputs of the aux
-    layers ([T, 3E]), or is None when none were asked for."""
+    """``hidden_TE`` is the last layer's output after the final norm; ``aux_TA`` concatenates what was asked for beside
+    it, in the order of ``Reads``, or is None when that was nothing."""
 
     hidden_TE: Tensor
     aux_TA: Tensor | None
@@ -60,18 +61,19 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
-    def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
-    ) -> TargetOutput:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: Reads = NOTHING) -> TargetOutput:
         x_TE = self.model.embed_tokens(tokens_T)
         cos, sin = self.rope.tables(positions_T)
         rope = (cos.to(x_TE.dtype), sin.to(x_TE.dtype))
-        aux: list[Tensor] = []
+        inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.model.layers):
-            if layer in aux_layers:
-                aux.append(x_TE)
+            if layer in reads.layers:
+                inputs[layer] = x_TE
             x_TE = block(layer, x_TE, rope, attend)
-        return TargetOutput(self.model.norm(x_TE), torch.cat(aux, dim=-1) if aux else None)
+        inputs[len(self.model.layers)] = x_TE
+        hidden_TE = self.model.norm(x_TE)
+        parts = [inputs[layer] for layer in reads.layers] + [hidden_TE] * reads.final
+        return TargetOutput(hidden_TE, torch.cat(parts, dim=-1) if parts else None)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, V] in the model's dtype; callers pick the rows first, so that no unused row is multiplied."""

@@ -20,6 +20,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.training.replay import Tally, distinct_ngrams, ranks
 from specdecode_worker.training.shards import Conversation
 
@@ -123,7 +124,7 @@ class StepTimes:
 
     def _target_once(self, tokens: int) -> None:
         positions = torch.arange(_CONTEXT, _CONTEXT + tokens)
-        out = self._target(torch.ones_like(positions), positions, _Context(), self._target.config.aux_layers)
+        out = self._target(torch.ones_like(positions), positions, _Context(), Reads(self._target.config.aux_layers))
         self._target.logits(out.hidden_TE).argmax(dim=-1)
 
     def _draft_once(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.shards import Conversation, read_shard, shard_paths, write_shard
@@ -62,7 +63,7 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 @torch.inference_mode()
 def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """(aux [N, 3E], last hidden [N, E]) of the target over one text, in one pass."""
-    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, target.config.aux_layers)
+    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, Reads(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA, out.hidden_TE
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.training.dense import DenseCache
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.questions import Question
@@ -181,6 +182,6 @@ class Rollout:
                 row.tokens.append(row.forced.pop(0))
                 tokens_B[i] = row.tokens[-1]
         self.cache.step(positions_B)
-        out = self.target(tokens_B, positions_B, self.cache, self.target.config.aux_layers)
+        out = self.target(tokens_B, positions_B, self.cache, Reads(self.target.config.aux_layers))
         assert isinstance(out.aux_TA, Tensor)
         self.states_BLS[torch.arange(len(self.rows)), positions_B] = torch.cat((out.aux_TA, out.hidden_TE), dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.models.weights import load_llama
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
     theirs = saved(tmp_path, shape, torch.float64, randomise)
     ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
-    found = ours(TOKENS, torch.arange(len(TOKENS)), dense, (0, 2, 4)).aux_TA
+    found = ours(TOKENS, torch.arange(len(TOKENS)), dense, Reads((0, 2, 4))).aux_TA
     torch.testing.assert_close(found, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
 
 

@@ -14,6 +14,7 @@ from specdecode_worker.models.config import eagle3_config, llama_config
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.fusing import FusedAttention, FusedMLP, PackedLinear, fuse
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
 PACKS = fusing._packs(nn.Linear(16, 16).bfloat16())
@@ -28,7 +29,7 @@ def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any
 
 
 def logits(model: Llama, dense: Any) -> Tensor:
-    out = model(TOKENS, torch.arange(len(TOKENS)), dense, (0, 2, 4))
+    out = model(TOKENS, torch.arange(len(TOKENS)), dense, Reads((0, 2, 4)))
     assert out.aux_TA is not None
     return torch.cat((model.logits(out.hidden_TE), out.aux_TA), dim=-1)
 

@@ -25,6 +25,7 @@ from specdecode_worker.engine.target import Target
 from specdecode_worker.models.config import llama_config
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
 from specdecode_worker.speculation.dispatch import Dispatcher
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def small_engine(
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
     parts = Parts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
-        target=Target(target, cache, state, (0,) if draft else ()),
+        target=Target(target, cache, state, Reads((0,)) if draft else Reads()),
         drafter=drafter,
         state=state,
         pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft),

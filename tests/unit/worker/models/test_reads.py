@@ -1,0 +1,58 @@
+"""What drafts read of the target: order, the final state, and several drafts over one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
+
+TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def target(shape: dict[str, Any], randomise: Any) -> Llama:
+    model = Llama(llama_config(shape)).requires_grad_(False)
+    randomise(model, 1)
+    return model
+
+
+def read(target: Llama, dense: Any, reads: Reads) -> Tensor:
+    found = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_nothing_read_is_nothing_kept(target: Llama, dense: Any) -> None:
+    assert target(TOKENS, torch.arange(len(TOKENS)), dense).aux_TA is None
+    assert not Reads()
+    assert Reads().width(32) == 0
+
+
+def test_states_come_in_the_order_asked_for(target: Llama, dense: Any) -> None:
+    rising, falling = read(target, dense, Reads((1, 4))), read(target, dense, Reads((4, 1)))
+    assert torch.equal(rising.unflatten(-1, (2, 32)).flip(1).flatten(1), falling)
+    assert torch.equal(read(target, dense, Reads((1, 1))), rising[:, :32].repeat(1, 2))
+
+
+def test_the_final_state_is_normed_and_stands_last(target: Llama, dense: Any) -> None:
+    found = read(target, dense, Reads((0, 5), final=True))
+    assert found.shape == (9, Reads((0, 5), final=True).width(32)) == (9, 96)
+    assert torch.equal(found[:, :32], target.model.embed_tokens(TOKENS))
+    assert torch.equal(target.model.norm(found[:, 32:64]), found[:, 64:])
+    assert torch.equal(found[:, 64:], target(TOKENS, torch.arange(9), dense).hidden_TE)
+
+
+@pytest.mark.parametrize(
+    "part", [Reads((3, 1)), Reads((), final=True), Reads((2,), final=True), Reads((1, 1))], ids=str
+)
+def test_a_part_is_found_in_a_pass_that_serves_several(part: Reads, target: Llama, dense: Any) -> None:
+    whole = part | Reads((2, 0), final=True)
+    assert whole.layers == tuple(sorted(set(whole.layers)))
+    pieces = read(target, dense, whole).unflatten(-1, (-1, 32))[:, list(whole.picks(part))]
+    assert torch.equal(pieces.flatten(1), read(target, dense, part))
