@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.blocks import BlockPool
-from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loading import paged_cache
+from specdecode_worker.engine.drafts.roster import Loaded, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.factory import paged_cache
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
@@ -43,6 +44,8 @@ class NoisedCopy(nn.Module):
         for parameter in self.llama.parameters():
             spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
             parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+    reads = Reads((0, 1, 2))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA[:, : self.llama.config.hidden_size]
@@ -106,26 +109,26 @@ def make_engine(pair: Pair) -> EngineMaker:
         budget: int = 512,
         pipelined: bool = False,
     ) -> Engine:
-        state = DeviceState(max_num_seqs, 256, 96 if draft else 0, torch.float64, CPU)
+        state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
-        drafter = None
+        drafts = {}
         if draft == "copy":
             cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
-            drafter = Drafter(pair.copy, None, cache, state, 512)
+            drafts[""] = Loaded(EagleDrafter(pair.copy, None, cache, state, 512), DraftState(hash="d"))
         elif draft == "eagle":
             cache = paged_cache(pair.eagle.config, 1, blocks, torch.float64, CPU)
-            drafter = Drafter(pair.eagle, pair.eagle.target_ids, cache, state, 512)
+            drafter = EagleDrafter(pair.eagle, pair.eagle.target_ids, cache, state, 512)
+            drafts[""] = Loaded(drafter, DraftState(hash="d"))
+        roster = Roster(drafts, state, pair.config.hidden_size)
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         parts = Parts(
             scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
-            target=Target(pair.target, target_cache, state, Reads((0, 1, 2)) if draft else Reads()),
-            drafter=drafter,
+            target=Target(pair.target, target_cache, state),
+            drafts=roster,
             state=state,
-            pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft is not None),
+            pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
         )
-        identity = Identity(
-            boot_id="b", worker="w", model="m", target="t", draft=DraftState(hash="d"), max_num_seqs=max_num_seqs
-        )
+        identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
         return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
 
     return make

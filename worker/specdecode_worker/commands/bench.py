@@ -173,7 +173,7 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "model": args.model,
-        "draft": engine.engine.identity.draft.hash,
+        "draft": engine.engine.draft.hash,
         "shape": str(shape),
         "dtype": args.dtype,
         "temperature": args.temperature,

@@ -74,7 +74,7 @@ class LocalEngine:
     def run_shape(self, shape: TreeShape) -> None:
         """Every step from now on runs ``shape``: no guard, no exploration."""
         self._plans += 1
-        draft = self.engine.identity.draft.hash
+        draft = self.engine.draft.hash
         self.engine.set_plan(Plan(draft=draft, version=self._plans, initial=shape, explore=0, guard=False))
 
     def prompt(self, line: dict[str, Any]) -> Prompt:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs
-from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
+from specdecode_worker.engine.drafts.roster import LoadDraft, Loaded, Roster
 from specdecode_worker.engine.keeping import keep_chunks, keep_paths
 from specdecode_worker.engine.launched import Launched
 from specdecode_worker.engine.messages import Submit, Tokens
@@ -39,7 +39,7 @@ class Parts:
 
     scheduler: Scheduler
     target: Target
-    drafter: Drafter | None
+    drafts: Roster
     state: DeviceState
     pilot: Pilot
 
@@ -55,14 +55,17 @@ class Engine:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         pipelined: bool,
+        load_draft: LoadDraft | None = None,
     ) -> None:
+        """``load_draft`` loads another draft while this engine runs; without it none can be swapped in."""
+        self.load_draft = load_draft
         self.identity = identity
         # A request that the whole cache cannot hold would wait for ever, and everyone behind it.
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
-        self._scheduler, self._target, self._drafter = parts.scheduler, parts.target, parts.drafter
+        self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
         self._state, self._pilot = parts.state, parts.pilot
-        self._recorder = Recorder(Statistics(identity.draft.hash))
+        self._recorder = Recorder(Statistics())
         self._synthetic = Synthetic()
         self._requests: dict[str, Request] = {}
         self._launched: deque[Launched] = deque()
@@ -73,6 +76,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self._requests and not self._launched
+
+    @property
+    def draft(self) -> DraftState:
+        """The first draft, or why there is none."""
+        return self._drafts.state()
 
     @property
     def preemptions(self) -> int:
@@ -102,6 +110,16 @@ class Engine:
     def set_plan(self, plan: Plan) -> None:
         """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one."""
         self._pilot.take_plan(plan)
+        self._drafts.set_tasks(plan.tasks)
+
+    @torch.inference_mode()
+    def set_draft(self, name: str, loaded: Loaded) -> list[Tokens]:
+        """Lets a draft that was loaded beside the others take over between two steps; what was in flight comes out
+        first. Running requests go on with it."""
+        found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
+        self._drafts.replace(name, loaded, self._requests.values())
+        self._pilot.draft_changed(self._drafts.state().hash)
+        return found
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._synthetic = Synthetic(knobs)
@@ -126,10 +144,10 @@ class Engine:
         forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
         roots_C = self._target.roots(choosing)
         coupling = self._coupling(choosing, forest, roots_C)
-        ranked_BNK = self._drafter.propose(choosing, forest, coupling) if self._drafter and choosing else None
+        ranked_BNK = self._drafts.propose(choosing, forest, coupling) if choosing else None
         drafted = time.monotonic()
         step = self._target.pack(rows)
-        logits_RV, aux_TA = self._target.forward(step)
+        logits_RV, aux_TA = self._target.forward(step, self._drafts.reads)
         kept_depths = tuple(self._synthetic.kept_depth(row.tree.drafted_depth) for row in choosing)
         outcome = None
         if choosing:
@@ -170,6 +188,8 @@ class Engine:
         self._account(now)
         moment = Moment(
             clock_seconds=now,
+            draft=self._drafts.state(),
+            named_drafts=self._drafts.named,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_tokens_total=self._scheduler.kv_tokens_total,
@@ -232,15 +252,15 @@ class Engine:
     ) -> None:
         """Chunks first: the draft's first slot of a chunk reads the ring before the chunk overwrites it."""
         chunks = [row for row in rows if row.is_chunk]
-        follows = self._drafter is not None and self._pilot.drafts_prompts
-        if chunks and follows and self._drafter is not None and aux_TA is not None:
-            self._drafter.prefill(chunks, aux_TA[-sum(row.count for row in chunks) :])
+        follows = self._pilot.drafts_prompts
+        if chunks and follows:
+            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
         keep_chunks(self._state, rows, step, aux_TA)
         if outcome is not None:
             keep_paths(self._state, self._target.cache, step, roots_C, forest, outcome, aux_TA)
         for row in rows:
             row.request.in_flight.append(row.most_tokens)
-            row.request.lag += 0 if row.is_chunk and follows else row.most_tokens
+            row.request.draft.launched(0 if row.is_chunk and follows else row.most_tokens)
 
     def _emit(self, row: Row, read: Read, now: float) -> Tokens:
         request = row.request

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specdecode_worker.contract import DraftState, EngineConfig, Env, WorkerConfig
+from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
-from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
+from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, Loaded, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Target
-from specdecode_worker.models.config import Eagle3Config, LlamaConfig
-from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.reads import NOTHING
-from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
+from specdecode_worker.models.weights import load_llama, weights_hash
 from specdecode_worker.speculation.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
-
-Resolve = Callable[[str], Path]
-"""Model URI -> folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Networks:
-    """What was loaded. ``problem`` says why there is no head although one was asked for."""
-
-    target: Llama
-    target_hash: str
-    head: Eagle3Head | None
-    draft: DraftState
-    sharpness: tuple[float, ...]
 
 
 def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
@@ -59,92 +39,64 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
         )
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or cpu_limit())
-    networks = load_networks(config, resolve, device)
-    return assemble(networks, config, device)
-
-
-def load_networks(config: WorkerConfig, resolve: Resolve, device: torch.device) -> Networks:
-    dtype = getattr(torch, config.model.dtype)
     folder = resolve(config.model.uri)
-    target = load_llama(folder, dtype=dtype, device=device)
+    target = load_llama(folder, dtype=getattr(torch, config.model.dtype), device=device)
     fuse(target)
-    found = Networks(target, weights_hash(folder), None, DraftState(), ())
-    if config.draft.uri is None:
-        return found
-    try:
-        draft_folder = resolve(config.draft.uri)
-        head = load_eagle3(draft_folder, target, dtype=dtype, device=device)
-        fuse(head)
-        sharpness = _sharpness(draft_folder)
-        draft = DraftState(method=config.draft.method, hash=weights_hash(draft_folder))
-    except ModelError as error:
-        if config.draft.required:
-            raise
-        log.warning("serving plainly: %s", error)
-        return Networks(target, found.target_hash, None, DraftState(problem=str(error)), ())
-    return Networks(target, found.target_hash, head, draft, sharpness)
+    return assemble(target, weights_hash(folder), config, resolve)
 
 
-def assemble(networks: Networks, worker: WorkerConfig, device: torch.device) -> Engine:
-    """Caches and parts around loaded networks."""
-    target, head, config, max_model_len = networks.target, networks.head, worker.engine, worker.model.max_model_len
-    dtype = target.model.embed_tokens.weight.dtype
+def assemble(target: Llama, target_hash: str, worker: WorkerConfig, resolve: Resolve) -> Engine:
+    """Caches, drafts and parts around a loaded target. Raises ModelError for a required draft that does not fit."""
+    config, weight = worker.engine, target.model.embed_tokens.weight
     limit = target.config.max_position_embeddings
-    length = min(max_model_len or limit, limit)
-    blocks = -(-(config.kv_cache_tokens or _cache_tokens(networks, config, length, device)) // BLOCK_SIZE) + 1
-    reads = NOTHING if head is None else head.reads
-    state = DeviceState(
-        config.max_num_seqs,
-        length,
-        reads.width(target.config.hidden_size),
-        dtype,
-        device,
-    )
-    drafter = None
-    if head is not None:
-        cache = paged_cache(head.config, 1, blocks, dtype, device)
-        same = head.config.draft_vocab_size == target.config.vocab_size
-        drafter = Drafter(head, None if same else head.target_ids, cache, state, limit, networks.sharpness)
-    layers = target.config.num_hidden_layers
-    pilot = Pilot(Dispatcher(worker.deployment_uid, networks.draft.hash), has_draft=head is not None)
+    length = min(worker.model.max_model_len or limit, limit)
+    blocks = -(-(config.kv_cache_tokens or _cache_tokens(target, config, length)) // BLOCK_SIZE) + 1
+    state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
+    pipelined = weight.device.type != "cpu"
+    loader = DraftLoader(target=target, state=state, blocks=blocks, resolve=resolve, foresees=not pipelined)
+    drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
+    cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     parts = Parts(
         scheduler=Scheduler(Limits(config.max_num_seqs, config.max_num_batched_tokens), BlockPool(blocks)),
-        target=Target(target, paged_cache(target.config, layers, blocks, dtype, device), state, reads),
-        drafter=drafter,
+        target=Target(target, cache, state),
+        drafts=drafts,
         state=state,
-        pilot=pilot,
+        pilot=Pilot(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
     )
     return Engine(
         parts,
-        _identity(networks, worker),
+        _identity(target_hash, worker),
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
-        pipelined=device.type != "cpu",
+        pipelined=pipelined,
+        load_draft=loader,
     )
 
 
-def _identity(networks: Networks, worker: WorkerConfig) -> Identity:
+def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, Loaded | Misfit]:
+    """All drafts of a worker by name; one that does not fit, and is not required, leaves its reason."""
+    found: dict[str, Loaded | Misfit] = {}
+    wanted: list[tuple[str, DraftConfig]] = [(FIRST, worker.draft), *((draft.name, draft) for draft in worker.drafts)]
+    for name, config in wanted:
+        if config.method == "none":
+            continue
+        try:
+            found[name] = load(config, name)
+        except ModelError as error:
+            if config.required:
+                raise
+            log.warning("serving plainly: %s", error)
+            found[name] = Misfit(DraftState(name=name, problem=str(error)))
+    return found
+
+
+def _identity(target_hash: str, worker: WorkerConfig) -> Identity:
     return Identity(
         boot_id=uuid.uuid4().hex,
         worker=os.environ.get(Env.pod_name) or socket.gethostname(),
         model=worker.model.served_name,
-        target=networks.target_hash,
-        draft=networks.draft,
+        target=target_hash,
         max_num_seqs=worker.engine.max_num_seqs,
-    )
-
-
-def paged_cache(
-    config: LlamaConfig | Eagle3Config, layers: int, blocks: int, dtype: torch.dtype, device: torch.device
-) -> PagedCache:
-    return PagedCache(
-        layers=layers,
-        blocks=blocks,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
     )
 
 
@@ -168,23 +120,13 @@ def cpu_limit() -> int:
         return cores
 
 
-def _sharpness(folder: Path) -> tuple[float, ...]:
-    """Factors on the draft's logits by depth, from ``calibration.json`` beside the weights; absent means none."""
-    path = folder / "calibration.json"
-    if not path.exists():
-        return ()
-    try:
-        return tuple(float(factor) for factor in json.loads(path.read_text())["sharpness"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f'{path} should hold {{"sharpness": [factor of depth 1, ...]}}: {error}') from None
-
-
-def _cache_tokens(networks: Networks, config: EngineConfig, length: int, device: torch.device) -> int:
+def _cache_tokens(model: Llama, config: EngineConfig, length: int) -> int:
     """As many tokens as the batch could ever need, or as half of the free memory holds."""
-    target = networks.target.config
-    layers = target.num_hidden_layers + (networks.head is not None)
-    size = networks.target.model.embed_tokens.weight.element_size()
-    per_token = 2 * layers * target.num_key_value_heads * target.head_dim * size
+    target, weight = model.config, model.model.embed_tokens.weight
+    device = weight.device
+    per_token = (
+        2 * (target.num_hidden_layers + 1) * target.num_key_value_heads * target.head_dim * weight.element_size()
+    )
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
     wanted = config.max_num_seqs * (length + 4 * BLOCK_SIZE)
     return max(min(wanted, free // 2 // per_token), length + 4 * BLOCK_SIZE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
 from specdecode_worker.engine.request import Request
@@ -37,12 +38,22 @@ def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]
     return rows or {plan.initial}
 
 
+class Drafts(Protocol):
+    """What is loaded; a Roster. False when nothing is."""
+
+    def __bool__(self) -> bool: ...
+
+    def ready(self, request: Request) -> bool:
+        """Whether a draft can propose for this request in the next step."""
+        ...
+
+
 class Pilot:
     """One per engine. Without a draft everything is plain."""
 
-    def __init__(self, dispatcher: Dispatcher, *, has_draft: bool) -> None:
+    def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
         self.choice = Choice()
-        self._dispatcher, self._has_draft = dispatcher, has_draft
+        self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
 
@@ -57,7 +68,7 @@ class Pilot:
     @property
     def drafts_prompts(self) -> bool:
         """Whether the draft follows along at all: when the plan may come to draft."""
-        return self._has_draft and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
+        return bool(self._drafts) and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
 
     def guard_cells(self) -> tuple[GuardCell, ...]:
         return self._guard.cells()
@@ -70,13 +81,18 @@ class Pilot:
             self._guard = Guard()
         self._guard.keep(lambda cell, shape: shape in planned_shapes(plan, *cell))
 
+    def draft_changed(self, first_hash: str) -> None:
+        """Another draft runs: rows that were planned for the first one stand if it is still that, and no verdict
+        of the guard does."""
+        self._dispatcher.draft_hash = first_hash
+        self._guard = Guard()
+
     def trees(self, requests: Sequence[Request]) -> list[Tree]:
         """Trees of the decoding requests, in order; remembers the choice for `measured`."""
         concurrency = self._dispatcher.load(len(requests))
         contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
-        context = max(contexts)
-        if not self._has_draft:
-            self.choice = Choice(concurrency, context, _PLAIN_SHAPE)
+        if not self._drafts:
+            self.choice = Choice(concurrency, max(contexts), _PLAIN_SHAPE)
             return [PLAIN] * len(requests)
         shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
         planned = self._dispatcher.shape(Load(concurrency, contexts[0], requests[0].submit.task))
@@ -87,10 +103,13 @@ class Pilot:
             counted = burst.done > DROPPED_STEPS
             shapes = [burst.shape] * len(requests)
         shadow = self._shadow_depth() if burst is None else 0
-        trees = [tree_of(shape, shadow) for shape in shapes]
+        ready = [self._drafts.ready(request) for request in requests]
+        trees = [tree_of(shape, shadow) if can else PLAIN for shape, can in zip(shapes, ready, strict=True)]
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
-        same = shapes[0] if len(set(shapes)) == 1 and min(contexts) == context else None
-        self.choice = Choice(concurrency, context, same, burst is not None, counted, passes)
+        # A batch of which some could not be drafted for says nothing about the shape that it should have run.
+        alike = len(set(shapes)) == 1 and len(set(contexts)) == 1 and (all(ready) or not shapes[0].nodes)
+        shape = shapes[0] if alike else None
+        self.choice = Choice(concurrency, max(contexts), shape, burst is not None, counted, passes)
         return trees
 
     def measured(self, choice: Choice, seconds: float, tokens: float, pass_seconds: float) -> None:

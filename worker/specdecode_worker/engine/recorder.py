@@ -103,7 +103,7 @@ class Recorder:
 
 
 def sort_of(request: Request) -> Sort:
-    return Sort(request.submit.task, not request.law.greedy)
+    return Sort(request.submit.task, not request.law.greedy, request.draft.draft)
 
 
 def size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:

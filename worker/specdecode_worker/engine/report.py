@@ -16,7 +16,6 @@ class Identity:
     worker: str
     model: str
     target: str
-    draft: DraftState
     max_num_seqs: int
 
 
@@ -25,6 +24,8 @@ class Moment:
     """What holds now."""
 
     clock_seconds: float
+    draft: DraftState
+    named_drafts: tuple[DraftState, ...]
     running: int
     waiting: int
     kv_tokens_total: int
@@ -44,7 +45,8 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             clock_seconds=moment.clock_seconds,
             model=identity.model,
             target=identity.target,
-            draft=identity.draft,
+            draft=moment.draft,
+            named_drafts=moment.named_drafts,
             plan=moment.plan,
             synthetic=moment.synthetic,
             max_num_seqs=identity.max_num_seqs,

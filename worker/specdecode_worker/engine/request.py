@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdecode_worker.engine.drafts.progress import DraftProgress
 from specdecode_worker.engine.messages import FinishReason, Submit
 from specdecode_worker.speculation.coupling import Law
 
@@ -12,8 +13,7 @@ from specdecode_worker.speculation.coupling import Law
 @dataclass(slots=True, eq=False)
 class Request:
     """``tokens`` is the prompt and what was emitted. ``cached`` keys of it stand in the target's cache, as far as
-    collected; steps in flight may add to it. ``lag`` bounds how many of the last positions the draft has yet to see,
-    the root's among them."""
+    collected; steps in flight may add to it."""
 
     submit: Submit
     law: Law
@@ -33,10 +33,7 @@ class Request:
     cached: int = 0
     in_flight: deque[int] = field(default_factory=deque)
     """Most tokens that each launched and uncollected step can commit."""
-    lag: int = 1
-    caught_up: int = 0
-    """The draft has caught up with this many of the steps in flight, the oldest: they bound its lag no more."""
-    draft_start: int = 1
+    draft: DraftProgress = field(default_factory=DraftProgress)
     emitted: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -89,19 +86,12 @@ class Request:
         oldest = self.in_flight.popleft()
         assert oldest == most, "steps are collected in the order of their launch"
         self.cached += committed
-        if self.caught_up:
-            self.caught_up -= 1
-        else:
-            self.lag -= most - committed
-
-    def drafted_to_root(self) -> None:
-        """The draft has run up to the root, behind whatever the steps in flight commit."""
-        self.lag, self.caught_up = 0, len(self.in_flight)
+        self.draft.collected(most, committed)
 
     def forget_cache(self) -> None:
         """Back to the queue: everything known so far becomes what is prefilled again."""
         self.slot, self.blocks, self.blocks_known = -1, [], 0
         self.prefilled = self.prefill_end = self.cached = 0
         self.in_flight.clear()
-        self.lag, self.caught_up, self.draft_start = 1, 0, 1
+        self.draft = DraftProgress(self.draft.draft)
         self.epoch += 1

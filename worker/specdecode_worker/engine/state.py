@@ -21,13 +21,19 @@ class DeviceState:
     ``tokens_SP``. ``ring_SRA`` holds the target's aux states at position mod RING; column RING absorbs padding, as
     does the last column of ``tokens_SP``."""
 
-    def __init__(self, slots: int, max_model_len: int, aux_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         reach = max_model_len + MAX_NODES + 1
         self.scratch = reach
         self.tokens_SP = torch.zeros(slots, reach + 1, dtype=torch.int64, device=device)
         self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.block_table_SM = torch.zeros(slots, -(-reach // BLOCK_SIZE), dtype=torch.int64, device=device)
-        self.ring_SRA = torch.zeros(slots, RING + 1, aux_size, dtype=dtype, device=device) if aux_size else None
+        self._dtype = dtype
+        self.ring_SRA: Tensor | None = None
+
+    def keep_states(self, aux_size: int) -> None:
+        """Keeps aux states of this width from now on; what was kept is lost. 0 keeps none."""
+        shape = (len(self.length_S), RING + 1, aux_size)
+        self.ring_SRA = torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if aux_size else None
 
     def admit(self, slot: int, tokens: list[int]) -> None:
         self.tokens_SP[slot, : len(tokens)] = torch.tensor(tokens, device=self.tokens_SP.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specdecode_worker.contract import (
@@ -64,17 +64,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """What acceptance is told apart by, beside the draft."""
+    """What acceptance is told apart by. ``draft`` is the hash of the one that was asked."""
 
     task: str
     sampled: bool
+    draft: str = ""
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Everything of one boot. ``draft`` is the hash that acceptance belongs to."""
+    """Everything of one boot."""
 
-    draft: str
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -120,7 +120,7 @@ class Statistics:
             cells.setdefault((sort, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
         return tuple(
             AcceptanceCell(
-                draft=self.draft,
+                draft=sort.draft,
                 task=sort.task,
                 sampled=sort.sampled,
                 depth=depth,
@@ -132,7 +132,7 @@ class Statistics:
 
     def request_cells(self) -> tuple[RequestCell, ...]:
         return tuple(
-            RequestCell(draft=self.draft, task=s.task, sampled=s.sampled, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
+            RequestCell(draft=s.draft, task=s.task, sampled=s.sampled, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
             for s, (n, a, d, aa, ad, dd) in self._requests.items()
         )
 
@@ -153,7 +153,7 @@ class Statistics:
         return tuple(histogram.cell() for histogram in (self.ttft, self.ttit, self.e2e, self.queue))
 
     def _labelled(self, sort: Sort) -> Sort:
-        return Sort(self._label(sort.task), sort.sampled)
+        return replace(sort, task=self._label(sort.task))
 
     def _label(self, task: str) -> str:
         """Plans come and go, a report is bounded: the first tasks keep their names, all later ones are ``other``."""

@@ -33,19 +33,19 @@ class Pass:
 class Target:
     """The target network over its paged cache."""
 
-    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, reads: Reads) -> None:
+    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState) -> None:
         self.cache = cache
-        self._model, self._state, self._reads = model, state, reads
+        self._model, self._state = model, state
         self._last_position = model.config.max_position_embeddings - 1
 
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 
-    def forward(self, step: Pass) -> tuple[Tensor, Tensor | None]:
-        """(logits [R, V], aux states [T, A] when a draft reads them)."""
+    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None]:
+        """(logits [R, V], the states [T, A] that drafts read, None when they read none)."""
         packed = step.packed
-        out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), self._reads)
+        out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), reads)
         hidden = out.hidden_TE
         if len(step.logit_rows_R) != len(hidden):
             hidden = hidden[step.logit_rows_R]

@@ -26,12 +26,12 @@ class Dispatcher:
 
     def __init__(self, uid: str, draft_hash: str, plan: Plan | None = None) -> None:
         self.plan = plan or Plan(uid=uid)
-        self._uid, self._draft_hash = uid, draft_hash
+        self._uid, self.draft_hash = uid, draft_hash
         self._bucket = 0
 
     @property
     def matches_draft(self) -> bool:
-        return not self.plan.rows or self.plan.draft == self._draft_hash
+        return not self.plan.rows or self.plan.draft == self.draft_hash
 
     @property
     def state(self) -> PlanState:

@@ -16,8 +16,15 @@ from specdecode_worker.engine.report import Identity, Moment, build_report
 from specdecode_worker.engine.statistics import Sort, Statistics
 from specdecode_worker.speculation.dispatch import Dispatcher
 
-SORT = Sort(OTHER_TASK, False)
+SORT = Sort(OTHER_TASK, False, "d1")
 PREFILL_SECONDS = 0.05
+
+
+class AlwaysReady:
+    """Drafts that can propose for everyone."""
+
+    def ready(self, request: object) -> bool:
+        return True
 
 
 @dataclass
@@ -29,11 +36,11 @@ class PilotedWorker:
     answer: int = 64
     pass_seconds: float = 0.004
     clock: float = 0.0
-    statistics: Statistics = field(default_factory=lambda: Statistics("d1"))
+    statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.pilot = Pilot(Dispatcher("u1", "d1", Plan(uid="u1", initial=TreeShape.chain(3))), has_draft=True)
+        self.pilot = Pilot(Dispatcher("u1", "d1", Plan(uid="u1", initial=TreeShape.chain(3))), AlwaysReady())
         request = SimpleNamespace(cached_bound=200, submit=SimpleNamespace(task=OTHER_TASK))
         self.requests: list[Any] = [request] * self.truth.sequences
         self.left = [self.answer] * self.truth.sequences
@@ -59,6 +66,8 @@ class PilotedWorker:
     def report(self) -> Report:
         self.statistics.running_request_seconds = self.truth.sequences * self.clock
         moment = Moment(
+            draft=DraftState(method="eagle3", hash="d1"),
+            named_drafts=(),
             clock_seconds=self.clock,
             running=self.truth.sequences,
             waiting=0,
@@ -68,8 +77,7 @@ class PilotedWorker:
             synthetic=None,
             guard=self.pilot.guard_cells(),
         )
-        draft = DraftState(method="eagle3", hash="d1")
-        who = Identity(boot_id="b", worker="w", model="m", target="t", draft=draft, max_num_seqs=4)
+        who = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=4)
         return build_report(who, moment, self.statistics)
 
     def _step(self) -> None:

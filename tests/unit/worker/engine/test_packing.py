@@ -105,7 +105,7 @@ def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
     paged = cache()
     paged.data.copy_(torch.arange(paged.data.numel()).view_as(paged.data))
     before = paged.data.flatten(2, 3).clone()
-    state = DeviceState(2, 64, 0, torch.float64, CPU)
+    state = DeviceState(2, 64, torch.float64, CPU)
     state.set_blocks(1, [4, 2])
     state.length_S[1] = 14
     forest = forest_of((tree_of(TreeShape.levels(2, 1)),), CPU)

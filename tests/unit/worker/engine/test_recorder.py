@@ -17,7 +17,7 @@ WIDE = tree_of(TreeShape.levels(2, 1))
 
 
 def recorder() -> Recorder:
-    return Recorder(Statistics("d"))
+    return Recorder(Statistics())
 
 
 def walk(

@@ -9,6 +9,7 @@ from specdecode_worker.contract import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
     MAX_TASKS,
+    DraftState,
     PlanState,
     Report,
     StepTime,
@@ -19,6 +20,8 @@ from specdecode_worker.engine.report import Moment, build_report
 from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Sort, Statistics
 
 MOMENT = Moment(
+    draft=DraftState(method="eagle3", hash="d"),
+    named_drafts=(),
     clock_seconds=12.5,
     running=2,
     waiting=3,
@@ -38,10 +41,10 @@ def size(kind: int) -> StepSize:
 
 def busy(tasks: int, depth: int, kinds: int) -> Statistics:
     """A worker that has seen all of these; the first ones most often."""
-    statistics = Statistics("0123456789abcdef")
+    statistics = Statistics()
     for task in range(tasks):
         for sampled in (False, True):
-            sort = Sort(f"a-task-whose-name-is-long-{task}", sampled)
+            sort = Sort(f"a-task-whose-name-is-long-{task}", sampled, "0123456789abcdef")
             statistics.traffic(sort.task).arrivals += 1
             for level in range(1, depth + 1):
                 for main in (True, False):
@@ -54,7 +57,7 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
 
 
 def test_every_number_stands_in_its_field() -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     statistics.drafted(5, 3)
     statistics.drafted(0, 0)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0

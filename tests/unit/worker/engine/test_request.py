@@ -55,9 +55,9 @@ def test_steps_in_flight_bound_what_the_device_may_hold() -> None:
     one = request()
     one.in_flight.extend([4, 3])
     assert one.cached_bound == 7
-    one.lag = 8
+    one.draft.lag = 8
     one.advance(4, 2)
-    assert (one.cached, one.cached_bound, one.lag) == (2, 5, 6)
+    assert (one.cached, one.cached_bound, one.draft.lag) == (2, 5, 6)
     with pytest.raises(AssertionError, match="order of their launch"):
         one.advance(4, 1)
 
@@ -65,14 +65,14 @@ def test_steps_in_flight_bound_what_the_device_may_hold() -> None:
 def test_a_draft_that_caught_up_is_not_relieved_of_older_steps() -> None:
     one = request()
     one.in_flight.append(7)
-    one.drafted_to_root()
-    assert one.lag == 0
+    one.draft.reached_root(len(one.in_flight))
+    assert one.draft.lag == 0
     one.in_flight.append(2)
-    one.lag += 2
+    one.draft.lag += 2
     one.advance(7, 1)
-    assert one.lag == 2, "the step that the draft has caught up with bounds it no more"
+    assert one.draft.lag == 2, "the step that the draft has caught up with bounds it no more"
     one.advance(2, 1)
-    assert one.lag == 1
+    assert one.draft.lag == 1
 
 
 def test_a_preemption_forgets_the_cache_and_none_of_the_text() -> None:

@@ -22,13 +22,13 @@ def labels(statistics: Statistics) -> list[set[str]]:
 
 def use(statistics: Statistics, task: str) -> None:
     statistics.traffic(task).arrivals += 1
-    statistics.rank(Sort(task, False), 1, main=True, rank=0)
-    statistics.finished(Sort(task, False), 3, 2)
+    statistics.rank(Sort(task, False, "d"), 1, main=True, rank=0)
+    statistics.finished(Sort(task, False, "d"), 3, 2)
 
 
 @given(st.lists(st.sampled_from([*TASKS, OTHER_TASK]), max_size=40))
 def test_at_most_eight_named_tasks_whatever_comes_and_nothing_is_lost(tasks: list[str]) -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     for task in tasks:
         use(statistics, task)
     for found in labels(statistics):
@@ -39,7 +39,7 @@ def test_at_most_eight_named_tasks_whatever_comes_and_nothing_is_lost(tasks: lis
 
 
 def test_other_takes_no_name_away_from_eight_tasks() -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     for task in [OTHER_TASK, *TASKS[:MAX_TASKS], "one-too-many"]:
         use(statistics, task)
     assert labels(statistics) == [{OTHER_TASK, *TASKS[:MAX_TASKS]}] * 3
@@ -48,7 +48,7 @@ def test_other_takes_no_name_away_from_eight_tasks() -> None:
 
 
 def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     statistics.drafted(5, 2)
     statistics.drafted(3, 0)
     statistics.drafted(0, 0)
@@ -57,11 +57,11 @@ def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
 
 
 def test_ranks_fall_into_their_cell() -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     for rank in (0, 0, 3, MAX_RANKS):
-        statistics.rank(Sort("a", True), 2, main=True, rank=rank)
-    statistics.rank(Sort("a", True), 2, main=False, rank=1)
-    statistics.rank(Sort("a", False), 2, main=True, rank=7)
+        statistics.rank(Sort("a", True, "d"), 2, main=True, rank=rank)
+    statistics.rank(Sort("a", True, "d"), 2, main=False, rank=1)
+    statistics.rank(Sort("a", False, "d"), 2, main=True, rank=7)
     found = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
     assert found == {
         (True, "main"): (2, 0, 0, 1, 0, 0, 0, 0, 1),
@@ -73,9 +73,9 @@ def test_ranks_fall_into_their_cell() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20))
 def test_request_sums_are_moments_of_accepted_and_drafts(pairs: list[tuple[int, int]]) -> None:
-    statistics = Statistics("d")
+    statistics = Statistics()
     for accepted, drafts in pairs:
-        statistics.finished(Sort("a", False), accepted, drafts)
+        statistics.finished(Sort("a", False, "d"), accepted, drafts)
     (cell,) = statistics.request_cells()
     assert (cell.n, cell.a, cell.d) == (len(pairs), sum(a for a, _ in pairs), sum(d for _, d in pairs))
     assert cell.aa == sum(a * a for a, _ in pairs)

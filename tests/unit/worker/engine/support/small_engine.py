@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.blocks import BlockPool
-from specdecode_worker.engine.drafting import Drafter
+from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loading import paged_cache
+from specdecode_worker.engine.drafts.roster import Loaded, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.factory import paged_cache
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
@@ -42,6 +43,8 @@ class NoisedCopy(nn.Module):
         generator = torch.Generator().manual_seed(7)
         for weight in self.llama.parameters():
             weight.data += 0.06 * weight.abs().mean() * torch.randn(weight.shape, generator=generator).double()
+
+    reads = Reads((0,))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA
@@ -87,25 +90,25 @@ def small_engine(
 ) -> Engine:
     target, head = networks()
     layers, dtype = target.config.num_hidden_layers, torch.float64
-    state = DeviceState(max_num_seqs, max_model_len, HIDDEN if draft else 0, dtype, CPU)
-    drafter = None
+    state = DeviceState(max_num_seqs, max_model_len, dtype, CPU)
+    drafts = {}
     if draft:
-        drafter = Drafter(head, None, paged_cache(target.config, layers, blocks, dtype, CPU), state, 512)  # type: ignore[arg-type]
+        drafter = EagleDrafter(head, None, paged_cache(target.config, layers, blocks, dtype, CPU), state, 512)  # type: ignore[arg-type]
+        drafts[""] = Loaded(drafter, DraftState(method="eagle3", hash="d"))
+    roster = Roster(drafts, state, HIDDEN)
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
     parts = Parts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
-        target=Target(target, cache, state, Reads((0,)) if draft else Reads()),
-        drafter=drafter,
+        target=Target(target, cache, state),
+        drafts=roster,
         state=state,
-        pilot=Pilot(Dispatcher("", "d" if draft else ""), has_draft=draft),
+        pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
     )
     return Engine(parts, identity(max_num_seqs), max_model_len=max_model_len, eos_token_ids=eos, pipelined=pipelined)
 
 
 def identity(max_num_seqs: int = 4) -> Identity:
-    return Identity(
-        boot_id="b", worker="w", model="m", target="t", draft=DraftState(hash="d"), max_num_seqs=max_num_seqs
-    )
+    return Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
 
 
 def plan_of(*shapes: str, **fields: Any) -> Plan:

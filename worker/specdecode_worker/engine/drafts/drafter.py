@@ -1,0 +1,65 @@
+"""What every method does for the engine, and the loop over a tree's levels that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.drafts.features import Columns
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.trees import Forest, Level
+
+Expand = Callable[[int, Level], Tensor]
+"""(depth, level) -> [R, K] target ids proposed behind the level's nodes, best first, -1 for none."""
+
+
+class Drafter(Protocol):
+    """One loaded draft. Nothing that it does can change the text: it decides how many tokens a step brings."""
+
+    reads: Reads
+    """What it reads of the target."""
+    columns: Columns
+    """Where that stands in the states that are kept; the roster says."""
+
+    def ready(self, request: Request) -> bool:
+        """Whether it can propose anything for this request in the next step; if not, the row runs plainly."""
+        ...
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Follows prefill chunks, whose aux states are ``aux_TA`` [T, A]."""
+        ...
+
+    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+        """Drafts the forest's trees and writes their tokens behind the roots in ``state.tokens_SP``.
+
+        [B, N, K]: the best target ids behind every node that was expanded, best first, -1 elsewhere; N counts
+        verified and shadow nodes. None when no tree has a node.
+        """
+        ...
+
+
+def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
+    """Expands level by level; children become tokens behind the root, where the next level reads them."""
+    if not forest.levels:
+        return None
+    device = state.length_S.device
+    slots_B = torch.tensor([row.request.slot for row in rows], device=device)
+    nodes = max(len(tree.parents) for tree in forest.trees)
+    ranked_BNK = torch.full((len(rows), nodes, MAX_RANKS), -1, device=device)
+    for depth, level in enumerate(forest.levels):
+        ranked_RK = expand(depth, level)
+        ranked_BNK[level.batch_R, level.node_R, : ranked_RK.shape[1]] = ranked_RK
+        slot_C = slots_B[level.child_batch_C]
+        parent_C = level.node_R[level.child_source_C]
+        token_C = ranked_BNK[level.child_batch_C, parent_C, level.child_rank_C]
+        # A node for which nothing was proposed holds some token all the same: it is right only if the target agrees.
+        state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
+    return ranked_BNK

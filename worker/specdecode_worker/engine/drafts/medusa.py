@@ -1,0 +1,68 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): every depth is proposed at once, from the state that chose the root.
+
+Head d reads the target's final state at the root's parent, whose own head chose the root, and proposes depth d + 1
+whatever was proposed before. So a tree costs one pass, and nodes of one depth have the same children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.features import Columns
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.trees import Forest, Level
+
+
+class Heads(Protocol):
+    """Medusa's heads; ``logits`` is [heads, B, V] of the final states [B, E]."""
+
+    @property
+    def reads(self) -> Reads: ...
+    @property
+    def count(self) -> int: ...
+    def logits(self, hidden_BE: Tensor) -> Tensor: ...
+
+
+class MedusaDrafter:
+    """Drafter of method medusa. Proposals are held to the target's own choice: typical acceptance loses the text."""
+
+    def __init__(self, heads: Heads, state: DeviceState, sharpness: Sequence[float] = ()) -> None:
+        self.reads, self.columns = heads.reads, Columns()
+        self._heads, self._state = heads, state
+        self._sharpness = tuple(sharpness) or (1.0,)
+
+    def ready(self, request: Request) -> bool:
+        return request.cached_least > request.draft.features_from
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        for row in rows:
+            row.request.draft.lag = 1
+
+    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+        if not forest.levels:
+            return None
+        slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)
+        parents_B = (self._state.length_S[slots_B] - 1).clamp(min=0)
+        logits_DBV = self._heads.logits(self.columns.of(self._state.aux(slots_B, parents_B)))
+        for row, tree in zip(rows, forest.trees, strict=True):
+            if tree.drafted_depth:
+                row.request.draft.reached_root(len(row.request.in_flight))
+
+        def expand(depth: int, level: Level) -> Tensor:
+            if depth >= len(logits_DBV):  # a tree deeper than there are heads
+                return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
+            sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
+            logits_RV = logits_DBV[depth][level.batch_R]
+            return coupling.propose(logits_RV, None, level.batch_R, level.depth_R, sharpness, MAX_RANKS)
+
+        return grow(rows, forest, self._state, expand)

@@ -1,0 +1,92 @@
+"""A second, smaller model as the draft: it reads tokens alone, so it can always catch up.
+
+Draft slot i holds the keys of token i. The slots that the last steps accepted are run again in one pass that ends at
+the root: a chain's keys stand there already, a tree's do not, and one pass costs what a single token does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.cache import PagedCache
+from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.features import Columns
+from specdecode_worker.engine.drafts.passes import catch_up_runs, causal_pass, level_pass, roots_of
+from specdecode_worker.engine.packed import Packed
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.trees import Forest, Level
+
+LONGEST_CATCH_UP = 1024
+"""A draft that did not run for longer begins anew with as many last tokens: no step shall wait for a long prompt."""
+
+
+class ModelDrafter:
+    """Drafter of method draft-model; both models share one vocabulary, which loading has checked."""
+
+    def __init__(
+        self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+    ) -> None:
+        """``vocab_size`` is the target's: embeddings padded beyond it are never proposed."""
+        self.reads, self.columns = Reads(), Columns()
+        self._model, self._cache, self._state = model, cache, state
+        self._vocab_size = vocab_size
+        self._last_position = model.config.max_position_embeddings - 1
+        self._sharpness = tuple(sharpness) or (1.0,)
+
+    def ready(self, request: Request) -> bool:
+        return request.cached_least <= self._last_position
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        first_B = torch.tensor([row.start for row in rows], device=self._state.length_S.device)
+        packed = causal_pass(
+            self._state, [row.request for row in rows], [row.count for row in rows], first_B, self._last_position
+        )
+        self._forward(packed)
+        for row in rows:
+            if row.request.draft.lag > 1:  # it did not follow the prompt so far
+                row.request.draft.start = row.start
+            row.request.draft.lag = 1
+
+    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+        drafting = [b for b, row in enumerate(rows) if not row.is_chunk and forest.trees[b].drafted_depth]
+        if not drafting:
+            return None
+        hidden_RE = self._catch_up(rows, drafting)
+
+        def expand(depth: int, level: Level) -> Tensor:
+            nonlocal hidden_RE
+            if depth:
+                hidden_RE = self._forward(level_pass(self._state, rows, level, depth, forest, self._last_position))
+            else:
+                hidden_RE = hidden_RE[level.source_R]
+            return self._rank(level, depth, hidden_RE, coupling)
+
+        return grow(rows, forest, self._state, expand)
+
+    def _catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+        requests = [rows[b].request for b in drafting]
+        counts = [min(request.draft.lag, LONGEST_CATCH_UP, request.cached_least + 1) for request in requests]
+        for request, count in zip(requests, counts, strict=True):
+            if request.draft.lag > count:
+                request.draft.start = request.cached_least + 1 - count
+            request.draft.reached_root(len(request.in_flight))
+        first_B, _, _ = catch_up_runs(self._state, requests, counts)
+        out_TE = self._forward(causal_pass(self._state, requests, counts, first_B, self._last_position))
+        return roots_of(out_TE, counts, drafting, len(rows))
+
+    def _forward(self, packed: Packed) -> Tensor:
+        return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
+
+    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, coupling: Coupling) -> Tensor:
+        sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
+        logits = self._model.logits(hidden_RE)[:, : self._vocab_size]
+        return coupling.propose(logits, None, level.batch_R, level.depth_R, sharpness, MAX_RANKS)

@@ -1,0 +1,101 @@
+"""Prompt lookup (Saxena, 2023; vLLM's ngram): what followed the last tokens when they stood in the text before.
+
+Every node looks for the longest run of its own last tokens, drafted ones included, anywhere before; the later of equal
+matches wins, and other continuations are the siblings. On the device, since the host's copy of the text may lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.features import Columns
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.trees import Forest, Level, Tree
+
+
+class NgramDrafter:
+    """Drafter of method ngram: no weights, no cache, nothing to catch up with."""
+
+    def __init__(self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, foresees: bool) -> None:
+        """``foresees``: the host knows every token before the next step (nothing is launched ahead), so a request
+        without a match can be told beforehand and runs plainly instead of verifying nothing."""
+        self.reads, self.columns = Reads(), Columns()
+        self._state, self._vocab_size = state, vocab_size
+        self._shortest, self._longest = shortest, longest
+        self._foresees = foresees
+
+    def ready(self, request: Request) -> bool:
+        if not self._foresees:
+            return True
+        tokens, size = request.tokens, self._shortest
+        last = tokens[-size:]
+        return any(tokens[i : i + size] == last for i in range(len(tokens) - size))
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        for row in rows:
+            row.request.draft.lag = 1
+
+    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+        if not forest.levels:
+            return None
+        slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)
+        length_B = self._state.length_S[slots_B]
+        most = max(row.request.cached_bound for row in rows) + 1
+
+        def expand(depth: int, level: Level) -> Tensor:
+            text_RP = self._state.tokens_SP[slots_B[level.batch_R], :most]
+            suffix_RN = self._suffixes(forest.trees, level, slots_B, length_B)
+            return lookup(text_RP, length_B[level.batch_R] + 1, suffix_RN, self._shortest, self._vocab_size)
+
+        return grow(rows, forest, self._state, expand)
+
+    def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
+        """[R, longest] the last tokens behind each node, itself last; positions before the text repeat its first."""
+        back = [
+            _back(trees[b], node, self._longest)
+            for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
+        ]
+        offset_RN = torch.tensor(back, device=length_B.device)
+        index_RN = (length_B[level.batch_R, None] + offset_RN).clamp(min=0)
+        return self._state.tokens_SP[slots_B[level.batch_R, None], index_RN]
+
+
+def _back(tree: Tree, node: int, count: int) -> list[int]:
+    """Where the last ``count`` tokens of a node's path stand, from the root's index on; negative is before it."""
+    path = []
+    while node > 0:
+        path.append(node)
+        node = tree.parents[node]
+    path += [-i for i in range(count)]
+    return path[:count][::-1]
+
+
+def lookup(text_RP: Tensor, known_R: Tensor, suffix_RN: Tensor, shortest: int, vocab_size: int) -> Tensor:
+    """[R, 8] what followed earlier occurrences of the suffix, longest match first, then latest; -1 for none.
+
+    ``known_R`` counts the tokens of each text that are committed; what stands behind them is noise.
+    """
+    rows, length = text_RP.shape
+    longest = suffix_RN.shape[1]
+    position_P = torch.arange(length, device=text_RP.device)
+    matched_RP = torch.zeros(rows, length, dtype=torch.int64, device=text_RP.device)
+    going_RP = torch.ones(rows, length, dtype=torch.bool, device=text_RP.device)
+    for back in range(longest):  # matched[p] counts equal tokens of the suffix and of the text before position p
+        before_RP = text_RP.roll(back + 1, dims=1)
+        going_RP &= (before_RP == suffix_RN[:, longest - 1 - back, None]) & (position_P > back)
+        matched_RP += going_RP
+    usable_RP = (matched_RP >= shortest) & (position_P < known_R[:, None])
+    score_RP = torch.where(usable_RP, matched_RP * length + position_P, 0)
+    best_RV = torch.zeros(rows, vocab_size, dtype=torch.int64, device=text_RP.device)
+    best_RV.scatter_reduce_(1, torch.where(usable_RP, text_RP, 0), score_RP, "amax")
+    found = best_RV.topk(min(MAX_RANKS, vocab_size), dim=1)
+    return torch.where(found.values > 0, found.indices, -1)

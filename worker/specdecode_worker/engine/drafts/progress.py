@@ -1,0 +1,35 @@
+"""How far a draft has followed one request. Kept on the request, moved by the drafters and by what steps commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class DraftProgress:
+    """``lag`` bounds how many of the last positions ``draft`` has yet to see, the root's among them."""
+
+    draft: str = ""
+    """Identity of the draft whose keys stand in the request's blocks."""
+    lag: int = 1
+    caught_up: int = 0
+    """The draft has caught up with this many of the steps in flight, the oldest: they bound its lag no more."""
+    start: int = 1
+    """The draft sees no key before this position."""
+    features_from: int = 0
+    """The ring holds what this draft reads of the target from this position on."""
+
+    def launched(self, most: int) -> None:
+        """A step that the draft did not follow may commit ``most`` positions."""
+        self.lag += most
+
+    def collected(self, most: int, committed: int) -> None:
+        """The oldest step in flight could have committed ``most`` positions and did ``committed``."""
+        if self.caught_up:
+            self.caught_up -= 1
+        else:
+            self.lag -= most - committed
+
+    def reached_root(self, in_flight: int) -> None:
+        """The draft has run up to the root, behind whatever the steps in flight commit."""
+        self.lag, self.caught_up = 0, in_flight

@@ -1,0 +1,157 @@
+"""The drafts that are loaded, and which of them follows which request.
+
+The first draft serves every task that names no other. All that some draft reads of the target is kept together; on a
+swap the kept states are remade when the new draft reads others, and requests go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
+from specdecode_worker.engine.drafts.drafter import Drafter
+from specdecode_worker.engine.drafts.features import columns, joined
+from specdecode_worker.engine.drafts.progress import DraftProgress
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
+
+FIRST = ""
+"""Name of the draft that tasks use unless they name another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A draft that can run, and who it is."""
+
+    drafter: Drafter
+    state: DraftState
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A draft that was asked for and cannot run; its state says why."""
+
+    state: DraftState
+
+
+class LoadDraft(Protocol):
+    """Loads a draft beside those that run; see DraftLoader. Raises ModelError."""
+
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> Loaded: ...
+
+
+class Roster:
+    """Drafts by name. Without any, everything is plain."""
+
+    def __init__(self, drafts: Mapping[str, Loaded | Misfit], state: DeviceState, hidden_size: int) -> None:
+        self._drafts = {name: one for name, one in drafts.items() if isinstance(one, Loaded)}
+        self._misfits = {name: one.state for name, one in drafts.items() if isinstance(one, Misfit)}
+        self._state, self._size = state, hidden_size
+        self._by_task: dict[str, str] = {}
+        self._align()
+        state.keep_states(self.reads.width(hidden_size))
+
+    def __bool__(self) -> bool:
+        return bool(self._drafts)
+
+    @property
+    def reads(self) -> Reads:
+        """What the target has to hand out."""
+        return joined(loaded.drafter.reads for loaded in self._drafts.values())
+
+    def state(self, name: str = FIRST) -> DraftState:
+        loaded = self._drafts.get(name)
+        return loaded.state if loaded else self._misfits.get(name, DraftState())
+
+    @property
+    def named(self) -> tuple[DraftState, ...]:
+        """All but the first."""
+        return tuple(self.state(name) for name in sorted({*self._drafts, *self._misfits} - {FIRST}))
+
+    def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
+        """Which draft each task uses, by name."""
+        self._by_task = {task.name: task.draft for task in tasks if task.draft}
+
+    def ready(self, request: Request) -> bool:
+        """Whether a draft can propose for it in the next step. A request that changed its draft is followed anew."""
+        loaded = self._of(request)
+        if loaded is None:
+            return False
+        self._follow(request, loaded.state.hash)
+        return loaded.drafter.ready(request)
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
+        """Follows prefill chunks; ``aux_TA`` are their states, None when no draft reads any."""
+        states_TA = self._state.length_S.new_empty(sum(row.count for row in rows), 0) if aux_TA is None else aux_TA
+        begins = [sum(row.count for row in rows[:b]) for b in range(len(rows))]
+        for name, loaded in self._drafts.items():
+            mine = [b for b, row in enumerate(rows) if self._name(row.request) == name]
+            for b in mine:
+                self._follow(rows[b].request, loaded.state.hash)
+            if len(mine) == len(rows):
+                loaded.drafter.prefill(rows, states_TA)
+            elif mine:
+                parts = [states_TA[begins[b] : begins[b] + rows[b].count] for b in mine]
+                loaded.drafter.prefill([rows[b] for b in mine], torch.cat(parts))
+
+    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+        """As Drafter.propose, each row by its own draft."""
+        names = [self._name(row.request) for row in rows]
+        used = sorted(set(names) & self._drafts.keys())
+        if len(used) == 1 and len(set(names)) == 1:
+            return self._drafts[used[0]].drafter.propose(rows, forest, coupling)
+        found: Tensor | None = None
+        for name in used:
+            own = tuple(tree if n == name else PLAIN for tree, n in zip(forest.trees, names, strict=True))
+            mine = forest_of(own, forest.parents_BN.device)
+            ranked_BNK = self._drafts[name].drafter.propose(rows, mine, coupling)
+            found = _merged(found, ranked_BNK)
+        return found
+
+    def replace(self, name: str, loaded: Loaded, requests: Iterable[Request]) -> None:
+        """Lets ``loaded`` take over between two steps; nothing may be in flight."""
+        before = self.reads
+        self._drafts[name] = loaded
+        self._misfits.pop(name, None)
+        if self.reads != before:
+            self._state.keep_states(self.reads.width(self._size))
+            for request in requests:
+                request.draft.features_from = request.cached
+        self._align()
+
+    def _align(self) -> None:
+        everything = self.reads
+        for loaded in self._drafts.values():
+            loaded.drafter.columns = columns(loaded.drafter.reads, everything, self._size)
+
+    def _name(self, request: Request) -> str:
+        name = self._by_task.get(request.submit.task, FIRST)
+        return name if name in self._drafts else FIRST
+
+    def _of(self, request: Request) -> Loaded | None:
+        return self._drafts.get(self._name(request))
+
+    @staticmethod
+    def _follow(request: Request, identity: str) -> None:
+        if request.draft.draft == identity:
+            return
+        behind = max(request.cached_bound, request.prefilled) + 1
+        request.draft = DraftProgress(identity, lag=behind, features_from=request.draft.features_from)
+
+
+def _merged(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    """Both drafts' orderings: a node has one of them, and -1 in the other."""
+    if one is None or two is None:
+        return one if two is None else two
+    nodes = max(one.shape[1], two.shape[1])
+    wide = [torch.nn.functional.pad(t, (0, 0, 0, nodes - t.shape[1]), value=-1) for t in (one, two)]
+    return torch.maximum(wide[0], wide[1])
