@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.blocks import BlockPool
+from specdecode_worker.engine.cache import PagedCache
+from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.loading import paged_cache
+from specdecode_worker.engine.drafts.model import ModelDrafter
+from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.roster import Loaded, Roster
 from specdecode_worker.engine.engine import Engine, Parts
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
@@ -94,15 +98,37 @@ def pair() -> Pair:
     return Pair(config, target, NoisedCopy(target, noise=0.03), eagle)
 
 
+def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
+    """A drafter of every method, by name."""
+    vocabulary, layers = pair.config.vocab_size, pair.config.num_hidden_layers
+
+    def cache(depth: int) -> PagedCache:
+        return paged_cache(pair.config, depth, blocks, torch.float64, CPU)
+
+    match name:
+        case "copy":
+            return EagleDrafter(pair.copy, None, cache(layers), state, 512)
+        case "eagle3":
+            return EagleDrafter(pair.eagle, pair.eagle.target_ids, cache(1), state, 512)
+        case "draft-model":
+            return ModelDrafter(pair.copy.llama, vocabulary, cache(layers), state)
+        case "ngram":
+            return NgramDrafter(state, vocabulary, 1, 4, foresees=True)
+        case "ngram-blind":
+            return NgramDrafter(state, vocabulary, 1, 4, foresees=False)
+    raise ValueError(name)
+
+
 EngineMaker = Callable[..., Engine]
 
 
 @pytest.fixture
 def make_engine(pair: Pair) -> EngineMaker:
-    """make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...); draft is "copy", "eagle" or None."""
+    """make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...); draft is a name of DRAFTERS, a list of them
+    (the further ones are drafts "d1", "d2", ...) or None."""
 
     def make(
-        draft: str | None = "copy",
+        draft: str | list[str] | None = "copy",
         *,
         max_num_seqs: int = 8,
         blocks: int = 200,
@@ -111,14 +137,11 @@ def make_engine(pair: Pair) -> EngineMaker:
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
-        drafts = {}
-        if draft == "copy":
-            cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
-            drafts[""] = Loaded(EagleDrafter(pair.copy, None, cache, state, 512), DraftState(hash="d"))
-        elif draft == "eagle":
-            cache = paged_cache(pair.eagle.config, 1, blocks, torch.float64, CPU)
-            drafter = EagleDrafter(pair.eagle, pair.eagle.target_ids, cache, state, 512)
-            drafts[""] = Loaded(drafter, DraftState(hash="d"))
+        names = [draft] if isinstance(draft, str) else draft or []
+        drafts = {
+            f"d{i}" if i else "": Loaded(drafter_of(pair, name, state, blocks), DraftState(hash=f"{i}" if i else "d"))
+            for i, name in enumerate(names)
+        }
         roster = Roster(drafts, state, pair.config.hidden_size)
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         parts = Parts(
@@ -132,6 +155,12 @@ def make_engine(pair: Pair) -> EngineMaker:
         return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
 
     return make
+
+
+@pytest.fixture
+def drafter(pair: Pair) -> Callable[[Engine, str], Drafter]:
+    """A further drafter for an engine of make_engine, by name."""
+    return lambda engine, name: drafter_of(pair, name, engine._state, 200)
 
 
 def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:

@@ -112,7 +112,7 @@ def speculative(local: LocalEngine, lossless: Any) -> Run:
     def run(submits: Sequence[Submit]) -> list[Answer]:
         local.run_shape(SHAPES[0])
         version = local.engine.report().plan.version + 1
-        local.engine.set_plan(plan_of(SHAPES, draft=local.engine.identity.draft.hash, version=version))
+        local.engine.set_plan(plan_of(SHAPES, draft=local.engine.draft.hash, version=version))
         return answers(local, submits)
 
     return run

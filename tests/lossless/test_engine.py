@@ -81,7 +81,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("draft", ["copy", "eagle"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_eight_of_mixed_shapes(

@@ -1,0 +1,108 @@
+"""Every method emits the text of plain decoding: alone, in a batch, beside other methods, swapped under way.
+
+Plain text comes from the engine without a draft, which test_engine holds against dense passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.engine.drafts.roster import Loaded
+from specdecode_worker.engine.messages import Submit
+
+METHODS = ("eagle3", "draft-model", "ngram", "ngram-blind")
+LEAST = {"draft-model": 1.5}
+"""Tokens per step that a method must reach for its test to mean something; others have to accept now and then."""
+SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
+MIX = [
+    TreeShape.parse(text) for text in ("none", "chain:1", "chain:6", "tree:4,2,1", "tree:8", "tree:2,2,2", "chain:3")
+]
+TOKENS = 40
+
+Text = dict[str, list[int]]
+
+
+@pytest.fixture
+def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]:
+    _, _, texts = lossless
+    return lambda requests: texts(make_engine(None), requests)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_shape(
+    make_engine: Any, lossless: Any, plain: Any, method: str, shape: str, batch: int, sampled: bool
+) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(method, max_num_seqs=batch)
+    engine.set_plan(plan_of([TreeShape.parse(SHAPES[shape])]))
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
+    assert texts(engine, requests) == plain(requests)
+    report = engine.report()
+    assert report.accepted_tokens > 0
+    assert 1 + report.accepted_tokens / report.drafts >= LEAST.get(method, 1.0)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize("method", METHODS)
+def test_mixed_shapes(make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool) -> None:
+    """Few slots and blocks, prompts in chunks, every request with a shape of its own."""
+    if pipelined and method == "ngram":
+        pytest.skip("nothing is foreseen while steps are launched ahead")
+    plan_of, submit, texts = lossless
+    engine = make_engine(method, max_num_seqs=5, blocks=24, budget=40, pipelined=pipelined)
+    engine.set_plan(plan_of(MIX))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(14)]
+    assert texts(engine, requests) == plain(requests)
+    assert engine.report().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+def test_a_draft_for_every_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
+    """Three methods in one batch, each for its own tasks; every one of them is credited with what it brought."""
+    plan_of, submit, texts = lossless
+    engine = make_engine(["eagle3", "draft-model", "ngram-blind"], pipelined=pipelined)
+    tasks = tuple(TaskMatch(name=f"t{i}", draft=draft) for i, draft in enumerate((None, "d1", "d2", "unknown")))
+    engine.set_plan(plan_of([MIX[3], MIX[2], MIX[6], MIX[1]], tasks=tasks))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=4) for i in range(12)]
+    assert texts(engine, requests) == plain(requests)
+    found = {(cell.task, cell.draft) for cell in engine.report().acceptance}
+    assert found == {("t0", "d"), ("t1", "1"), ("t2", "2"), ("t3", "d")}
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy"])
+def test_a_swap_under_way(
+    make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
+) -> None:
+    """The head gives way to another draft in the middle of all requests, and comes back."""
+    plan_of, submit, _ = lossless
+    engine = make_engine("eagle3", pipelined=pipelined)
+    shapes = [MIX[2], MIX[3], MIX[4]]
+    requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=3) for i in range(6)]
+    found: Text = {request.request_id: [] for request in requests}
+    engine.set_plan(plan_of(shapes))
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while not engine.idle:
+        new = engine.step()
+        steps += 1
+        if steps in (6, 14):
+            method, name = (then, "new") if steps == 6 else ("eagle3", "d")
+            new += engine.set_draft("", Loaded(drafter(engine, method), DraftState(hash=name)))
+            engine.set_plan(plan_of(shapes, version=steps, draft=name))
+        for tokens in new:
+            found[tokens.request_id] += tokens.tokens
+    engine.check()
+    assert found == plain(requests)
+    cells = engine.report().acceptance
+    assert {cell.draft for cell in cells} == {"d", "new"}
+    hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)
+    assert hits > 0, "the new draft must have been of use to running requests"
