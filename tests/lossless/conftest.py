@@ -19,7 +19,7 @@ from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.loading import paged_cache
 from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
-from specdecode_worker.engine.drafts.roster import Loaded, Roster
+from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
@@ -139,7 +139,9 @@ def make_engine(pair: Pair) -> EngineMaker:
         layers = pair.config.num_hidden_layers
         names = [draft] if isinstance(draft, str) else draft or []
         drafts = {
-            f"d{i}" if i else "": Loaded(drafter_of(pair, name, state, blocks), DraftState(hash=f"{i}" if i else "d"))
+            f"d{i}" if i else "": LoadedDraft(
+                drafter_of(pair, name, state, blocks), DraftState(hash=f"{i}" if i else "d")
+            )
             for i, name in enumerate(names)
         }
         roster = Roster(drafts, state, pair.config.hidden_size)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.roster import Loaded
+from specdecode_worker.engine.drafts.roster import LoadedDraft
 from specdecode_worker.engine.messages import Submit
 
 METHODS = ("eagle3", "draft-model", "ngram", "ngram-blind")
@@ -96,7 +96,7 @@ def test_a_swap_under_way(
         steps += 1
         if steps in (6, 14):
             method, name = (then, "new") if steps == 6 else ("eagle3", "d")
-            new += engine.set_draft("", Loaded(drafter(engine, method), DraftState(hash=name)))
+            new += engine.set_draft("", LoadedDraft(drafter(engine, method), DraftState(hash=name)))
             engine.set_plan(plan_of(shapes, version=steps, draft=name))
         for tokens in new:
             found[tokens.request_id] += tokens.tokens

@@ -76,6 +76,11 @@ class FakeEngine:
             raise ValueError("planted: no depth of 13")
         self._plan = plan
 
+    load_draft = None
+
+    def set_draft(self, name: str, loaded: object) -> list[Tokens]:
+        raise AssertionError("nothing loads here")
+
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._knobs = knobs
 

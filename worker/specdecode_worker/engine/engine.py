@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
-from specdecode_worker.engine.drafts.roster import LoadDraft, Loaded, Roster
+from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
 from specdecode_worker.engine.keeping import keep_chunks, keep_paths
 from specdecode_worker.engine.launched import Launched
 from specdecode_worker.engine.messages import Submit, Tokens
@@ -113,7 +113,7 @@ class Engine:
         self._drafts.set_tasks(plan.tasks)
 
     @torch.inference_mode()
-    def set_draft(self, name: str, loaded: Loaded) -> list[Tokens]:
+    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
         """Lets a draft that was loaded beside the others take over between two steps; what was in flight comes out
         first. Running requests go on with it."""
         found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]

@@ -13,7 +13,7 @@ import torch
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
-from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, Loaded, Misfit, Roster
+from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
@@ -73,9 +73,9 @@ def assemble(target: Llama, target_hash: str, worker: WorkerConfig, resolve: Res
     )
 
 
-def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, Loaded | Misfit]:
+def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | Misfit]:
     """All drafts of a worker by name; one that does not fit, and is not required, leaves its reason."""
-    found: dict[str, Loaded | Misfit] = {}
+    found: dict[str, LoadedDraft | Misfit] = {}
     wanted: list[tuple[str, DraftConfig]] = [(FIRST, worker.draft), *((draft.name, draft) for draft in worker.drafts)]
     for name, config in wanted:
         if config.method == "none":

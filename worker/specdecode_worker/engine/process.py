@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -28,6 +28,7 @@ from specdecode_worker.engine.messages import (
     GetReport,
     Loaded,
     Sampling,
+    SetDraft,
     SetPlan,
     SetSynthetic,
     Shutdown,
@@ -35,8 +36,12 @@ from specdecode_worker.engine.messages import (
     ToEngine,
     Tokens,
 )
+from specdecode_worker.engine.swapping import POLL_SECONDS, Swap, Swaps
 from specdecode_worker.models import store
 from specdecode_worker.models.errors import ModelError
+
+if TYPE_CHECKING:  # the server's process imports this module, and no torch
+    from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft
 
 
 class Engine(Protocol):
@@ -58,6 +63,13 @@ class Engine(Protocol):
     def set_plan(self, plan: Plan) -> None: ...
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None: ...
+
+    @property
+    def load_draft(self) -> LoadDraft | None:
+        """Loads a draft beside those that run, in a thread of its own; None where none can be."""
+        ...
+
+    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]: ...
 
 
 Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
@@ -82,9 +94,10 @@ class EnginePort:
         if self._parent is not None:
             self._poller.register(self._parent, zmq.POLLIN)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that are there; with ``wait``, sleeps until there is one. A dead parent means Shutdown."""
-        events = dict(self._poller.poll(None if wait else 0))
+    def receive(self, patience_seconds: float | None) -> list[ToEngine]:
+        """All messages that are there; sleeps for as long until there is one, None for ever. A dead parent means
+        Shutdown."""
+        events = dict(self._poller.poll(None if patience_seconds is None else int(1000 * patience_seconds)))
         if self._parent in events:
             return [Shutdown()]
         found: list[ToEngine] = []
@@ -107,14 +120,29 @@ class EngineLoop:
     def __init__(self, engine: Engine, port: EnginePort) -> None:
         self._engine = engine
         self._port = port
+        self._swaps = Swaps(engine.load_draft)
         self._running = True
 
     def run(self) -> None:
         while self._running:
-            for message in self._port.receive(wait=self._engine.idle):
+            for message in self._port.receive(self._patience()):
                 self._port.send(self._take(message))
+            for swap in self._swaps.finished():
+                self._port.send(self._take_over(swap))
             if self._running and not self._engine.idle:
                 self._port.send(self._engine.step())
+        self._swaps.close()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message: none while there is something to compute."""
+        if not self._engine.idle:
+            return 0
+        return POLL_SECONDS if self._swaps.pending else None
+
+    def _take_over(self, swap: Swap) -> list[FromEngine]:
+        if swap.loaded is None:
+            return [Done(call_id=swap.call_id, error=swap.problem)]
+        return [*self._engine.set_draft(swap.name, swap.loaded), Done(call_id=swap.call_id)]
 
     def _take(self, message: ToEngine) -> list[FromEngine]:
         match message:
@@ -122,6 +150,8 @@ class EngineLoop:
                 return self._add(message)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case SetDraft():
+                self._swaps.begin(message)
             case Shutdown():
                 self._running = False
             case SetPlan() | SetSynthetic() | GetReport():

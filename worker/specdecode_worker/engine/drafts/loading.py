@@ -16,7 +16,7 @@ from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
-from specdecode_worker.engine.drafts.roster import FIRST, Loaded
+from specdecode_worker.engine.drafts.roster import FIRST, LoadedDraft
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.config import Eagle3Config, LlamaConfig
 from specdecode_worker.models.errors import ModelError
@@ -41,14 +41,14 @@ class DraftLoader:
     foresees: bool
     """Nothing is launched ahead: see NgramDrafter."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> Loaded:
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
         """Raises ModelError for a draft that does not fit its target."""
         if config.method == "ngram":
             return self._ngram(config, name)
         assert config.uri is not None, "the contract asks for a uri"
         folder = self.resolve(config.uri)
         state = DraftState(name=name, method=config.method, hash=weights_hash(folder), uri=config.uri)
-        return Loaded(self._drafter(config, folder), state)
+        return LoadedDraft(self._drafter(config, folder), state)
 
     def _drafter(self, config: DraftConfig, folder: Path) -> Drafter:
         sharpness = read_sharpness(folder)
@@ -67,10 +67,10 @@ class DraftLoader:
             case _:
                 raise ModelError(f"this version has no drafter for method {config.method}")
 
-    def _ngram(self, config: DraftConfig, name: str) -> Loaded:
+    def _ngram(self, config: DraftConfig, name: str) -> LoadedDraft:
         shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
         drafter = NgramDrafter(self.state, self.target.config.vocab_size, shortest, longest, foresees=self.foresees)
-        return Loaded(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
+        return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
 
     def _cache(self, config: LlamaConfig | Eagle3Config, layers: int) -> PagedCache:
         return paged_cache(config, layers, self.blocks, self._dtype, self._device)

@@ -29,7 +29,7 @@ FIRST = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedDraft:
     """A draft that can run, and who it is."""
 
     drafter: Drafter
@@ -46,14 +46,14 @@ class Misfit:
 class LoadDraft(Protocol):
     """Loads a draft beside those that run; see DraftLoader. Raises ModelError."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> Loaded: ...
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft: ...
 
 
 class Roster:
     """Drafts by name. Without any, everything is plain."""
 
-    def __init__(self, drafts: Mapping[str, Loaded | Misfit], state: DeviceState, hidden_size: int) -> None:
-        self._drafts = {name: one for name, one in drafts.items() if isinstance(one, Loaded)}
+    def __init__(self, drafts: Mapping[str, LoadedDraft | Misfit], state: DeviceState, hidden_size: int) -> None:
+        self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._misfits = {name: one.state for name, one in drafts.items() if isinstance(one, Misfit)}
         self._state, self._size = state, hidden_size
         self._by_task: dict[str, str] = {}
@@ -117,7 +117,7 @@ class Roster:
             found = _merged(found, ranked_BNK)
         return found
 
-    def replace(self, name: str, loaded: Loaded, requests: Iterable[Request]) -> None:
+    def replace(self, name: str, loaded: LoadedDraft, requests: Iterable[Request]) -> None:
         """Lets ``loaded`` take over between two steps; nothing may be in flight."""
         before = self.reads
         self._drafts[name] = loaded
@@ -137,7 +137,7 @@ class Roster:
         name = self._by_task.get(request.submit.task, FIRST)
         return name if name in self._drafts else FIRST
 
-    def _of(self, request: Request) -> Loaded | None:
+    def _of(self, request: Request) -> LoadedDraft | None:
         return self._drafts.get(self._name(request))
 
     @staticmethod

@@ -14,7 +14,7 @@ from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, Tre
 from specdecode_worker.engine.blocks import BlockPool
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.loading import paged_cache
-from specdecode_worker.engine.drafts.roster import Loaded, Roster
+from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
@@ -94,7 +94,7 @@ def small_engine(
     drafts = {}
     if draft:
         drafter = EagleDrafter(head, None, paged_cache(target.config, layers, blocks, dtype, CPU), state, 512)  # type: ignore[arg-type]
-        drafts[""] = Loaded(drafter, DraftState(method="eagle3", hash="d"))
+        drafts[""] = LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))
     roster = Roster(drafts, state, HIDDEN)
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
     parts = Parts(

@@ -1,0 +1,81 @@
+"""Swaps of drafts: in order, beside everything else, and a draft that does not fit is an answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from specdecode_worker.contract import DraftConfig
+from specdecode_worker.engine.messages import SetDraft
+from specdecode_worker.engine.swapping import Swap, Swaps
+from specdecode_worker.models.errors import ModelError
+
+
+def asked(call_id: int, uri: str, name: str = "") -> SetDraft:
+    return SetDraft(call_id, DraftConfig(method="eagle3", uri=uri).model_dump_json().encode(), name)
+
+
+def wait(swaps: Swaps) -> list[Swap]:
+    found: list[Swap] = []
+    deadline = time.monotonic() + 10
+    while swaps.pending:
+        assert time.monotonic() < deadline
+        found += swaps.finished()
+    return found
+
+
+def test_a_load_is_waited_for_without_blocking_and_taken_in_order() -> None:
+    gate = threading.Event()
+
+    def load(config: DraftConfig, name: str = "") -> Any:
+        gate.wait(10)
+        return (config.uri, name)
+
+    swaps = Swaps(load)
+    swaps.begin(asked(1, "file:///a"))
+    swaps.begin(asked(2, "file:///b", "code"))
+    assert swaps.pending
+    assert list(swaps.finished()) == []
+    gate.set()
+    assert [(swap.call_id, swap.loaded) for swap in wait(swaps)] == [
+        (1, ("file:///a", "")),
+        (2, ("file:///b", "code")),
+    ]
+    swaps.close()
+
+
+def test_what_does_not_fit_is_told_and_the_next_one_loads() -> None:
+    def load(config: DraftConfig, name: str = "") -> Any:
+        if config.uri == "file:///bad":
+            raise ModelError("fc.weight is missing")
+        return config.uri
+
+    swaps = Swaps(load)
+    swaps.begin(asked(1, "file:///bad"))
+    swaps.begin(SetDraft(2, b"{}"))
+    swaps.begin(SetDraft(3, b'{"method": "none"}'))
+    swaps.begin(asked(4, "file:///good"))
+    bad, unread, none, good = wait(swaps)
+    assert (bad.loaded, bad.problem) == (None, "fc.weight is missing")
+    assert "draft.uri is needed" in unread.problem
+    assert "method none is no draft" in none.problem
+    assert good.loaded == "file:///good"
+
+
+def test_a_bug_in_loading_is_no_answer() -> None:
+    def load(config: DraftConfig, name: str = "") -> Any:
+        raise ZeroDivisionError
+
+    swaps = Swaps(load)
+    swaps.begin(asked(1, "file:///a"))
+    with pytest.raises(ZeroDivisionError):
+        wait(swaps)
+
+
+def test_an_engine_that_cannot_load_says_so() -> None:
+    swaps = Swaps(None)
+    swaps.begin(asked(1, "file:///a"))
+    assert "cannot load" in wait(swaps)[0].problem
