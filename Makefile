@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench lossless requirements
+.PHONY: help venv demo demo-down check lint test crds images bench lossless soak requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: lint ## everything that CI runs, on the cluster that is up, or on one that
 
 lossless: venv ## speculative text equals plain text, on 200 prompts of the embedded model
 	LOSSLESS_PROMPTS=200 $(BIN)/pytest tests/lossless
+
+soak: venv ## five minutes of load with misbehaving clients, plans and drafts swapped every few seconds
+	SOAK_SECONDS=300 $(BIN)/pytest -s tests/serving/test_soak.py
 
 crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd

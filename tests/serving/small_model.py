@@ -60,7 +60,7 @@ def write_target(folder: Path) -> None:
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
 
-def write_draft(folder: Path) -> None:
+def write_draft(folder: Path, seed: int = 1) -> None:
     """A random EAGLE-3 head for that target."""
     import torch
     from safetensors.torch import save_file
@@ -69,7 +69,7 @@ def write_draft(folder: Path) -> None:
     from specdecode_worker.models.eagle3 import Eagle3Head
 
     config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": VOCAB_SIZE}
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     head = Eagle3Head(
         eagle3_config(config, llama_config(CONFIG)), torch.nn.Embedding(VOCAB_SIZE, CONFIG["hidden_size"])
     )

@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "text for prompts, with the engine alone",
     "pull": "fetch a model into the cache and check it",
     "bench": "speculation against plain decoding, in one run",
+    "load": "open-loop load on a running server",
     "eval": "acceptance of a draft by domain and depth",
     "train": "an EAGLE-3 head for a target, from what the target itself says",
 }

@@ -1,0 +1,90 @@
+"""``specdecode-worker load``: open-loop load on a running server, and what became of every request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specdecode_worker.load.run import Aim, Crowd, summary
+from specdecode_worker.load.schedule import Kind, Profile
+
+QUESTIONS = (
+    "Write a Python function that returns the factorial of n.",
+    "What is the capital of France, and what is it known for?",
+    "Tell a short story about a lighthouse keeper and a storm.",
+    "List five reasons to plant a tree. " * 4,
+    "Write a SQL query that counts the orders of each customer.",
+    "Explain how a bicycle stays upright. " * 9,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--rate", type=_range(float), default=(1.0, 8.0), metavar="LOW:HIGH", help="requests a second")
+    parser.add_argument("--max-tokens", type=_range(int), default=(4, 64), metavar="LOW:HIGH")
+    parser.add_argument("--max-concurrency", type=int, default=64, help="clients that are there at once, at most")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that a client waits")
+    parser.add_argument("--disconnect", type=float, default=0.0, metavar="SHARE", help="clients that hang up")
+    parser.add_argument("--oversized", type=float, default=0.0, metavar="SHARE", help="requests that cannot fit")
+    parser.add_argument("--garbage", type=float, default=0.0, metavar="SHARE", help="bodies that are no JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"messages": [...]} or {"prompt": "..."}')
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when a request failed or the same request got two texts."""
+    shares = {Kind(name): getattr(args, name) for name in ("disconnect", "oversized", "garbage")}
+    profile = Profile(seconds=args.seconds, rate=args.rate, max_tokens=args.max_tokens, shares=shares)
+    try:
+        found = asyncio.run(_run(args, profile))
+    except (httpx.HTTPError, ValueError, OSError, KeyError) as error:
+        print(f"specdecode-worker load: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(found, indent=2) if args.json else _table(found))
+    return 1 if found["failed"] or found["differing_texts"] else 0
+
+
+async def _run(args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, trust_env=False) as client:
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]
+    aim = Aim(
+        url=args.url,
+        model=model["id"],
+        prompts=_prompts(args.prompts),
+        beyond=model.get("max_model_len", 1 << 20) + 1,
+        api_key=args.api_key,
+    )
+    crowd = Crowd(aim, args.max_concurrency, args.timeout)
+    return summary(crowd, await crowd.send(profile, args.seed))
+
+
+def _prompts(path: str | None) -> tuple[str, ...]:
+    if path is None:
+        return QUESTIONS
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    return tuple(line["prompt"] if "prompt" in line else line["messages"][-1]["content"] for line in lines)
+
+
+def _range(kind: type[int] | type[float]) -> Any:
+    def read(text: str) -> tuple[Any, Any]:
+        low, _, high = text.partition(":")
+        found = kind(low), kind(high or low)
+        if not 0 < found[0] <= found[1]:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range; write LOW:HIGH")
+        return found
+
+    return read
+
+
+def _table(found: dict[str, Any]) -> str:
+    return "\n".join(f"{name.replace('_', ' '):26} {value}" for name, value in found.items())
