@@ -1,8 +1,9 @@
 """The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one decoder layer over pairs of states.
 
 Slot i of the draft reads the pair (hidden state h[i-1], embedding of token i) and proposes token i + 1. ``h`` is the
-target's, fused from three layers by ``fc``, wherever the target has run; beyond it, the head's own output. Parameter
-names are SafeAILab's (``midlayer.*``); other families are renamed on load.
+target's, fused from three layers by ``fc``, wherever the target has run; beyond it, the head's own output. Further
+layers, where a head has them, are ordinary ones (vLLM's llama_eagle3.py). Parameter names are SafeAILab's
+(``midlayer.*``); other families are renamed on load.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import Eagle3Config
-from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from specdecode_worker.models.draft_config import Eagle3Config
+from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.reads import Reads
+from specdecode_worker.models.rope import Rope
 
 
 class Midlayer(nn.Module):
@@ -36,46 +38,63 @@ class Midlayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """A draft head. ``embed_tokens`` is shared with the target unless the checkpoint brings its own.
+    """A draft head. ``embed_tokens`` is shared with the target unless the checkpoint brings its own, which is then a
+    part of the head.
 
     ``d2t`` [draft_vocab] holds offsets: target id = draft id + d2t[draft id].
     """
 
     d2t: Tensor
 
-    def __init__(self, config: Eagle3Config, embed_tokens: nn.Embedding) -> None:
+    def __init__(self, config: Eagle3Config, embed_tokens: nn.Embedding, *, own_embedding: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        size, eps, states = config.target_hidden_size, config.rms_norm_eps, len(config.aux_layers)
+        self.input_norm = RMSNorm(states * size, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(states)) if config.fc_norm else None
+        if states:
+            self.fc = nn.Linear(states * size, config.hidden_size, bias=False)
         self.midlayer = Midlayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(1, config.num_hidden_layers)})
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.embed_tokens = embed_tokens if own_embedding else None
         self._shared_embedding = (embed_tokens,)  # in a tuple: no parameter of this module
 
     @property
     def reads(self) -> Reads:
         """What ``fuse`` expects of the target."""
-        return Reads(self.config.aux_layers)
+        return Reads(self.config.aux_layers, final=not self.config.aux_layers)
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
-        """The target's three aux states [T, 3E] as one hidden state [T, E]."""
-        result: Tensor = self.fc(aux_TA)
+        """The target's aux states side by side [T, A] as one hidden state [T, E]."""
+        if self.input_norm is not None:
+            aux_TA = self.input_norm(aux_TA)
+        if self.fc_norm is not None:
+            parts = aux_TA.chunk(len(self.fc_norm), dim=-1)
+            aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        result: Tensor = self.fc(aux_TA) if self.config.aux_layers else aux_TA
         return result
 
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states for the next slot, before the norm: [T, E]. ``positions_T`` are the slots'."""
-        embedding_TE = self._shared_embedding[0](tokens_T).to(hidden_TE.dtype)
+        """Hidden states for the next slot, before the norm (behind it with ``norm_output``): [T, E].
+
+        ``positions_T`` are the slots'; ``attend`` is called for layers 0 to num_hidden_layers - 1.
+        """
+        embed_tokens = self._shared_embedding[0] if self.embed_tokens is None else self.embed_tokens
+        embedding_TE = embed_tokens(tokens_T).to(hidden_TE.dtype)
         cos, sin = self.rope.tables(positions_T)
-        result: Tensor = self.midlayer(
-            embedding_TE, hidden_TE, (cos.to(hidden_TE.dtype), sin.to(hidden_TE.dtype)), attend
-        )
-        return result
+        rope = (cos.to(hidden_TE.dtype), sin.to(hidden_TE.dtype))
+        x_TE: Tensor = self.midlayer(embedding_TE, hidden_TE, rope, attend)
+        for layer, block in enumerate(self.layers.values(), start=1):
+            x_TE = block(layer, x_TE, rope, attend)
+        return self.norm(x_TE) if self.config.norm_output else x_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """[T, draft_vocab]; ``target_ids`` maps its columns to the target's vocabulary."""
-        result: Tensor = self.lm_head(self.norm(hidden_TE))
+        result: Tensor = self.lm_head(hidden_TE if self.config.norm_output else self.norm(hidden_TE))
         return result
 
     @property

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_worker.models.layers import MLP, Attend, Attention, rotate
+from specdecode_worker.models.layers import MLP, Attend, Attention
+from specdecode_worker.models.rope import rotate
 
 
 class FusedAttention(nn.Module):
-    """Attention with one matrix for queries, keys and values; queries and keys are rotated together."""
+    """Attention with one matrix for queries, keys and values; queries and keys are normed and rotated together."""
+
+    norm_HD: Tensor | None
 
     def __init__(self, origin: Attention) -> None:
         super().__init__()
@@ -24,11 +27,16 @@ class FusedAttention(nn.Module):
         self.keys = origin.k_proj.out_features // origin.head_dim
         self.qkv_proj = _joined(origin.q_proj, origin.k_proj, origin.v_proj)
         self.o_proj = origin.o_proj
+        self.register_buffer("norm_HD", _joined_norm(origin, self.queries, self.keys))
+        self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
 
     def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
         v_TKD = heads_THD[:, self.queries + self.keys :]
-        turned_THD = rotate(heads_THD[:, : self.queries + self.keys], *rope)
+        turning_THD = heads_THD[:, : self.queries + self.keys]
+        if self.norm_HD is not None:
+            turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.norm_HD
+        turned_THD = rotate(turning_THD, *rope)
         out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
         result: Tensor = self.o_proj(out_THD.flatten(-2))
         return result
@@ -54,9 +62,10 @@ class PackedLinear(nn.Module):
     def __init__(self, origin: nn.Linear) -> None:
         super().__init__()
         self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(origin.weight.detach(), None))
+        self.bias = origin.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return result
 
 
@@ -96,6 +105,18 @@ def _packs(model: nn.Module) -> bool:
 
 def _joined(*parts: nn.Linear) -> nn.Linear:
     weight = torch.cat([part.weight.detach() for part in parts])
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts)), "projections that are joined all have a bias, or none has"
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined
+
+
+def _joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
+    """[queries + keys, D] weights of the norms that each head has, when it has one."""
+    if origin.q_norm is None or origin.k_norm is None:
+        return None
+    q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()
+    return torch.cat((q_D.expand(queries, -1), k_D.expand(keys, -1)))

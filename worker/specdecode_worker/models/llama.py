@@ -1,6 +1,6 @@
-"""The target: Llama 2 and 3 over a packed list of tokens.
+"""The target over a packed list of tokens: Llama 2 and 3, and the families that share its blocks (config.py).
 
-Parameter names are Hugging Face's (LlamaForCausalLM), so a checkpoint loads by name alone.
+Parameter names are Hugging Face's, so a checkpoint loads by name alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.models.config import LlamaConfig
-from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, Rope
+from specdecode_worker.models.layers import Attend, Block, RMSNorm
 from specdecode_worker.models.reads import NOTHING, Reads
+from specdecode_worker.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +23,6 @@ class TargetOutput:
 
     hidden_TE: Tensor
     aux_TA: Tensor | None
-
-
-class Block(nn.Module):
-    """One pre-norm decoder layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x_TE = x_TE + self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))  # type: ignore[no-any-return]
 
 
 class Trunk(nn.Module):
@@ -50,7 +36,7 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama target. Weights are random until loaded."""
+    """A target, or a draft model. Weights are random until loaded."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.models.config import Eagle3Config, RopeScaling
+from specdecode_worker.models.config import Eagle3Config
 from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.rope import Scaling
 
 
 def write_head(head: Eagle3Head, folder: Path) -> None:
@@ -55,13 +57,5 @@ def config_document(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
+def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}

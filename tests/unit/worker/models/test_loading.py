@@ -172,9 +172,14 @@ def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, 
     [
         ("target_hidden_size", 64, "hidden_size 64, this target has 32"),
         ("vocab_size", 98, "vocab_size is 98, the target's 97"),
-        ("num_hidden_layers", 2, "num_hidden_layers 2"),
-        ("eagle_aux_hidden_state_layer_ids", [0, 2, 5], "do not name three layers"),
-        ("eagle_aux_hidden_state_layer_ids", [0, 2], "do not name three layers"),
+        ("num_hidden_layers", 65, r"num_hidden_layers must be an integer in 1\.\.64, got 65"),
+        ("eagle_aux_hidden_state_layer_ids", [0, 2, 6], "do not name 3 of the target's layers"),
+        ("eagle_aux_hidden_state_layer_ids", [0, "2"], "must be integers"),
+        ("num_aux_hidden_states", 2, "do not name 2 of the target's layers"),
+        ("parallel_drafting", True, "parallel_drafting True is not supported"),
+        ("quantization_config", {"bits": 4}, "quantised weights are not supported"),
+        ("speculators_model_type", "eagle", "'eagle' is no eagle3 head"),
+        ("eagle_config", {"use_aux_hidden_state": 1}, "eagle_config: use_aux_hidden_state must be true or false"),
     ],
 )
 def test_a_head_for_another_target_is_refused(
@@ -185,22 +190,79 @@ def test_a_head_for_another_target_is_refused(
         load_head(head_folder, target)
 
 
-@pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0."])
+@pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "midlayer.0."])
 def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: Llama) -> None:
-    """speculators' and NeMo's names for the one layer; t2d, which repeats d2t, is left aside."""
+    """speculators', NeMo's and TensorRT-LLM's names for the one layer; t2d repeats d2t."""
     wanted = load_head(head_folder, target).state_dict()
     tensors = load_file(head_folder / "model.safetensors")
     renamed = {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
-    save_file(renamed | {"t2d": torch.zeros(97, dtype=torch.bool)}, head_folder / "model.safetensors")
+    save_file(renamed | {"t2d": known(tensors["d2t"])}, head_folder / "model.safetensors")
     found = load_head(head_folder, target).state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: Llama) -> None:
+def known(d2t: Tensor) -> Tensor:
+    """t2d as checkpoints have it beside this d2t."""
+    found = torch.zeros(97, dtype=torch.bool)
+    found[torch.arange(len(d2t)) + d2t] = True
+    return found
+
+
+def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: Llama) -> None:
+    fc = load_file(head_folder / "model.safetensors")["fc.weight"]
+    change(head_folder, **{"model.fc.weight": fc})
+    with pytest.raises(WeightMismatch, match=r"fc\.weight and model\.fc\.weight are the same tensor"):
+        load_head(head_folder, target)
+
+
+def test_maps_that_disagree_are_refused(head_folder: Path, target: Llama) -> None:
+    t2d = known(load_file(head_folder / "model.safetensors")["d2t"])
+    for wrong in (3, 90):
+        changed = t2d.clone()
+        changed[wrong] = ~changed[wrong]
+        change(head_folder, t2d=changed)
+        with pytest.raises(WeightMismatch, match=f"t2d and d2t disagree on target token {wrong}"):
+            load_head(head_folder, target)
+    change(head_folder, t2d=t2d[:-1])
+    with pytest.raises(WeightMismatch, match="t2d has 96 entries"):
+        load_head(head_folder, target)
+
+
+def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: Llama) -> None:
+    d2t = load_file(head_folder / "model.safetensors")["d2t"]
+    change(head_folder, d2t=d2t.to(torch.int32), t2d=known(d2t).to(torch.uint8))
+    found = load_head(head_folder, target).d2t
+    assert found.dtype == torch.int64
+    assert torch.equal(found, d2t)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(bad: float, head_folder: Path, target: Llama) -> None:
+    norm = load_file(head_folder / "model.safetensors")["norm.weight"]
+    norm[3] = bad
+    change(head_folder, **{"norm.weight": norm})
+    with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN or infinity"):
+        load_head(head_folder, target)
+
+
+def test_quantised_weights_are_refused(head_folder: Path, target: Llama) -> None:
+    norm = load_file(head_folder / "model.safetensors")["norm.weight"]
+    change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
+    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; quantised"):
+        load_head(head_folder, target)
+
+
+def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: Llama, dense: Any) -> None:
     own = torch.full((97, 32), 0.5)
-    assert load_head(head_folder, target)._shared_embedding[0] is target.model.embed_tokens
+    shared = load_head(head_folder, target)
     change(head_folder, **{"embed_tokens.weight": own})
-    assert torch.equal(load_head(head_folder, target)._shared_embedding[0].weight, own)
+    brought = load_head(head_folder, target)
+    assert brought.state_dict().keys() - shared.state_dict().keys() == {"embed_tokens.weight"}
+    hidden, tokens = torch.ones(4, 32), torch.tensor([3, 1, 4, 1])
+    wanted = brought(hidden, tokens, torch.arange(4), dense)
+    assert not torch.equal(shared(hidden, tokens, torch.arange(4), dense), wanted)
+    target.model.embed_tokens.weight.fill_(0.5)
+    assert torch.equal(shared(hidden, tokens, torch.arange(4), dense), wanted)
     change(head_folder, **{"embed_tokens.weight": own[:50]})
     with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight has shape \[50, 32\]"):
         load_head(head_folder, target)
@@ -214,6 +276,9 @@ def test_a_head_with_the_targets_vocabulary_needs_no_map(
     randomise(head, 3)
     folder = write(tmp_path / "full", config, {k: v for k, v in head.state_dict().items() if k != "d2t"})
     assert load_head(folder, target).target_ids.tolist() == list(range(97))
+    change(folder, d2t=torch.arange(97).flip(0) - torch.arange(97))
+    with pytest.raises(WeightMismatch, match="d2t moves tokens"):
+        load_head(folder, target)
 
 
 def test_tied_targets_may_or_may_not_repeat_the_matrix(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:

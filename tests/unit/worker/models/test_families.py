@@ -1,0 +1,193 @@
+"""Families beside plain Llama against transformers: the same folder, the same logits, also once fused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.fusing import FusedAttention, fuse
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-attention-bias": ("Llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True}),
+    "llama-all-biases-tied": ("Llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {**PLAIN, "rope_type": "linear", "factor": 3.0}}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-one-kv-head": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen2-yarn-with-factor": ("Qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0}}),
+    "qwen2-yarn-mscale": ("Qwen2", {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.7}}),
+    "qwen2-yarn-untruncated": ("Qwen2", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4.0}}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3-wide-heads": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1}),
+    "qwen3-head-dim-by-default": ("Qwen3", {"head_dim": 128}),
+    "qwen3-attention-bias": ("Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-wide-heads": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window-that-is-never-full": ("Mistral", {"sliding_window": 256}),
+}
+
+
+def saved(folder: Path, shape: dict[str, Any], variant: str, randomise: Any) -> Any:
+    """transformers' model, written as transformers writes it."""
+    import transformers
+
+    family, changes = VARIANTS[variant]
+    fields = {key: value for key, value in shape.items() if key != "architectures"}
+    known = {"rope_parameters": PLAIN, "tie_word_embeddings": False, **fields, **changes}
+    config = getattr(transformers, f"{family}Config")(**known)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    randomise(model, 1)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def our_logits(model: Llama, dense: Any) -> Tensor:
+    return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_plain_and_fused(
+    variant: str, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
+) -> None:
+    wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
+    assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
+    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    fuse(ours)
+    assert sum(isinstance(module, FusedAttention) for module in ours.modules()) == 5
+    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_bf16_with_biases_and_norms_is_packed(
+    shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
+) -> None:
+    """On a CPU that multiplies bf16: as near to fp32 as the plain network is."""
+    wanted = saved(tmp_path, shape, "qwen3-attention-bias", randomise)(TOKENS[None]).logits[0]
+    ours = load_llama(tmp_path, dtype=torch.bfloat16, device=CPU)
+    plain_error = (our_logits(ours, dense).float() - wanted).abs().mean()
+    fuse(ours)
+    assert (our_logits(ours, dense).float() - wanted).abs().mean() < 1.5 * plain_error
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen3", {"rms_norm_eps": 1e-2}),
+        ("qwen2-yarn", {"rope_parameters": YARN | {"attention_factor": 1.0}}),
+        ("qwen2-yarn", {"rope_parameters": YARN | {"beta_slow": 4.0}}),
+        ("qwen2-yarn", {"rope_parameters": PLAIN | {"rope_theta": 1000.0}}),
+        ("llama-linear-rope", {"rope_parameters": {**PLAIN, "rope_type": "linear", "factor": 2.0}}),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_read_wrongly_is_seen(
+    variant: str, changes: dict[str, Any], shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
+) -> None:
+    """Planted: the comparison above is fine enough for one field."""
+    wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    ours = load_llama(tmp_path, dtype=torch.float32, device=CPU)
+    assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
+
+
+def mistral(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return shape | {"architectures": ["MistralForCausalLM"]} | changes
+
+
+def qwen2(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return shape | {"architectures": ["Qwen2ForCausalLM"]} | changes
+
+
+def test_a_window_is_refused_where_texts_outgrow_it(shape: dict[str, Any]) -> None:
+    config = mistral(shape, sliding_window=100)
+    with pytest.raises(ConfigMismatch, match="sliding_window 100 is below the longest text of 256 tokens"):
+        llama_config(config)
+    with pytest.raises(ConfigMismatch, match="set max_model_len to 100 or less"):
+        llama_config(config, max_model_len=101)
+    assert llama_config(config, max_model_len=100).max_position_embeddings == 256
+
+
+def test_windows_that_are_off_do_not_count(shape: dict[str, Any]) -> None:
+    llama_config(mistral(shape, sliding_window=None))
+    llama_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
+    with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
+        llama_config(mistral(shape, max_position_embeddings=8192))
+    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
+    llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
+    with pytest.raises(ConfigMismatch, match="sliding_window 8"):
+        llama_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
+    with pytest.raises(ConfigMismatch, match="layer_types"):
+        llama_config(qwen2(shape, layer_types=["linear_attention"]))
+
+
+def test_yarn_reaches_as_far_as_it_stretches(shape: dict[str, Any]) -> None:
+    config = qwen2(shape, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200})
+    assert llama_config(config).max_position_embeddings == 800
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*is not supported; LlamaForCausalLM, Qwen2"),
+        ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quantised"),
+        ({"num_key_value_heads": 3}, "cannot share 3"),
+        ({"num_key_value_heads": 8}, r"num_key_value_heads must be an integer in 1\.\.4"),
+        ({"hidden_size": 30}, "hidden_size 30 is no multiple of 4"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"vocab_size": 10**30}, "vocab_size .* got a huge number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be integers"),
+        ({"max_position_embeddings": 2**26}, "max_position_embeddings 67108864 is too large"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported; default"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be a number from 1 on"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "mrope_section"),
+        ({"rope_parameters": {"full_attention": PLAIN}}, "full_attention: rotary positions that differ by layer"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_theta": 1}, "rope_theta"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, shape: dict[str, Any]) -> None:
+    with pytest.raises(ConfigMismatch, match=message):
+        llama_config(shape | changes)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"])
+def test_a_field_that_every_checkpoint_has_is_missed_by_name(name: str, shape: dict[str, Any]) -> None:
+    del shape[name]
+    with pytest.raises(ConfigMismatch, match=f"{name} must be"):
+        llama_config(qwen2(shape))
+
+
+def test_the_family_is_told_by_model_type_where_architectures_are_missing(shape: dict[str, Any]) -> None:
+    del shape["architectures"]
+    assert llama_config(shape | {"model_type": "qwen3"}).qk_norm
+    assert llama_config(shape | {"model_type": "qwen2"}).qkv_bias
+    assert not llama_config(shape).qkv_bias

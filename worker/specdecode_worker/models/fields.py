@@ -1,0 +1,104 @@
+"""Strict reading of config.json: every field has a type and bounds, and what does not fit is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdecode_worker.models.errors import ConfigMismatch
+
+LARGEST = 2**24
+"""No size of a published network is above; what is, is a mistake or made to hurt."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ConfigMismatch when it is absent or no JSON object."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigMismatch(f"{path} does not exist; name a folder that holds config.json and *.safetensors") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigMismatch(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigMismatch(f"{path} holds no JSON object")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object of config.json; null counts as absent. Every method raises ConfigMismatch by the field's name."""
+
+    raw: Mapping[str, Any]
+    where: str = "config.json"
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            expected = "a positive integer" if (least, most) == (1, LARGEST) else f"an integer in {least}..{most}"
+            raise self._wrong(name, expected, value)
+        return value
+
+    def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
+        """A finite number above 0, and not below ``least``."""
+        value = self._get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < 2**63 and value >= least):
+            raise self._wrong(name, f"a number from {least} on" if least else "a number above 0", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false", value)
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a string", value)
+        return value
+
+    def part(self, name: str) -> Fields:
+        """A nested object; empty when absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return Fields(value, f"{self.where}: {name}")
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, "a list of strings", value)
+        return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers from 0 on; one integer stands for a list of it, none when absent."""
+        value = self._get(name, [])
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < LARGEST for item in items):
+            raise self._wrong(name, "integers from 0 on", value)
+        return tuple(items)
+
+    def refuse(self, name: str, *plain: object) -> None:
+        """Anything but absent, null, false or ``plain`` is a feature that this version does not have."""
+        value = self.raw.get(name)
+        if value is not None and value is not False and value not in plain:
+            raise ConfigMismatch(f"{self.where}: {name} {_short(value)} is not supported")
+
+    def _get(self, name: str, default: object) -> object:
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def _wrong(self, name: str, expected: str, value: object) -> ConfigMismatch:
+        return ConfigMismatch(f"{self.where}: {name} must be {expected}, got {_short(value)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**18 else "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."
