@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_worker.commands.flags import method_and_draft
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Plan, TreeShape, WorkerConfig
+from specdecode_worker.contract import (
+    OTHER_TASK,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    Plan,
+    TaskMatch,
+    TreeShape,
+    WorkerConfig,
+)
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
@@ -19,6 +29,8 @@ from specdecode_worker.models.store import default_cache_dir, resolve
 from specdecode_worker.server.text import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
+NGRAM = "ngram"
+"""Name of a draft that is always there: it has no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +83,13 @@ class LocalEngine:
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._plans = 0
 
-    def run_shape(self, shape: TreeShape) -> None:
-        """Every step from now on runs ``shape``: no guard, no exploration."""
+    def run_shape(self, shape: TreeShape, draft: str = "") -> None:
+        """Every step from now on runs ``shape`` with the draft of this name: no guard, no exploration."""
         self._plans += 1
-        draft = self.engine.draft.hash
-        self.engine.set_plan(Plan(draft=draft, version=self._plans, initial=shape, explore=0, guard=False))
+        first = self.engine.draft.hash
+        tasks = (TaskMatch(name=OTHER_TASK, draft=draft),) if draft else ()
+        plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
+        self.engine.set_plan(plan)
 
     def prompt(self, line: dict[str, Any]) -> Prompt:
         """Raises ValueError for a line with neither messages nor prompt."""
@@ -119,6 +133,7 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int) -> LocalEngine:
     config = WorkerConfig(
         model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype),
         draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
+        drafts=(NamedDraft(name=NGRAM, method="ngram"),),
         engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads),
     )
     return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
