@@ -78,6 +78,18 @@ class FakeEngine:
 
     load_draft = None
 
+    def calibration_loads(self) -> tuple[int, ...]:
+        return ()
+
+    def run_plainly(self, plainly: bool) -> None:
+        pass
+
+    def assume_plain(self, sequences: int, seconds: float) -> None:
+        pass
+
+    def forget_traffic(self) -> None:
+        pass
+
     def set_draft(self, name: str, loaded: object) -> list[Tokens]:
         raise AssertionError("nothing loads here")
 

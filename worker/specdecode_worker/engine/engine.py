@@ -121,6 +121,24 @@ class Engine:
         self._pilot.draft_changed(self._drafts.state().hash)
         return found
 
+    def calibration_loads(self) -> tuple[int, ...]:
+        """Edges of the plan's concurrency buckets that this engine can reach; none where nothing is ever drafted."""
+        if not self._drafts:
+            return ()
+        most = self.identity.max_num_seqs
+        return tuple(sorted({min(edge, most) for edge in self._pilot.plan.buckets.concurrency}))
+
+    def run_plainly(self, plainly: bool) -> None:
+        self._pilot.plainly = plainly
+
+    def assume_plain(self, sequences: int, seconds: float) -> None:
+        self._pilot.assume_plain(sequences, seconds)
+
+    def forget_traffic(self) -> None:
+        """Counts requests from here on. What steps cost stays known."""
+        assert self.idle, "requests are under way"
+        self._recorder = Recorder(Statistics(costs=self._recorder.statistics.costs))
+
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._synthetic = Synthetic(knobs)
 

@@ -5,6 +5,7 @@ Reads no clock: what steps took is told to `measured`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +54,8 @@ class Pilot:
 
     def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
         self.choice = Choice()
+        self.plainly = False
+        """Everything is plain, whatever the plan says: while step times are calibrated."""
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
@@ -73,6 +76,10 @@ class Pilot:
     def guard_cells(self) -> tuple[GuardCell, ...]:
         return self._guard.cells()
 
+    def assume_plain(self, sequences: int, seconds: float) -> None:
+        """What a plain step of so many sequences was measured to take before anybody was served."""
+        self._guard.assume(bisect_left(self.plan.buckets.concurrency, sequences), 0, seconds)
+
     def take_plan(self, plan: Plan) -> None:
         """Raises PlanRefused. The guard forgets what it held against shapes that the plan no longer runs."""
         before = self.plan
@@ -91,7 +98,7 @@ class Pilot:
         """Trees of the decoding requests, in order; remembers the choice for `measured`."""
         concurrency = self._dispatcher.load(len(requests))
         contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
-        if not self._drafts:
+        if not self._drafts or self.plainly:
             self.choice = Choice(concurrency, max(contexts), _PLAIN_SHAPE)
             return [PLAIN] * len(requests)
         shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]

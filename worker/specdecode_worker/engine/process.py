@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.engine.calibration import Calibrated, calibrate
 from specdecode_worker.engine.messages import (
     Abort,
     Crashed,
@@ -44,19 +45,17 @@ if TYPE_CHECKING:  # the server's process imports this module, and no torch
     from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft
 
 
-class Engine(Protocol):
+CALIBRATION_SECONDS = 5.0
+"""Most time that a start is delayed for it."""
+
+
+class Engine(Calibrated, Protocol):
     """What the loop needs of an engine; ``engine.engine.Engine`` is the one."""
 
     @property
     def idle(self) -> bool:
         """Nothing to compute until the next message."""
         ...
-
-    def add(self, request: Submit) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def step(self) -> list[Tokens]: ...
 
     def report(self) -> Report: ...
 
@@ -205,6 +204,7 @@ def main(address: str, config_json: str, plan_json: str | None, build: Build | N
         if plan_json is not None:
             engine.set_plan(Plan.model_validate_json(plan_json))
         warm_up(engine)
+        calibrate(engine, CALIBRATION_SECONDS)
         port.send([loaded])
         EngineLoop(engine, port).run()
     except Exception as error:

@@ -1,7 +1,7 @@
 """The one thing that a worker decides: to stop speculating where it measures that speculation loses.
 
 Per load (concurrency and context bucket) it keeps the time per token with and without speculation. It may only lower
-to depth 0, says so in the report, and probes again from time to time.
+to depth 0, says so in the report, and probes again from time to time: the less often, the more probes were in vain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ ENOUGH = 24
 LOSES, WINS = 1.05, 0.98
 """Speculative over plain time per token: above the first speculation stops, below the second it comes back."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
-"""While stopped: after this many plain steps the plan's shape runs for this many."""
+"""While stopped: after this many steps the plan's shape runs for this many."""
+MOST_PATIENCE = 16
+"""Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
+ENOUGH_TO_GIVE_UP, LOSES_BY_FAR = 8, 1.3
+"""Steps after which a shape is stopped, or a probe ended, when it loses by so much: noise does not do that."""
 _DECAY = 0.97
 
 
@@ -35,16 +39,53 @@ class Pace:
 
     @property
     def seconds(self) -> float | None:
-        return self._seconds / self._tokens if self.steps >= ENOUGH else None
+        return self.after(ENOUGH)
+
+    def after(self, steps: int) -> float | None:
+        """Seconds per token; None before so many steps."""
+        return self._seconds / self._tokens if self.steps >= steps else None
+
+    def assume(self, seconds: float) -> None:
+        """What was measured elsewhere, until enough steps of its own have said otherwise."""
+        self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
 
 
 @dataclass(slots=True)
 class Watch:
-    """One shape at one load: its pace and the verdict."""
+    """One shape at one load: its pace and the verdict; ``probe`` is the pace of a probe under way."""
 
     speculative: Pace = field(default_factory=Pace)
     suppressed: bool = False
     since_verdict: int = 0
+    patience: int = PROBE_EVERY
+    probe: Pace | None = None
+
+    def add(self, seconds: float, tokens: float) -> None:
+        if self.suppressed and self.since_verdict >= self.patience:
+            self.probe = self.probe or Pace()
+            self.probe.add(seconds, tokens)
+        self.speculative.add(seconds, tokens)
+
+    def judge(self, plain: Pace) -> None:
+        """Nothing is said before both paces are known."""
+        without = plain.seconds
+        if without is None:
+            return
+        if self.probe is not None:
+            self._judge_probe(self.probe, without)
+        elif not self.suppressed and _loses(self.speculative, without):
+            self.suppressed, self.since_verdict = True, 0
+
+    def _judge_probe(self, probe: Pace, without: float) -> None:
+        won = probe.after(PROBE_STEPS)
+        by_far = probe.after(ENOUGH_TO_GIVE_UP)
+        if won is not None and won <= WINS * without:
+            self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
+        elif won is not None or (by_far is not None and by_far > LOSES_BY_FAR * without):
+            self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
+        else:
+            return
+        self.probe, self.since_verdict = None, 0
 
 
 Cell = tuple[int, int]  # buckets of concurrency and context
@@ -66,7 +107,13 @@ class Guard:
         if shape.nodes == 0:
             return True
         watch = self._watches.setdefault(((concurrency, context), shape), Watch())
-        return not watch.suppressed or watch.since_verdict >= PROBE_EVERY
+        return not watch.suppressed or watch.since_verdict >= watch.patience
+
+    def assume(self, concurrency: int, context: int, plain_seconds: float) -> None:
+        """What plain decoding was measured to take per token before anybody was served. Where it is known, it stays."""
+        pace = self._plain.setdefault((concurrency, context), Pace())
+        if pace.seconds is None:
+            pace.assume(plain_seconds)
 
     def measured(self, concurrency: int, context: int, shape: TreeShape, seconds: float, tokens: float) -> None:
         """A step without prefill took ``seconds`` and brought ``tokens`` per sequence. Shapes that nobody asked
@@ -76,13 +123,11 @@ class Guard:
         if shape.nodes == 0:
             plain.add(seconds, tokens)
         elif watch := self._watches.get((cell, shape)):
-            if watch.suppressed and watch.since_verdict == PROBE_EVERY:
-                watch.speculative = Pace()
-            watch.speculative.add(seconds, tokens)
+            watch.add(seconds, tokens)
         for (where, _), watched in self._watches.items():
             if where == cell:
                 watched.since_verdict += 1
-                _judge(watched, plain)
+                watched.judge(plain)
 
     def cells(self) -> tuple[GuardCell, ...]:
         """One a load and shape."""
@@ -90,7 +135,7 @@ class Guard:
             GuardCell(
                 concurrency=cell[0],
                 context=cell[1],
-                speculative=watch.speculative.seconds,
+                speculative=watch.speculative.after(ENOUGH_TO_GIVE_UP),
                 plain=self._plain.get(cell, Pace()).seconds,
                 suppressed=watch.suppressed,
             )
@@ -98,12 +143,9 @@ class Guard:
         )
 
 
-def _judge(watch: Watch, plain: Pace) -> None:
-    with_it, without = watch.speculative.seconds, plain.seconds
-    if with_it is None or without is None:
-        return
-    probed = watch.since_verdict >= PROBE_EVERY + PROBE_STEPS
-    if not watch.suppressed and with_it > LOSES * without:
-        watch.suppressed, watch.since_verdict = True, 0
-    elif watch.suppressed and probed:
-        watch.suppressed, watch.since_verdict = with_it > WINS * without, 0
+def _loses(pace: Pace, without: float) -> bool:
+    for steps, bound in ((ENOUGH, LOSES), (ENOUGH_TO_GIVE_UP, LOSES_BY_FAR)):
+        found = pace.after(steps)
+        if found is not None:
+            return found > bound * without
+    return False

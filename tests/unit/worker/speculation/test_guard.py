@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.guard import ENOUGH, PROBE_EVERY, PROBE_STEPS, Guard
+from specdecode_worker.speculation.guard import (
+    ENOUGH,
+    ENOUGH_TO_GIVE_UP,
+    MOST_PATIENCE,
+    PROBE_EVERY,
+    PROBE_STEPS,
+    Guard,
+)
 
 PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
 
@@ -25,7 +32,7 @@ def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: floa
 def losing() -> Guard:
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
-    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    run(guard, CHAIN, ENOUGH, 1.8, 1.5)
     return guard
 
 
@@ -41,7 +48,7 @@ def test_what_loses_is_stopped_and_reported() -> None:
     assert not guard.allows(0, 0, CHAIN)
     (cell,) = guard.cells()
     assert (cell.suppressed, cell.plain) == (True, 1.0)
-    assert cell.speculative == pytest.approx(2.0 / 1.5)
+    assert cell.speculative == pytest.approx(1.8 / 1.5)
 
 
 def test_what_wins_goes_on() -> None:
@@ -67,8 +74,47 @@ def test_a_stopped_shape_is_probed_and_comes_back_when_it_pays_again() -> None:
 
 def test_a_probe_that_loses_ends() -> None:
     guard = losing()
-    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == PROBE_STEPS
+    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 1.6, 1.5) == PROBE_STEPS
     assert not guard.allows(0, 0, CHAIN)
+
+
+def test_a_probe_that_loses_by_far_ends_early() -> None:
+    guard = losing()
+    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == ENOUGH_TO_GIVE_UP
+
+
+def test_what_loses_by_far_is_stopped_early() -> None:
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    assert run(guard, CHAIN, 100, 2.0, 1.5) == ENOUGH_TO_GIVE_UP
+
+
+def test_probes_in_vain_come_ever_less_often_up_to_a_bound() -> None:
+    guard = losing()
+    steps = 100 * PROBE_EVERY
+    assert run(guard, CHAIN, steps, 2.0, 1.5) <= (5 + steps / PROBE_EVERY / MOST_PATIENCE) * ENOUGH_TO_GIVE_UP
+    assert run(guard, CHAIN, 2 * MOST_PATIENCE * PROBE_EVERY, 2.0, 1.5) >= ENOUGH_TO_GIVE_UP
+
+
+def test_a_probe_that_wins_brings_patience_back() -> None:
+    guard = losing()
+    run(guard, CHAIN, 4 * PROBE_EVERY, 2.0, 1.5)
+    run(guard, CHAIN, 8 * PROBE_EVERY, 1.0, 1.5)
+    assert guard.allows(0, 0, CHAIN)
+    while guard.allows(0, 0, CHAIN):
+        run(guard, CHAIN, 1, 2.0, 1.5)
+    assert run(guard, CHAIN, PROBE_EVERY + 1, 1.0, 1.5) == 1
+
+
+def test_what_was_assumed_judges_until_it_is_measured() -> None:
+    guard = Guard()
+    guard.assume(0, 0, 1.0)
+    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    assert not guard.allows(0, 0, CHAIN)
+    run(guard, PLAIN, 20 * ENOUGH, 3.0)
+    assert guard.cells()[0].plain == pytest.approx(3.0, rel=1e-3)
+    guard.assume(0, 0, 9.0)
+    assert guard.cells()[0].plain == pytest.approx(3.0, rel=1e-3)
 
 
 def test_a_shape_that_the_plan_left_and_comes_back_to_is_a_new_question() -> None:
