@@ -1,0 +1,112 @@
+"""The same traffic plainly and guarded, in turn, at each concurrency: what speculation costs at worst.
+
+Two engines in one process, one without speculation, one with a fixed shape, guard and exploration on. Each round runs
+the same prompts plain, guarded, guarded, plain; its ratio is guarded over plain throughput. Per concurrency: the mean,
+and the lower 95 % bound by bootstrap over rounds. Acceptance is the draft's own, and zero by the synthetic knob.
+
+    .venv/bin/python benchmarks/guard_replay.py --out benchmarks/results/guard-cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from specdecode_worker.commands.bench import QUESTIONS, machine
+from specdecode_worker.commands.flags import add_model_flags
+from specdecode_worker.commands.local import LocalEngine, Prompt, local_engine
+from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape
+from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.engine.messages import Sampling
+
+LEAST = 0.97
+ACCEPTANCE = {"as it is": None, "zero": SyntheticKnobs(acceptance=(0.0,))}
+
+
+def main() -> int:
+    args = _arguments()
+    plain = local_engine(args, max_num_seqs=max(args.concurrency))
+    rows = []
+    for name, knobs in ACCEPTANCE.items():
+        for count in args.concurrency:
+            rows.append({"acceptance": name, "concurrency": count, **_ratios(plain, knobs, count, args)})
+            print(_line(rows[-1]), file=sys.stderr)
+    document = {
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "dtype": args.dtype,
+        "shape": args.shape,
+        "rounds": args.rounds,
+        "max_tokens": args.max_tokens,
+        "rows": rows,
+    }
+    print("\n".join(map(_line, rows)))
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(row["lower"] >= LEAST for row in rows) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--shape", default="chain:3")
+    parser.add_argument("--out", metavar="STEM")
+    add_model_flags(parser)
+    return parser.parse_args()
+
+
+def _ratios(plain: LocalEngine, knobs: SyntheticKnobs | None, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A fresh guarded engine for every row: what one load has taught says nothing of another."""
+    guarded = local_engine(args, max_num_seqs=count)
+    shape = TreeShape.parse(args.shape)
+    plan = Plan(draft=guarded.engine.draft.hash, version=1, initial=shape, max_depth=shape.depth + 2, guard=True)
+    guarded.engine.set_plan(plan)
+    calibrate(guarded.engine, 60)
+    guarded.engine.set_synthetic(knobs)
+    plain.run_shape(TreeShape(()))
+    prompts = [
+        plain.prompt({"messages": [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}]}) for i in range(count)
+    ]
+    _pace(plain, prompts, 8)
+    found = []
+    for _ in range(args.rounds):
+        one, two, three, four = (_pace(e, prompts, args.max_tokens) for e in (plain, guarded, guarded, plain))
+        found.append((two + three) / (one + four))
+    report = guarded.engine.report()
+    return {
+        "ratio": mean(found),
+        "lower": _lower_bound(found),
+        "drafted_steps": report.drafts / max(1, report.drafts + report.plain_steps),
+        "tokens_per_step": 1 + report.accepted_tokens / max(1, report.drafts),
+    }
+
+
+def _pace(engine: LocalEngine, prompts: list[Prompt], max_tokens: int) -> float:
+    sampling = Sampling(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    return engine.answer(prompts, [sampling] * len(prompts))[1].tokens_per_second
+
+
+def _lower_bound(ratios: list[float]) -> float:
+    dice = random.Random(0)
+    means = sorted(mean(dice.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return means[len(means) // 20]
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"acceptance {row['acceptance']:8}  {row['concurrency']:3} at once  guarded/plain {row['ratio']:.3f} "
+        f"(>= {row['lower']:.3f})  {row['drafted_steps']:4.0%} drafted  {row['tokens_per_step']:.2f} tokens/step"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
