@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import eagle3_config, llama_config, read_config
+from specdecode_worker.models.config import eagle3_config, eagle_config, llama_config, medusa_config, read_config
+from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.placing import Checkpoint, Prepared, open_checkpoint
 
 _EMBEDDING = "embed_tokens.weight"
@@ -68,6 +71,39 @@ def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
     return head
 
 
+def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
+    config = eagle_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, _eagle_name)
+    if config.fc_bias is None:
+        config = replace(config, fc_bias="fc.bias" in checkpoint)
+    with torch.device("meta"):
+        head = EagleHead(
+            config, target, own_embedding=_EMBEDDING in checkpoint, own_lm_head="lm_head.weight" in checkpoint
+        )
+    return Prepared(head, checkpoint)
+
+
+def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
+    """The EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
+    return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
+
+
+def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
+    config = medusa_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
+    with torch.device("meta"):
+        heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
+    return Prepared(heads, checkpoint)
+
+
+def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+    """Medusa's heads in ``folder`` for ``target``."""
+    heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
+    if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
+        raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
+    return heads
+
+
 def weights_hash(folder: Path) -> str:
     """Hash over config.json and every safetensors file: the identity of a target or a draft in plans and reports."""
     digest = hashlib.sha256()
@@ -84,6 +120,19 @@ def _eagle3_name(name: str) -> str:
     name = re.sub(r"^fc_norms\.", "fc_norm.", name.removeprefix("model."))
     name = re.sub(r"^midlayer\.(?=\d+\.)", "layers.", name)
     return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _eagle_name(name: str) -> str:
+    """SafeAILab's names are ours; vLLM nests them in ``model.``, speculators call the parts otherwise."""
+    name = name.removeprefix("model.")
+    return re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", name))
+
+
+def _medusa_name(name: str, layers: int) -> str:
+    """FasterDecoding's head h is ``layers`` blocks and a matrix in turn: ``h.0.linear.weight``, ``h.1.weight``."""
+    name = re.sub(r"^medusa_heads?\.", "", name)
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _check_map(head: Eagle3Head, checkpoint: Checkpoint) -> None:

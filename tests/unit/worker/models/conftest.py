@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
+
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.llama import Llama
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+settings.register_profile("patient", deadline=None, max_examples=40)
+settings.load_profile("patient")
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,3 +62,10 @@ def dense_attend() -> Any:
 @pytest.fixture(name="randomise")
 def randomise_in_place() -> Any:
     return randomise
+
+
+@pytest.fixture
+def target(shape: dict[str, Any]) -> Llama:
+    model = Llama(llama_config(shape)).requires_grad_(False)
+    randomise(model, 1)
+    return model

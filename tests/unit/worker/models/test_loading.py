@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.llama import Llama
@@ -44,13 +44,6 @@ TARGET_TENSORS = (
     "model.norm.weight",
 )
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture
-def target(shape: dict[str, Any], randomise: Any) -> Llama:
-    model = Llama(llama_config(shape)).requires_grad_(False)
-    randomise(model, 1)
-    return model
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:

@@ -8,18 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.config import llama_config
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.reads import Reads
 
 TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture
-def target(shape: dict[str, Any], randomise: Any) -> Llama:
-    model = Llama(llama_config(shape)).requires_grad_(False)
-    randomise(model, 1)
-    return model
 
 
 def read(target: Llama, dense: Any, reads: Reads) -> Tensor:

@@ -1,0 +1,105 @@
+"""Checkpoints of heads made by hand, and transformers' decoder layer to hold them against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.models.config import LlamaConfig
+
+CPU = torch.device("cpu")
+SLOTS = torch.arange(1, 14)
+TOKENS = torch.randint(0, 97, (13,), generator=torch.Generator().manual_seed(4))
+Tensors = dict[str, Tensor]
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    scale = 0.2 if len(shape) > 1 else 0.1
+    found = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return found if len(shape) > 1 else 1 + found
+
+
+def block_tensors(
+    prefix: str, *, inputs: int = 32, size: int = 32, seed: int = 0, norms: tuple[str, ...] = ()
+) -> Tensors:
+    """A decoder layer of the small shape, as checkpoints hold it."""
+    matrices = {"q_proj": (size, inputs), "k_proj": (size // 2, inputs), "v_proj": (size // 2, inputs)}
+    found = {f"self_attn.{name}": noise(*shape, seed=seed + i) for i, (name, shape) in enumerate(matrices.items())}
+    found["self_attn.o_proj"] = noise(size, size, seed=seed + 3)
+    found |= {f"mlp.{name}": noise(48, size, seed=seed + i) for i, name in enumerate(("gate_proj", "up_proj"), 4)}
+    found["mlp.down_proj"] = noise(size, 48, seed=seed + 6)
+    found |= {name: noise(size, seed=seed + i) for i, name in enumerate((*norms, "post_attention_layernorm"), 7)}
+    return {f"{prefix}{name}.weight": tensor for name, tensor in found.items()}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def reference(config: LlamaConfig, size: int = 32) -> tuple[Callable[[Tensor, Tensors, str], Tensor], Any]:
+    """(transformers' decoder layer over SLOTS, filled from tensors of a prefix; its rotary tables)."""
+    from transformers import LlamaConfig as Config
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    theirs = Config(
+        hidden_size=size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+    )
+    tables = LlamaRotaryEmbedding(theirs)(torch.ones(1), SLOTS[None])
+    mask = torch.full((13, 13), -torch.inf).triu(1)[None, None]
+
+    def layer(x_TE: Tensor, tensors: Tensors, prefix: str) -> Tensor:
+        block = LlamaDecoderLayer(theirs, 0)
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if "input_layernorm.weight" not in own:
+            block.input_layernorm = torch.nn.Identity()
+        block.load_state_dict(own)
+        found: Tensor = block(x_TE[None], attention_mask=mask, position_embeddings=tables)[0]
+        return found
+
+    return layer, tables
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def eagle_tensors(layers: int = 1, *, bias: bool = True) -> Tensors:
+    found = block_tensors("layers.0.")
+    for i in range(1, layers):
+        found |= block_tensors(f"layers.{i}.", seed=20 * i, norms=("input_layernorm",))
+    found["fc.weight"] = noise(32, 64)
+    return found | ({"fc.bias": noise(32)} if bias else {})
+
+
+def eagle3_tensors(layers: int = 1, *, size: int = 32, states: int = 3) -> Tensors:
+    found = block_tensors("midlayer.", inputs=2 * size, size=size, norms=("hidden_norm", "input_layernorm"))
+    for i in range(1, layers):
+        found |= block_tensors(f"layers.{i}.", size=size, seed=20 * i, norms=("input_layernorm",))
+    found |= {"norm.weight": noise(size, seed=3), "lm_head.weight": noise(40, size), "d2t": torch.arange(40)}
+    return found | ({"fc.weight": noise(size, 32 * states)} if states else {})
+
+
+def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97) -> Tensors:
+    found: Tensors = {}
+    for h in range(heads):
+        for i in range(layers):
+            found[f"{h}.{i}.linear.weight"] = noise(32, 32, seed=10 * h + i)
+            found |= {f"{h}.{i}.linear.bias": noise(32, seed=10 * h + i)} if bias else {}
+        found[f"{h}.{layers}.weight"] = noise(rows, 32, seed=h)
+    return found

@@ -1,0 +1,93 @@
+"""Medusa's heads against what FasterDecoding's medusa_model.py computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CPU, medusa_tensors, noise, write
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.fusing import fuse
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.models.weights import load_medusa
+
+
+def vllms(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """vLLM's names, as its converters write them."""
+    found = {}
+    for name, tensor in tensors.items():
+        h, i, kind = name.split(".", 2)
+        is_matrix = int(i) == layers
+        found[f"lm_heads.{h}.weight" if is_matrix else f"blocks.{h}.layers.{i}.{kind.removeprefix('linear.')}"] = tensor
+    return found
+
+
+def load_heads(folder: Path, target: Llama) -> MedusaHeads:
+    return load_medusa(folder, target, dtype=torch.float32, device=CPU)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("heads", "layers", "bias"), [(4, 1, True), (2, 3, True), (3, 1, False)])
+@pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
+def test_medusa_heads_are_fasterdecodings(
+    heads: int, layers: int, bias: bool, prefix: str, target: Llama, tmp_path: Path
+) -> None:
+    tensors = medusa_tensors(heads, layers, bias=bias)
+    config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x/y"}
+    found = load_heads(write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target)
+    hidden = noise(5, 32, seed=4)
+    logits = found.logits(hidden)
+    assert logits.shape == (heads, 5, 97)
+    for h in range(heads):
+        x = hidden
+        for i in range(layers):
+            x = x + F.silu(F.linear(x, tensors[f"{h}.{i}.linear.weight"], tensors.get(f"{h}.{i}.linear.bias")))
+        torch.testing.assert_close(logits[h], x @ tensors[f"{h}.{layers}.weight"].T, atol=1e-5, rtol=1e-5)
+    fuse(found)
+    torch.testing.assert_close(found.logits(hidden), logits, atol=1e-5, rtol=1e-5)
+    assert found.reads == Reads((), final=True)
+    assert found.target_ids is None
+
+
+@torch.inference_mode()
+def test_vllms_names_and_truncated_vocabulary(target: Llama, tmp_path: Path) -> None:
+    plain = medusa_tensors(3, 1, rows=40)
+    config = {
+        "model_type": "medusa",
+        "num_heads": 3,
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "vocab_size": 97,
+        "truncated_vocab_size": 40,
+    }
+    token_map = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:40]
+    found = load_heads(write(tmp_path, config, vllms(plain, 1) | {"token_map": token_map}), target)
+    assert found.target_ids is not None
+    assert torch.equal(found.target_ids, token_map)
+    same = {"medusa_num_heads": 3, "truncated_vocab_size": 40}
+    other = load_heads(write(tmp_path / "b", same, plain | {"token_map": token_map}), target)
+    assert torch.equal(found.logits(noise(5, 32)), other.logits(noise(5, 32)))
+    token_map[7] = 97
+    with pytest.raises(WeightMismatch, match="token_map maps outside"):
+        load_heads(write(tmp_path, config, vllms(plain, 1) | {"token_map": token_map}), target)
+
+
+def test_medusa_heads_are_loaded_strictly(target: Llama, tmp_path: Path) -> None:
+    tensors = medusa_tensors(3, 1)
+    with pytest.raises(WeightMismatch, match=r"2\.0\.linear\.bias is not part of this model \(3 extra"):
+        load_heads(write(tmp_path, {"medusa_num_heads": 2}, tensors), target)
+    with pytest.raises(WeightMismatch, match=r"blocks\.3\.layers\.0\.bias is missing \(3 missing"):
+        load_heads(write(tmp_path, {"medusa_num_heads": 4}, tensors), target)
+    config = {"medusa_num_heads": 1, "truncated_vocab_size": 90}
+    with pytest.raises(WeightMismatch, match=r"0\.1\.weight has shape \[97, 32\], config\.json asks for \[90, 32\]"):
+        load_heads(write(tmp_path, config, medusa_tensors(1, 1) | {"token_map": torch.arange(90)}), target)
+    with pytest.raises(ConfigMismatch, match="original_lm_head True"):
+        load_heads(write(tmp_path, {"medusa_num_heads": 3, "original_lm_head": True}, tensors), target)
+    with pytest.raises(ConfigMismatch, match="num_heads must be an integer"):
+        load_heads(write(tmp_path, {}, tensors), target)
