@@ -1,10 +1,11 @@
 """What can be wrong with a model that a user named.
 
 ModelError
-├── ConfigMismatch    config.json lacks a field, or holds a value that is not supported
-├── WeightMismatch    a tensor is missing, extra, misshapen or of the wrong kind
-├── BadUri            the URI names no model
-├── NotPresent        the URI is fine, but nothing complete is there
+├── ConfigMismatch      config.json lacks a field, or holds a value that is not supported
+├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong kind
+├── VocabularyMismatch  two models that should draft for each other do not read text as the same tokens
+├── BadUri              the URI names no model
+├── NotPresent          the URI is fine, but nothing complete is there
 └── PullFailed
     ├── AccessDenied      gated, private, or no such repository
     ├── NotOnHub          no such repository, revision or usable file
@@ -24,6 +25,10 @@ class ConfigMismatch(ModelError):
 
 class WeightMismatch(ModelError):
     """A tensor is missing, extra or misshapen; the message names it."""
+
+
+class VocabularyMismatch(ModelError):
+    """Target and draft model do not share a tokenizer; the message names the first token that differs."""
 
 
 class BadUri(ModelError):

@@ -7,14 +7,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from specdecode_worker.models.config import Eagle3Config, LlamaConfig, eagle3_config, llama_config, read_config
+from specdecode_worker.contract import Method
+from specdecode_worker.models.config import (
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    eagle3_config,
+    eagle_config,
+    llama_config,
+    medusa_config,
+    read_config,
+)
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+
+Described = LlamaConfig | Eagle3Config | EagleConfig | MedusaConfig
+_MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
 _BITS = {
@@ -121,15 +136,29 @@ def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> Tensor
     return TensorHeader(shape, dtype, math.prod(shape) * _BITS[dtype] // 8, path.name)
 
 
-def describe(folder: Path, target: LlamaConfig | None = None) -> LlamaConfig | Eagle3Config:
+def method_of(headers: Headers) -> Method | None:
+    """The method that a folder's tensors are made for, by their names alone; None when they are no known draft's."""
+    names = [name.removeprefix("model.") for name in headers.tensors]
+    if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
+        return "eagle3"
+    if any(_MEDUSA.match(name) for name in names):
+        return "medusa"
+    if "fc.weight" in names or "fusion_fc.weight" in names:
+        return "eagle"
+    return "draft-model" if "embed_tokens.weight" in names else None
+
+
+def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
     """The shape of the network in ``folder``, from config.json and tensor names; a head is read for its ``target``.
 
     Raises ConfigMismatch, WeightMismatch.
     """
     raw = read_config(folder)
-    names = read_tensor_headers(folder).tensors.keys()
-    if not any(name.endswith(("hidden_norm.weight", "d2t")) for name in names):
+    method = method_of(read_tensor_headers(folder))
+    if method in (None, "draft-model"):
         return llama_config(raw)
     if target is None:
-        raise ConfigMismatch(f"{folder} holds an EAGLE-3 head, which is no model of its own; name its target too")
-    return eagle3_config(raw, target)
+        raise ConfigMismatch(f"{folder} holds a draft of method {method}, no model of its own; name its target too")
+    if method == "medusa":
+        return medusa_config(raw, target)
+    return eagle_config(raw, target) if method == "eagle" else eagle3_config(raw, target)

@@ -1,0 +1,30 @@
+"""Small tokenizers: byte-level ones with a few merges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
+
+
+def tokenizer(
+    *, merges: list[tuple[str, str]] = MERGES, special: tuple[str, ...] = ("<eos>",), lowercase: bool = False
+) -> Tokenizer:
+    """Bytes first, then what the merges make, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = alphabet + [a + b for a, b in MERGES]
+    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    if lowercase:
+        found.normalizer = normalizers.Lowercase()
+    found.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return found
+
+
+def saved(folder: Path, made: Tokenizer) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder

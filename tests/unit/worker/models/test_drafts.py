@@ -1,0 +1,140 @@
+"""One entry for all drafts, which says when a folder is of another method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from safetensors.torch import load_file, save_file
+from tokens import saved, tokenizer
+
+from specdecode_worker.models.config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig, llama_config
+from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
+from specdecode_worker.models.eagle import EagleHead
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
+from specdecode_worker.models.headers import describe, method_of, read_tensor_headers
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+
+METHODS: dict[WeightMethod, tuple[type, type]] = {
+    "eagle3": (Eagle3Head, Eagle3Config),
+    "eagle": (EagleHead, EagleConfig),
+    "medusa": (MedusaHeads, MedusaConfig),
+    "draft-model": (Llama, LlamaConfig),
+}
+Folders = dict[WeightMethod, Path]
+Load = Callable[..., Draft]
+
+
+def of_a_model(shape: dict[str, Any], randomise: Any, seed: int) -> dict[str, torch.Tensor]:
+    model = Llama(llama_config(shape)).requires_grad_(False)
+    randomise(model, seed)
+    return model.state_dict()
+
+
+@pytest.fixture
+def target_folder(target: Llama, shape: dict[str, Any], tmp_path: Path) -> Path:
+    return saved(write(tmp_path / "target", shape, target.state_dict()), tokenizer())
+
+
+@pytest.fixture
+def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
+    one = shape | {"num_hidden_layers": 1}
+    small = shape | {"num_hidden_layers": 2, "vocab_size": 90, "max_position_embeddings": 64}
+    return {
+        "eagle3": write(tmp_path / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors()),
+        "eagle": write(tmp_path / "eagle", one, eagle_tensors()),
+        "medusa": write(tmp_path / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1)),
+        "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, randomise, 3)), tokenizer()),
+    }
+
+
+@pytest.fixture
+def load(target: Llama, target_folder: Path) -> Load:
+    def found(method: WeightMethod, folder: Path) -> Draft:
+        return load_draft(method, folder, target, target_folder=target_folder, dtype=torch.float32, device=CPU)
+
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_loads_its_own(
+    method: WeightMethod, folders: Folders, load: Load, target: Llama, target_folder: Path
+) -> None:
+    network, config = METHODS[method]
+    assert isinstance(load(method, folders[method]), network)
+    assert isinstance(describe(folders[method], target.config), config)
+    assert method_of(read_tensor_headers(folders[method])) == method
+    check_draft(method, folders[method], target_folder)
+
+
+@pytest.mark.parametrize("asked", METHODS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_of_another_method_is_told(
+    method: WeightMethod, asked: WeightMethod, folders: Folders, load: Load, target_folder: Path
+) -> None:
+    if asked == method:
+        return
+    word = {"eagle3": "an EAGLE-3 head", "eagle": "an EAGLE-1", "medusa": "a Medusa", "draft-model": "a whole model"}
+    with pytest.raises(ConfigMismatch, match=rf"this is {word[method]}.*, set method: {method} \(it is {asked}\)"):
+        load(asked, folders[method])
+    with pytest.raises(ConfigMismatch, match=f"set method: {method}"):
+        check_draft(asked, folders[method], target_folder)
+
+
+def test_what_is_no_draft_is_told(load: Load, tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", {}, {"conv.weight": torch.zeros(3)})
+    with pytest.raises(WeightMismatch, match="holds no draft that is known"):
+        load("eagle3", folder)
+
+
+def test_a_head_is_described_for_a_target_only(folders: Folders) -> None:
+    with pytest.raises(ConfigMismatch, match="holds a draft of method medusa, no model of its own"):
+        describe(folders["medusa"])
+    assert isinstance(describe(folders["draft-model"]), LlamaConfig)
+
+
+def test_a_draft_is_judged_without_its_data(folders: Folders, target_folder: Path, target: Llama, load: Load) -> None:
+    """What reading the weights would show, the headers show; only their values are not seen."""
+    path = folders["eagle3"] / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"norm.weight": torch.full((32,), torch.nan)}, path)
+    check_draft("eagle3", folders["eagle3"], target_folder)
+    with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN"):
+        load("eagle3", folders["eagle3"])
+    save_file(tensors | {"norm.weight": torch.ones(31)}, path)
+    with pytest.raises(WeightMismatch, match=r"norm\.weight has shape \[31\]"):
+        check_draft("eagle3", folders["eagle3"], target_folder)
+
+
+def test_a_draft_model_speaks_the_targets_language(folders: Folders, load: Load, dense: Any, caplog: Any) -> None:
+    draft = load("draft-model", folders["draft-model"])
+    assert isinstance(draft, Llama)
+    assert draft.config.vocab_size == 97
+    assert draft.config.max_position_embeddings == 256
+    assert "made for texts of 64 tokens, the target goes to 256" in caplog.text
+    out = draft(torch.tensor([96]), torch.tensor([255]), dense)
+    assert draft.logits(out.hidden_TE).shape == (1, 97)
+
+
+def test_a_draft_model_of_another_tongue_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+    saved(folders["draft-model"], tokenizer(special=("<end>",)))
+    with pytest.raises(VocabularyMismatch, match="token 260 is '<end>' to the draft and '<eos>' to the target"):
+        load("draft-model", folders["draft-model"])
+    with pytest.raises(VocabularyMismatch):
+        check_draft("draft-model", folders["draft-model"], target_folder)
+
+
+def test_a_windowed_model_may_serve_short_texts(
+    shape: dict[str, Any], randomise: Any, target: Llama, target_folder: Path, tmp_path: Path
+) -> None:
+    config = shape | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    folder = saved(write(tmp_path / "m", config, of_a_model(shape, randomise, 3)), tokenizer())
+    with pytest.raises(ConfigMismatch, match="sliding_window 64"):
+        check_draft("draft-model", folder, target_folder)
+    check_draft("draft-model", folder, target_folder, max_model_len=64)

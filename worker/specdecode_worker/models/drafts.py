@@ -1,0 +1,114 @@
+"""The one entry for drafts with weights: by method, and with a word for who confuses them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from specdecode_worker.contract import Method
+from specdecode_worker.models.eagle import EagleHead
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.headers import method_of, read_tensor_headers
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.rope import Rope
+from specdecode_worker.models.vocabulary import check_vocabulary, fit_vocabulary
+from specdecode_worker.models.weights import (
+    load_eagle,
+    load_eagle3,
+    load_llama,
+    load_medusa,
+    prepare_eagle,
+    prepare_eagle3,
+    prepare_llama,
+    prepare_medusa,
+)
+
+log = logging.getLogger(__name__)
+
+WeightMethod = Literal["eagle3", "eagle", "medusa", "draft-model"]
+"""Methods whose drafts have weights."""
+Draft = Eagle3Head | EagleHead | MedusaHeads | Llama
+_CALLED: dict[Method, str] = {
+    "eagle3": "an EAGLE-3 head",
+    "eagle": "an EAGLE-1 or EAGLE-2 head",
+    "medusa": "a Medusa checkpoint",
+    "draft-model": "a whole model",
+}
+
+
+def load_draft(
+    method: WeightMethod,
+    folder: Path,
+    target: Llama,
+    *,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+) -> Draft:
+    """The draft in ``folder`` for ``target``, which came from ``target_folder``. Call before ``fuse``.
+
+    A draft model comes with the target's vocabulary size and positions for the target's longest text. Raises
+    ConfigMismatch, WeightMismatch, VocabularyMismatch.
+    """
+    expect_method(method, folder)
+    match method:
+        case "eagle3":
+            return load_eagle3(folder, target, dtype=dtype, device=device)
+        case "eagle":
+            return load_eagle(folder, target, dtype=dtype, device=device)
+        case "medusa":
+            return load_medusa(folder, target, dtype=dtype, device=device)
+        case "draft-model":
+            check_vocabulary(target_folder, folder)
+            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len)
+            fit_vocabulary(draft, target.config.vocab_size)
+            _reach(draft, target.config.max_position_embeddings, folder, device)
+            return draft
+
+
+def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
+    """Judges a draft by config.json, tokenizers and tensor headers; reads no weights. Raises as ``load_draft``, for
+    all but the values of weights."""
+    expect_method(method, folder)
+    target = prepare_llama(target_folder, max_model_len=max_model_len).network
+    match method:
+        case "eagle3":
+            prepare_eagle3(folder, target).check()
+        case "eagle":
+            prepare_eagle(folder, target).check()
+        case "medusa":
+            prepare_medusa(folder, target).check()
+        case "draft-model":
+            check_vocabulary(target_folder, folder)
+            prepare_llama(folder, max_model_len=max_model_len).check()
+
+
+def expect_method(method: WeightMethod, folder: Path) -> None:
+    """Raises ConfigMismatch when the folder holds a draft of another method, WeightMismatch when it holds none."""
+    found = method_of(read_tensor_headers(folder))
+    if found is None:
+        raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
+    if found != method:
+        raise ConfigMismatch(f"{folder}: this is {_CALLED[found]}, set method: {found} (it is {method})")
+
+
+def _reach(draft: Llama, positions: int, folder: Path, device: torch.device) -> None:
+    """Positions as far as the target's texts go; a draft may guess badly there, but must not fail."""
+    config = draft.config
+    if config.max_position_embeddings >= positions:
+        return
+    log.warning(
+        "%s was made for texts of %d tokens, the target goes to %d: expect few accepted tokens past the former",
+        folder,
+        config.max_position_embeddings,
+        positions,
+    )
+    draft.config = replace(config, max_position_embeddings=positions)
+    draft.rope = Rope(config.head_dim, positions, config.rope_theta, config.rope_scaling).to(device)
