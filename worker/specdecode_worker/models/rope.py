@@ -50,6 +50,8 @@ class YarnScaling:
 
 
 Scaling = RopeScaling | LinearScaling | YarnScaling
+_ROWS = 2**16
+"""Rows of the tables that are made at once: long texts would need much memory in fp64 otherwise."""
 _KINDS = "default, linear, llama3 and yarn are"
 
 
@@ -127,10 +129,16 @@ class Rope(nn.Module):
                 frequency = frequency / scaling.factor
             case YarnScaling():
                 frequency, growth = _yarn_scaled(frequency, theta, scaling), scaling.attention_factor
-        angle = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequency)
-        angle = torch.cat((angle, angle), dim=-1)
-        self.register_buffer("cos_PD", (angle.cos() * growth).float(), persistent=False)
-        self.register_buffer("sin_PD", (angle.sin() * growth).float(), persistent=False)
+        table = torch.empty(2, positions, head_dim, device="cpu")
+        for start in range(0, positions, _ROWS):
+            rows_P = torch.arange(start, min(start + _ROWS, positions), dtype=torch.float64, device="cpu")
+            angle = torch.outer(rows_P, frequency).repeat(1, 2)
+            table[0, start : start + _ROWS], table[1, start : start + _ROWS] = (
+                angle.cos() * growth,
+                angle.sin() * growth,
+            )
+        self.register_buffer("cos_PD", table[0], persistent=False)
+        self.register_buffer("sin_PD", table[1], persistent=False)
 
     def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [T, 1, D], shared by all layers of a pass."""
