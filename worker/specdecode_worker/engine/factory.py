@@ -40,7 +40,8 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or cpu_limit())
     folder = resolve(config.model.uri)
-    target = load_llama(folder, dtype=getattr(torch, config.model.dtype), device=device)
+    dtype = getattr(torch, config.model.dtype)
+    target = load_llama(folder, dtype=dtype, device=device, max_model_len=config.model.max_model_len)
     fuse(target)
     return assemble(target, weights_hash(folder), config, resolve)
 

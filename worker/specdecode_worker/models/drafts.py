@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +14,6 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.headers import method_of, read_tensor_headers
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.rope import Rope
 from specdecode_worker.models.vocabulary import check_vocabulary, fit_vocabulary
 from specdecode_worker.models.weights import (
     load_eagle,
@@ -28,8 +25,6 @@ from specdecode_worker.models.weights import (
     prepare_llama,
     prepare_medusa,
 )
-
-log = logging.getLogger(__name__)
 
 WeightMethod = Literal["eagle3", "eagle", "medusa", "draft-model"]
 """Methods whose drafts have weights."""
@@ -52,9 +47,9 @@ def load_draft(
     device: torch.device,
     max_model_len: int | None = None,
 ) -> Draft:
-    """The draft in ``folder`` for ``target``, which came from ``target_folder``. Call before ``fuse``.
+    """The draft in ``folder`` for ``target`` (fused or not), which came from ``target_folder``; it is not fused yet.
 
-    A draft model comes with the target's vocabulary size and positions for the target's longest text. Raises
+    A draft model comes with the target's vocabulary size, and with its own longest text in its config. Raises
     ConfigMismatch, WeightMismatch, VocabularyMismatch.
     """
     expect_method(method, folder)
@@ -69,7 +64,6 @@ def load_draft(
             check_vocabulary(target_folder, folder)
             draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len)
             fit_vocabulary(draft, target.config.vocab_size)
-            _reach(draft, target.config.max_position_embeddings, folder, device)
             return draft
 
 
@@ -97,18 +91,3 @@ def expect_method(method: WeightMethod, folder: Path) -> None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
     if found != method:
         raise ConfigMismatch(f"{folder}: this is {_CALLED[found]}, set method: {found} (it is {method})")
-
-
-def _reach(draft: Llama, positions: int, folder: Path, device: torch.device) -> None:
-    """Positions as far as the target's texts go; a draft may guess badly there, but must not fail."""
-    config = draft.config
-    if config.max_position_embeddings >= positions:
-        return
-    log.warning(
-        "%s was made for texts of %d tokens, the target goes to %d: expect few accepted tokens past the former",
-        folder,
-        config.max_position_embeddings,
-        positions,
-    )
-    draft.config = replace(config, max_position_embeddings=positions)
-    draft.rope = Rope(config.head_dim, positions, config.rope_theta, config.rope_scaling).to(device)

@@ -48,6 +48,10 @@ class MedusaHeads(nn.Module):
         )
 
     @property
+    def count(self) -> int:
+        return self.config.num_heads
+
+    @property
     def target_ids(self) -> Tensor | None:
         """[draft_vocab] target ids of the columns of ``logits``; None when they are the target's vocabulary."""
         return self.token_map

@@ -17,6 +17,7 @@ from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, lo
 from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
+from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.headers import describe, method_of, read_tensor_headers
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
@@ -112,14 +113,26 @@ def test_a_draft_is_judged_without_its_data(folders: Folders, target_folder: Pat
         check_draft("eagle3", folders["eagle3"], target_folder)
 
 
-def test_a_draft_model_speaks_the_targets_language(folders: Folders, load: Load, dense: Any, caplog: Any) -> None:
+def test_a_draft_model_speaks_the_targets_language(folders: Folders, load: Load, dense: Any) -> None:
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, Llama)
     assert draft.config.vocab_size == 97
-    assert draft.config.max_position_embeddings == 256
-    assert "made for texts of 64 tokens, the target goes to 256" in caplog.text
-    out = draft(torch.tensor([96]), torch.tensor([255]), dense)
+    assert draft.config.max_position_embeddings == 64
+    out = draft(torch.tensor([96]), torch.tensor([63]), dense)
     assert draft.logits(out.hidden_TE).shape == (1, 97)
+
+
+def test_heads_may_join_a_target_that_is_fused(folders: Folders, load: Load, target: Llama, dense: Any) -> None:
+    """As a swap does: the engine's target has been fused long ago."""
+    states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
+    before = load("eagle", folders["eagle"])
+    assert isinstance(before, EagleHead)
+    wanted = before.logits(before(states, tokens, slots, dense))
+    fuse(target)
+    for network in (before, load("eagle", folders["eagle"])):
+        assert isinstance(network, EagleHead)
+        torch.testing.assert_close(network.logits(network(states, tokens, slots, dense)), wanted)
+    assert isinstance(load("eagle3", folders["eagle3"]), Eagle3Head)
 
 
 def test_a_draft_model_of_another_tongue_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:

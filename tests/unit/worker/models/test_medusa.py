@@ -43,7 +43,7 @@ def test_medusa_heads_are_fasterdecodings(
     found = load_heads(write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target)
     hidden = noise(5, 32, seed=4)
     logits = found.logits(hidden)
-    assert logits.shape == (heads, 5, 97)
+    assert logits.shape == (found.count, 5, 97) == (heads, 5, 97)
     for h in range(heads):
         x = hidden
         for i in range(layers):
