@@ -17,6 +17,7 @@ from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.loading import paged_cache
+from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
@@ -28,9 +29,12 @@ from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Target
 from specdecode_worker.models.config import LlamaConfig, eagle3_config, llama_config
+from specdecode_worker.models.draft_config import eagle_config, medusa_config
+from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.reads import Reads
 from specdecode_worker.speculation.dispatch import Dispatcher
 
@@ -69,6 +73,8 @@ class Pair:
     target: Llama
     copy: NoisedCopy
     eagle: Eagle3Head
+    eagle1: EagleHead
+    medusa: MedusaHeads
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +101,10 @@ def pair() -> Pair:
     # A first id of 0 names inputs, so all three layers' inputs are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
     eagle.d2t += torch.arange(40) // 2  # target ids 0, 1, 3, 4, 6, ...
-    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle)
+    eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
+    heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
+    medusa = MedusaHeads(heads).double().requires_grad_(False)
+    return Pair(config, target, NoisedCopy(target, noise=0.03), eagle, eagle1, medusa)
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
@@ -110,6 +119,10 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return EagleDrafter(pair.copy, None, cache(layers), state, 512)
         case "eagle3":
             return EagleDrafter(pair.eagle, pair.eagle.target_ids, cache(1), state, 512)
+        case "eagle":
+            return EagleDrafter(pair.eagle1, None, cache(1), state, 512)
+        case "medusa":
+            return MedusaDrafter(pair.medusa, None, state)
         case "draft-model":
             return ModelDrafter(pair.copy.llama, vocabulary, cache(layers), state)
         case "ngram":

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.roster import LoadedDraft
 from specdecode_worker.engine.messages import Submit
+from specdecode_worker.models.reads import Reads
 
-METHODS = ("eagle3", "draft-model", "ngram", "ngram-blind")
+METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind")
 LEAST = {"draft-model": 1.5}
 """Tokens per step that a method must reach for its test to mean something; others have to accept now and then."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -106,3 +109,55 @@ def test_a_swap_under_way(
     assert {cell.draft for cell in cells} == {"d", "new"}
     hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)
     assert hits > 0, "the new draft must have been of use to running requests"
+
+
+def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
+    """By the definition of a method, in one dense pass: what it proposes for each position, by depth. Entry r holds
+    the proposals behind root r (the first root is 1)."""
+    states = pair.target(tokens, torch.arange(len(tokens)), dense, Reads(pair.eagle.config.aux_layers, final=True))
+    assert states.aux_TA is not None
+    features, final = states.aux_TA[:, : -pair.config.hidden_size], states.hidden_TE
+    slots = torch.arange(1, len(tokens))
+    match method:
+        case "medusa":
+            return pair.medusa.logits(final[:-1]).argmax(-1).T.tolist()  # type: ignore[no-any-return]
+        case "eagle":
+            hidden = pair.eagle1(final[:-1], tokens[1:], slots, dense)
+            return pair.eagle1.logits(hidden).argmax(-1, keepdim=True).tolist()  # type: ignore[no-any-return]
+        case "eagle3":
+            hidden = pair.eagle(pair.eagle.fuse(features[:-1]), tokens[1:], slots, dense)
+            best = pair.eagle.logits(hidden).argmax(-1, keepdim=True)
+            return pair.eagle.target_ids[best].tolist()  # type: ignore[no-any-return]
+    raise ValueError(method)
+
+
+def dense(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    groups = q_THD.shape[1] // k_TKD.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
+    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1)])
+def test_what_is_accepted_is_what_the_method_by_definition_proposes(
+    make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
+) -> None:
+    """A draft that reads the state of a wrong position cannot be seen in the text: it only gets worse."""
+    plan_of, submit, texts = lossless
+    requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(1, 13)]
+    longer = plain([submit(i, sampled=False, tokens=TOKENS + depth) for i in range(1, 13)])
+    engine = make_engine(method)
+    engine.set_plan(plan_of([TreeShape.chain(depth)]))
+    texts(engine, requests)
+    drafts = accepted = 0
+    for request in requests:
+        tokens = torch.tensor([*request.prompt, *longer[request.request_id]])
+        proposed, text = guesses(pair, method, tokens), tokens.tolist()
+        root, end = len(request.prompt), len(request.prompt) + TOKENS
+        while root + 1 < end:
+            kept = 0
+            while kept < depth and proposed[root - 1][kept] == text[root + 1 + kept]:
+                kept += 1
+            drafts, accepted, root = drafts + 1, accepted + kept, root + kept + 1
+    report = engine.report()
+    assert [report.drafts, report.accepted_tokens] == [drafts, accepted]
+    assert accepted > 0

@@ -43,18 +43,27 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     dtype = getattr(torch, config.model.dtype)
     target = load_llama(folder, dtype=dtype, device=device, max_model_len=config.model.max_model_len)
     fuse(target)
-    return assemble(target, weights_hash(folder), config, resolve)
+    return assemble(target, folder, config, resolve)
 
 
-def assemble(target: Llama, target_hash: str, worker: WorkerConfig, resolve: Resolve) -> Engine:
-    """Caches, drafts and parts around a loaded target. Raises ModelError for a required draft that does not fit."""
+def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve) -> Engine:
+    """Caches, drafts and parts around the target that ``folder`` held. Raises ModelError for a required draft that
+    does not fit."""
     config, weight = worker.engine, target.model.embed_tokens.weight
     limit = target.config.max_position_embeddings
     length = min(worker.model.max_model_len or limit, limit)
     blocks = -(-(config.kv_cache_tokens or _cache_tokens(target, config, length)) // BLOCK_SIZE) + 1
     state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
     pipelined = weight.device.type != "cpu"
-    loader = DraftLoader(target=target, state=state, blocks=blocks, resolve=resolve, foresees=not pipelined)
+    loader = DraftLoader(
+        target=target,
+        target_folder=folder,
+        max_model_len=length,
+        state=state,
+        blocks=blocks,
+        resolve=resolve,
+        foresees=not pipelined,
+    )
     drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     parts = Parts(
@@ -66,7 +75,7 @@ def assemble(target: Llama, target_hash: str, worker: WorkerConfig, resolve: Res
     )
     return Engine(
         parts,
-        _identity(target_hash, worker),
+        _identity(weights_hash(folder), worker),
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,

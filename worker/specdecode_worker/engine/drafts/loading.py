@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,21 @@ from specdecode_worker.contract import DraftConfig, DraftState
 from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.roster import FIRST, LoadedDraft
 from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.models.config import Eagle3Config, LlamaConfig
+from specdecode_worker.models.draft_config import Eagle3Config, EagleConfig
+from specdecode_worker.models.drafts import Draft, load_draft
+from specdecode_worker.models.eagle import EagleHead
+from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
-
-log = logging.getLogger(__name__)
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.target_config import LlamaConfig
+from specdecode_worker.models.weights import weights_hash
 
 Resolve = Callable[[str], Path]
 """Model URI -> folder."""
@@ -35,6 +38,8 @@ class DraftLoader:
     """Loads drafts for one target, into caches of as many blocks as the target's. Touches nothing that runs."""
 
     target: Llama
+    target_folder: Path
+    max_model_len: int
     state: DeviceState
     blocks: int
     resolve: Resolve
@@ -45,35 +50,44 @@ class DraftLoader:
         """Raises ModelError for a draft that does not fit its target."""
         if config.method == "ngram":
             return self._ngram(config, name)
-        assert config.uri is not None, "the contract asks for a uri"
+        assert config.method != "none", "nothing is loaded for it"
+        assert config.uri is not None, "the contract asks for it"
         folder = self.resolve(config.uri)
+        draft = load_draft(
+            config.method,
+            folder,
+            self.target,
+            target_folder=self.target_folder,
+            dtype=self._dtype,
+            device=self._device,
+            max_model_len=self.max_model_len,
+        )
+        fuse(draft)
         state = DraftState(name=name, method=config.method, hash=weights_hash(folder), uri=config.uri)
-        return LoadedDraft(self._drafter(config, folder), state)
+        return LoadedDraft(self._drafter(draft, read_sharpness(folder)), state)
 
-    def _drafter(self, config: DraftConfig, folder: Path) -> Drafter:
-        sharpness = read_sharpness(folder)
-        match config.method:
-            case "eagle3":
-                head = load_eagle3(folder, self.target, dtype=self._dtype, device=self._device)
-                fuse(head)
-                same = head.config.draft_vocab_size == self.target.config.vocab_size
-                ids = None if same else head.target_ids
-                return EagleDrafter(head, ids, self._cache(head.config, 1), self.state, self._positions, sharpness)
-            case "draft-model":
-                model = load_llama(folder, dtype=self._dtype, device=self._device)
-                fuse(model)
-                cache = self._cache(model.config, model.config.num_hidden_layers)
-                return ModelDrafter(model, self.target.config.vocab_size, cache, self.state, sharpness)
-            case _:
-                raise ModelError(f"this version has no drafter for method {config.method}")
+    def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
+        match draft:
+            case Eagle3Head() | EagleHead():
+                ids = draft.target_ids if self._has_own_vocabulary(draft) else None
+                cache = self._cache(draft.config)
+                return EagleDrafter(draft, ids, cache, self.state, self._positions, sharpness)
+            case MedusaHeads():
+                return MedusaDrafter(draft, draft.target_ids, self.state, sharpness)
+            case Llama():
+                cache = self._cache(draft.config)
+                return ModelDrafter(draft, self.target.config.vocab_size, cache, self.state, sharpness)
+
+    def _has_own_vocabulary(self, head: Eagle3Head | EagleHead) -> bool:
+        return isinstance(head, Eagle3Head) and head.config.draft_vocab_size != self.target.config.vocab_size
 
     def _ngram(self, config: DraftConfig, name: str) -> LoadedDraft:
         shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
         drafter = NgramDrafter(self.state, self.target.config.vocab_size, shortest, longest, foresees=self.foresees)
         return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
 
-    def _cache(self, config: LlamaConfig | Eagle3Config, layers: int) -> PagedCache:
-        return paged_cache(config, layers, self.blocks, self._dtype, self._device)
+    def _cache(self, config: CachedConfig) -> PagedCache:
+        return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -88,9 +102,11 @@ class DraftLoader:
         return self.target.config.max_position_embeddings
 
 
-def paged_cache(
-    config: LlamaConfig | Eagle3Config, layers: int, blocks: int, dtype: torch.dtype, device: torch.device
-) -> PagedCache:
+CachedConfig = LlamaConfig | Eagle3Config | EagleConfig
+"""Shapes of networks that keep keys and values."""
+
+
+def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
     return PagedCache(
         layers=layers,
         blocks=blocks,

@@ -28,17 +28,18 @@ class Heads(Protocol):
 
     @property
     def reads(self) -> Reads: ...
-    @property
-    def count(self) -> int: ...
     def logits(self, hidden_BE: Tensor) -> Tensor: ...
 
 
 class MedusaDrafter:
     """Drafter of method medusa. Proposals are held to the target's own choice: typical acceptance loses the text."""
 
-    def __init__(self, heads: Heads, state: DeviceState, sharpness: Sequence[float] = ()) -> None:
+    def __init__(
+        self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
+    ) -> None:
+        """``target_ids`` maps the heads' vocabulary (None: the target's own); ``sharpness`` as for EagleDrafter."""
         self.reads, self.columns = heads.reads, Columns()
-        self._heads, self._state = heads, state
+        self._heads, self._target_ids, self._state = heads, target_ids, state
         self._sharpness = tuple(sharpness) or (1.0,)
 
     def ready(self, request: Request) -> bool:
@@ -63,6 +64,7 @@ class MedusaDrafter:
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
             sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
             logits_RV = logits_DBV[depth][level.batch_R]
-            return coupling.propose(logits_RV, None, level.batch_R, level.depth_R, sharpness, MAX_RANKS)
+            k = min(MAX_RANKS, logits_RV.shape[-1])
+            return coupling.propose(logits_RV, self._target_ids, level.batch_R, level.depth_R, sharpness, k)
 
         return grow(rows, forest, self._state, expand)
