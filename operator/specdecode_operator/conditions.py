@@ -30,6 +30,9 @@ def verdicts(deployment: Deployment, observed: Observed, decision: Decision, out
         found.append(speculation_effective(deployment, decision))
     if decision.wanted is not None:
         found.append(scaling_limited(deployment, decision.wanted))
+    if decision.pinned or decision.pin_problem:
+        found.append(pinned(decision))
+    found.append(reports_fresh(observed, decision))
     return tuple(found)
 
 
@@ -107,6 +110,28 @@ def scaling_limited(deployment: Deployment, wanted: int) -> Verdict:
         message = f"demand asks for {wanted} workers, maxReplicas is {scaling.max_replicas}"
         return Verdict(kind, "True", "AtMaximum", message, True)
     return Verdict(kind, "False", "WithinBounds", "the bounds do not stand in the way of demand")
+
+
+def pinned(decision: Decision) -> Verdict:
+    """There while the annotation is. A value that does not read changes nothing but this."""
+    kind = ConditionType.pinned
+    if decision.pin_problem:
+        still = f"; {decision.pinned} stays pinned" if decision.pinned else "; nothing is pinned"
+        return Verdict(kind, "False", "BadPin", decision.pin_problem + still, True)
+    return Verdict(kind, "True", "PinnedByAnnotation", f"{decision.pinned} runs at every load; the guard stays on")
+
+
+def reports_fresh(observed: Observed, decision: Decision) -> Verdict:
+    """Without reports a worker goes on serving its last plan; nothing is learnt of it, and no worker is removed."""
+    kind = ConditionType.reports_fresh
+    if decision.silent:
+        first = next(iter(sorted(decision.silent)))
+        others = f" and {len(decision.silent) - 1} more" if len(decision.silent) > 1 else ""
+        message = f"no report of pod {first}{others} for some time: {decision.silent[first]}"
+        return Verdict(kind, "False", "ReportsStale", message, True)
+    if not any(worker.ready and not worker.leaving for worker in observed.workers):
+        return Verdict(kind, "Unknown", "NoWorkers", "no worker is ready")
+    return Verdict(kind, "True", "Reporting", "every ready worker reports")
 
 
 def _troubles(observed: Observed) -> Iterator[str]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
 
-from specdecode_operator import manifests, planning, scaling
+from specdecode_operator import history, manifests, planning, scaling, silence, steering
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.measurements import Delta, difference, fleet, over
 from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, TemplateMemory
+from specdecode_operator.pins import Pin
 from specdecode_operator.planning import Chosen
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.planning.rows import Change
@@ -22,7 +22,6 @@ from specdecode_worker.contract import Buckets, Plan, Report
 LEAST_READING_SECONDS = 2.0
 """Readings closer together than this wait for the next: events cause looks at any time."""
 PUBLISH_SECONDS = 30.0
-HISTORY = 10
 
 
 def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, now: float) -> tuple[Decision, Memory]:
@@ -30,10 +29,16 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     spec = deployment.spec
     found = planning.buckets(spec.workers.max_num_seqs)
     memory, delta = _read(observed, found, now)
-    kept = memory.kept.model_copy(update={"uid": deployment.uid})
+    kept = steering.remembered(deployment, memory.kept)
     kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
-    kept, plan, changes, recommended = _plan(deployment, observed, kept, found, now)
+    kept = history.realised(kept, delta, found) if delta else kept
+    before = kept
+    kept, pin, problem = steering.pinned(deployment, kept)
+    kept, plan, changes, recommended = _plan(deployment, observed, kept, pin, found, now)
     scaled, kept = _scale(deployment, observed, kept, memory, delta, now)
+    kept, steps = steering.recorded(deployment, before, kept, scaled, now)
+    changes = (*steps, *changes)
+    kept = history.recorded(kept, changes, before.plan)
     template = _template(deployment, observed, kept, defaults)
     kept = kept.model_copy(update={"template": template})
     replicas = scaled.replicas if scaled else spec.replicas
@@ -53,6 +58,10 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         task_depths=_task_depths(deployment, plan, kept, found),
         figures=figures,
         wanted=scaled.wanted if scaled else None,
+        history=kept.history,
+        pinned=kept.pin,
+        pin_problem=problem,
+        silent=silence.stale(observed, memory, now),
         urgent=_is_decision(observed.memory.kept, kept),
     )
     return decision, memory
@@ -76,7 +85,7 @@ def _read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, Delta
     total = fleet(deltas, at=now, draft=_draft(observed, memory.kept)) if deltas else None
     window = (*memory.window, *([total] if total else []))
     recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)
-    return replace(memory, baselines=baselines, window=recent), total
+    return replace(memory, baselines=baselines, window=recent, silent=silence.counted(observed, now)), total
 
 
 def _one(before: Report | None, after: Report | None, found: Buckets, now: float) -> tuple[Report | None, Delta | None]:
@@ -103,7 +112,7 @@ def _new_draft(kept: Kept, observed: Observed) -> Kept:
 
 
 def _plan(
-    deployment: Deployment, observed: Observed, kept: Kept, found: Buckets, now: float
+    deployment: Deployment, observed: Observed, kept: Kept, pin: Pin | None, found: Buckets, now: float
 ) -> tuple[Kept, Plan, tuple[DecisionRecord, ...], str | None]:
     """The kept rows and plan, and what changed. Advisory and a pause choose, tell, and change nothing."""
     speculation = deployment.spec.speculation
@@ -118,8 +127,9 @@ def _plan(
             held_back=_held_back(observed, kept.plan),
         )
     follows = speculation.mode == "Auto" and not deployment.paused
-    rows = chosen.rows if follows else kept.rows
-    recommended = _recommended(chosen, kept, found) if speculation.mode == "Advisory" else None
+    rows = steering.unpinned(chosen.rows, kept.rows, pin) if follows else kept.rows
+    advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
+    recommended = _recommended(chosen, kept, found) if advised else None
     if deployment.paused and kept.plan is not None:
         return kept, kept.plan, (), recommended
     plan = planning.next_plan(
@@ -130,10 +140,11 @@ def _plan(
         rows=rows,
         before=kept.plan,
         running=[report.plan for report in observed.reports],
+        pin=pin,
     )
-    changes = _records(chosen.changes, kept, found, now) if follows else ()
-    history = (*reversed(changes), *kept.history)[:HISTORY]
-    return kept.model_copy(update={"rows": rows, "plan": plan, "history": history}), plan, changes, recommended
+    moved = [change for change in chosen.changes if pin is None or pin.shape_of(change.row.task) is None]
+    changes = _records(moved, kept, found, now) if follows else ()
+    return kept.model_copy(update={"rows": rows, "plan": plan}), plan, changes, recommended
 
 
 def _held_back(observed: Observed, plan: Plan | None) -> set[tuple[int, int]]:
@@ -159,7 +170,8 @@ def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) 
         load = f"{bucket_text(found, first.row.concurrency, first.row.context)}, task {task}"
         records.append(
             DecisionRecord(
-                time=datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                time=history.when(now),
+                measured=history.measured(kept, task),
                 load=load if len(group) == 1 else f"{load} and {len(group) - 1} other loads",
                 before=_shape(before),
                 after=_shape(after),
@@ -242,6 +254,8 @@ def _scale(
     workload = observed.workload
     start = workload.wanted if workload else deployment.spec.replicas
     scaled = scaling.scale(spec, kept.scaling, demand, start=start, now=now)
+    if deployment.spec.speculation.mode == "Advisory":
+        scaled = steering.advised(scaled, spec, kept.scaling.replicas, start)
     return scaled, kept.model_copy(update={"scaling": scaled.memory})
 
 
@@ -306,5 +320,7 @@ def _is_decision(before: Kept, after: Kept) -> bool:
         before.plan != after.plan
         or before.template != after.template
         or before.scaling.replicas != after.scaling.replicas
+        or before.steering != after.steering
+        or before.history != after.history
         or before.uid != after.uid
     )

@@ -85,6 +85,22 @@ class LoadMemory(Lasting):
     at: float = 0
 
 
+class FollowMemory(Lasting):
+    """A change of the plan whose gain is still being measured; time, before and after name its decisions."""
+
+    time: str
+    before: str
+    after: str
+    rows: tuple[tuple[int, int, str], ...]
+    """Concurrency and context bucket and task of the rows that moved."""
+    before_seconds: float = 0
+    """What the tokens emitted since would have taken with the shape before, in sequence-seconds."""
+    seconds: float = 0
+    """What they took."""
+    drafts: float = 0
+    """Steps of a sequence since."""
+
+
 class ScalingMemory(Lasting):
     """Demand's recent past, for 'up on two polls' and 'down only after the window'."""
 
@@ -123,8 +139,23 @@ class Kept(Lasting):
     load: LoadMemory = LoadMemory()
     scaling: ScalingMemory = ScalingMemory()
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
+    following: tuple[FollowMemory, ...] = Field(default=(), max_length=10)
+    pin: str = ""
+    """The pin in force: the last one that read."""
+    steering: str = ""
+    """Mode or pin that the plan followed last, in words."""
     template: TemplateMemory | None = Field(default=None, exclude=True)
     """Stored under a key of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """A ready worker that sends no report: since when, and how many looks in a row."""
+
+    since: float
+    looks: int
+    problem: str
+    """Of the first look: later ones may differ in every number, and status is written on change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +167,8 @@ class Memory:
     """Last report by pod uid."""
     window: tuple[Delta, ...] = ()
     """The fleet's differences of the last minute, oldest first."""
+    silent: Mapping[str, Silence] = field(default_factory=dict)
+    """By uid of the pod."""
     published_at: float = 0
     """When figures were last handed to status."""
     found: bool = True

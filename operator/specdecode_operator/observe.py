@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, Spec, Status
+from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
 from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
 from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
 from specdecode_operator.memory_store import MemoryStore
@@ -34,6 +34,7 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
     except ValidationError as error:
         first = error.errors()[0]
         raise SpecError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    annotations = metadata.get("annotations") or {}
     return Deployment(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -41,7 +42,8 @@ def deployment_of(resource: Mapping[str, Any]) -> Deployment:
         generation=metadata["generation"],
         spec=spec,
         status=status_of_resource(resource),
-        paused=(metadata.get("annotations") or {}).get(PAUSED_ANNOTATION, "false") != "false",
+        paused=annotations.get(PAUSED_ANNOTATION, "false") != "false",
+        pin=annotations.get(PIN_ANNOTATION, ""),
     )
 
 

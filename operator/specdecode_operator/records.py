@@ -35,6 +35,8 @@ class Deployment:
     spec: Spec
     status: Status
     paused: bool = False
+    pin: str = ""
+    """What the annotation specdecode.io/pin says, read or not."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -141,7 +143,7 @@ class Decision:
     pushes: tuple[str, ...] = ()
     """Addresses of workers that run a lower plan version."""
     changes: tuple[DecisionRecord, ...] = ()
-    """Changes of the plan made just now; each becomes an Event."""
+    """Decisions made just now, oldest first; each becomes an Event."""
     recommended: str | None = None
     depth: int | None = None
     """Depth that runs at the present load; None while nobody runs."""
@@ -149,6 +151,14 @@ class Decision:
     figures: Figures | None = None
     wanted: int | None = None
     """Replicas that demand asks for, before the bounds; None unless the operator scales."""
+    history: tuple[DecisionRecord, ...] = ()
+    """All decisions that are remembered, newest first, with the gains that came true."""
+    pinned: str = ""
+    """The pin in force."""
+    pin_problem: str | None = None
+    """Why the annotation does not read; what was in force stays."""
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Ready workers whose reports are stale, by pod name, with the last reason."""
     urgent: bool = False
     """The memory must be written before anything else: it holds a decision."""
 

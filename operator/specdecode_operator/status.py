@@ -10,19 +10,21 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import (
+    CapacityStatus,
     Condition,
     ConditionType,
     DraftStatus,
+    SpeculationSpec,
     SpeculationStatus,
     Status,
     TaskStatus,
     TrafficStatus,
 )
 from specdecode_operator.conditions import Verdict, verdicts
+from specdecode_operator.pins import Pin, read_pin
 from specdecode_operator.records import Decision, Deployment, Figures, Observed, Outcome
 
 ROUNDING = 0.05
-HISTORY = 10
 
 
 def status_of(
@@ -47,6 +49,7 @@ def status_of(
         tasks=_tasks(deployment, decision),
         draft=_draft(deployment, observed),
         traffic=_traffic(before.traffic, decision.figures),
+        capacity=None if decision.wanted is None else CapacityStatus(wanted_replicas=decision.wanted),
     )
 
 
@@ -93,18 +96,17 @@ def _speculation(deployment: Deployment, decision: Decision, now: float) -> Spec
     if deployment.spec.speculation.method == "none":
         return None
     before = deployment.status.speculation or SpeculationStatus()
-    history = (*reversed(decision.changes), *before.history)[:HISTORY]
-    last = decision.changes[-1] if decision.changes else None
+    history = decision.history or before.history
+    last = history[0] if history else None
     return before.model_copy(
         update={
             "depth": decision.depth if decision.depth is not None else before.depth,
             "nodes": decision.depth if decision.depth is not None else before.nodes,
             "plan_version": decision.plan.version,
+            "pinned": decision.pinned or None,
             "recommended": decision.recommended,
             "history": history,
-            "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096]
-            if last
-            else before.last_decision,
+            "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096] if last else None,
             **_measured(before, decision.figures, now),
         }
     )
@@ -127,14 +129,28 @@ def _measured(before: SpeculationStatus, figures: Figures | None, now: float) ->
 
 def _tasks(deployment: Deployment, decision: Decision) -> tuple[TaskStatus, ...]:
     known = {task.name: task for task in deployment.status.tasks}
+    speculation = deployment.spec.speculation
+    pin = read_pin(decision.pinned, speculation) if decision.pinned else None
     return tuple(
-        _task(known.get(task.name, TaskStatus(name=task.name)), decision) for task in deployment.spec.speculation.tasks
+        _task(known.get(task.name, TaskStatus(name=task.name)), decision, _mode(task.name, speculation, pin))
+        for task in speculation.tasks
     )
 
 
-def _task(before: TaskStatus, decision: Decision) -> TaskStatus:
+def _mode(task: str, speculation: SpeculationSpec, pin: Pin | None) -> str:
+    """Who decides for a task: a pin before all, Off before a task's own mode."""
+    if pin and pin.shape_of(task) is not None:
+        return "Pinned"
+    own = next((found.mode for found in speculation.tasks if found.name == task), None)
+    return speculation.mode if speculation.mode == "Off" or own is None else own
+
+
+def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
     speed = decision.figures.tasks.get(before.name) if decision.figures else None
-    update: dict[str, float | int | None] = {"depth": decision.task_depths.get(before.name, before.depth)}
+    update: dict[str, float | int | str | None] = {
+        "depth": decision.task_depths.get(before.name, before.depth),
+        "mode": mode,
+    }
     if speed:
         update["acceptance_rate"] = rounded(speed.acceptance_rate)
         update["accepted_length"] = rounded(speed.accepted_length)

@@ -21,6 +21,7 @@ MAX_NAME_LENGTH = 45
 """Children add suffixes to the name, and a label value ends at 63 characters."""
 
 PAUSED_ANNOTATION = "specdecode.io/paused"
+PIN_ANNOTATION = "specdecode.io/pin"
 
 _UID_FREE_TEXT = 1024
 ModelUri = Annotated[
@@ -94,13 +95,47 @@ class HysteresisSpec(Api):
     min_gain_percent: float = Field(default=3, ge=0, le=100, description="Least expected gain of a change.")
 
 
+class TaskDepthSpec(Api):
+    """Bounds of one task's depth; what is absent is as in speculation.depth."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "(!has(self.min) || !has(self.max) || self.min <= self.max)"
+                " && (!has(self.min) || !has(self.initial) || self.min <= self.initial)"
+                " && (!has(self.initial) || !has(self.max) || self.initial <= self.max)",
+                "a task's depth must satisfy min <= initial <= max",
+            )
+        )
+    )
+
+    min: int | None = Field(default=None, ge=0, le=16)
+    max: int | None = Field(default=None, ge=0, le=16)
+    initial: int | None = Field(default=None, ge=0, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        given = [depth for depth in (self.min, self.initial, self.max) if depth is not None]
+        if given != sorted(given):
+            raise ValueError("a task's depth must satisfy min <= initial <= max")
+        return self
+
+
 class TaskSpec(Api):
-    """A task whose acceptance and plan are kept apart. Requests name it by header X-Specdecode-Task or match it."""
+    """A task whose acceptance and plan are kept apart. Requests name it by header X-Specdecode-Task or match it.
+
+    The name ``other`` stands for all requests that belong to no task.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
     match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
         default=None, description="A prompt that contains this text belongs to the task, unless the header says so."
     )
+    mode: Literal["Off", "Static", "Auto"] | None = Field(
+        default=None,
+        description="Overrides speculation.mode for this task where that is Auto, Advisory or Static.",
+    )
+    depth: TaskDepthSpec | None = Field(default=None, description="Overrides speculation.depth for this task.")
 
 
 class SpeculationSpec(Api):
@@ -116,6 +151,10 @@ class SpeculationSpec(Api):
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
                 "depth must satisfy min <= initial <= max",
             ),
+            rule(
+                "self.tasks.all(one, self.tasks.exists_one(other, other.name == one.name))",
+                "every task needs a name of its own",
+            ),
         )
     )
 
@@ -126,7 +165,8 @@ class SpeculationSpec(Api):
     )
     mode: Literal["Off", "Static", "Advisory", "Auto"] = Field(
         default="Auto",
-        description="Off: depth 0. Static: depth.initial. Advisory: recommends in status. Auto: follows measurements.",
+        description="Off: the draft is loaded, depth 0. Static: depth.initial, guard on. Advisory: plan and replicas "
+        "stay, status.speculation.recommended says what Auto would run. Auto: follows measurements.",
     )
     depth: DepthSpec = DepthSpec()
     hysteresis: HysteresisSpec = HysteresisSpec()
@@ -141,6 +181,8 @@ class SpeculationSpec(Api):
             raise ValueError("draft.uri is needed by every method but none, and only by those")
         if not self.depth.min <= self.depth.initial <= self.depth.max:
             raise ValueError("depth must satisfy min <= initial <= max")
+        if len({task.name for task in self.tasks}) < len(self.tasks):
+            raise ValueError("every task needs a name of its own")
         return self
 
 
@@ -264,6 +306,8 @@ class ConditionType(StrEnum):
     draft_compatible = "DraftCompatible"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
+    reports_fresh = "ReportsFresh"
+    pinned = "Pinned"
     reconciled = "Reconciled"
 
 
@@ -279,13 +323,24 @@ class Condition(Api):
 
 
 class Decision(Api):
-    """One change of the plan, and why."""
+    """One decision: what was measured, what changed, from what to what, why, and later what it brought."""
 
     time: Text
-    load: Text = Field(description="The row: concurrency, context and task.")
+    kind: Literal["Plan", "Replicas", "Steering"] = Field(
+        default="Plan", description="Plan: rows moved. Replicas: workers were added or removed. Steering: mode or pin."
+    )
+    load: Text = Field(description="What moved: the row's concurrency, context and task; or replicas; or every load.")
     before: Text
     after: Text
-    expected_gain_percent: float | None = None
+    measured: Text | None = Field(default=None, description="What was measured when it was decided.")
+    expected_gain_percent: float | None = Field(
+        default=None, description="More tokens in the same time, as the model of the worker predicts."
+    )
+    realised_gain_percent: float | None = Field(
+        default=None,
+        description="More tokens in the same time, as measured: the steps of the first 500 drafts after the change "
+        "against those of the shape before it, at equal numbers of sequences. Absent until then.",
+    )
     reason: Annotated[str, Field(max_length=4096)]
 
 
@@ -293,22 +348,30 @@ class SpeculationStatus(Api):
     """What speculation does now. Figures are differences of the fleet's counters."""
 
     depth: int | None = Field(default=None, description="Depth of the row in use at the present load.")
-    nodes: int | None = None
+    nodes: int | None = Field(default=None, description="Nodes of that row's shape.")
     acceptance_rate: float | None = Field(default=None, description="Accepted over drafted tokens.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
     speedup: float | None = Field(default=None, description="Plain over speculative time per token.")
-    measured_at: Text | None = None
-    plan_version: int | None = None
-    recommended: Text | None = Field(default=None, description="What Auto would run (mode Advisory).")
+    measured_at: Text | None = Field(default=None, description="When the three figures above last changed.")
+    plan_version: int | None = Field(default=None, description="Version of the plan that is out; it only rises.")
+    pinned: Text | None = Field(default=None, description="The pin in force (annotation specdecode.io/pin).")
+    recommended: Text | None = Field(
+        default=None, description="What Auto would run at the present load (mode Advisory, or while pinned)."
+    )
     last_decision: Annotated[str, Field(max_length=4096)] | None = None
-    history: Annotated[tuple[Decision, ...], Field(max_length=10)] = ()
+    history: Annotated[tuple[Decision, ...], Field(max_length=10, description="Newest first.")] = ()
 
 
 class TaskStatus(Api):
+    """One task of spec.speculation.tasks, at the present load."""
+
     name: Text
-    depth: int | None = None
-    acceptance_rate: float | None = None
-    accepted_length: float | None = None
+    mode: Text | None = Field(
+        default=None, description="Who decides: the task's mode, else speculation.mode; or Pinned."
+    )
+    depth: int | None = Field(default=None, description="Depth of the task's row.")
+    acceptance_rate: float | None = Field(default=None, description="Accepted tokens over the depth of the row.")
+    accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
 
 
 class DraftStatus(Api):
@@ -325,6 +388,19 @@ class TrafficStatus(Api):
     waiting: float | None = None
     tokens_per_second: float | None = None
     synthetic: bool | None = Field(default=None, description="Synthetic knobs are on in some worker.")
+
+
+class CapacityStatus(Api):
+    """Why there are as many workers as there are."""
+
+    wanted_replicas: int | None = Field(
+        default=None, description="Workers that demand asks for, before the bounds of spec.scaling."
+    )
+    requests_per_second: float | None = Field(
+        default=None, description="Arrivals of the observed mix that one worker carries within the objectives."
+    )
+    arrivals_per_second: float | None = Field(default=None, description="Measured arrivals, whole fleet.")
+    limited_by: Text | None = Field(default=None, description="The limit that one worker meets first.")
 
 
 class Status(Api):
@@ -348,6 +424,7 @@ class Status(Api):
     tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8)] = ()
     draft: DraftStatus | None = None
     traffic: TrafficStatus | None = None
+    capacity: CapacityStatus | None = None
 
 
 class SpecDecodeDeployment(Api):

@@ -26,7 +26,9 @@ _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
+    """One timed kind of step: sequences a step, seconds per token of one sequence."""
+
     sequences: float
     per_token: float
 
@@ -90,11 +92,12 @@ def _plain_per_token(
         moments = fresh if fresh and fresh.count >= LEAST_PLAIN_STEPS else remembered.get(key, fresh)
         if moments and moments.count >= 1 and moments.emitted >= 1:
             mean = moments.mean_x[_SEQUENCES]
-            points.append(_Point(mean, moments.seconds * mean / moments.emitted))
-    return _interpolated(sorted(points), sequences)
+            points.append(Point(mean, moments.seconds * mean / moments.emitted))
+    return interpolated(sorted(points), sequences)
 
 
-def _interpolated(points: list[_Point], sequences: float) -> float | None:
+def interpolated(points: list[Point], sequences: float) -> float | None:
+    """Seconds per token between ``points`` in rising order; None too far beyond the outermost."""
     if not points or not points[0].sequences / REACH <= sequences <= points[-1].sequences * REACH:
         return None
     below = max((point for point in points if point.sequences <= sequences), default=points[0])

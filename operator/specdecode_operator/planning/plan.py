@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.memory import RowMemory
+from specdecode_operator.pins import Pin
 from specdecode_worker.contract import Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape
 
 
@@ -18,13 +19,17 @@ def next_plan(
     rows: Iterable[RowMemory],
     before: Plan | None,
     running: Iterable[PlanState],
+    pin: Pin | None = None,
 ) -> Plan:
     """``before`` when nothing changed; else the next version. It also rises above whatever workers run.
+
+    ``pin`` lies over what the mode says.
 
     Workers may run a higher version than the one remembered when the memory was lost; a plan that they would refuse
     as old would change nothing.
     """
     plan = _content(speculation, uid, draft, found, rows)
+    plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0
     seen = max((state.version for state in running if state.uid == uid), default=0)
     if before is not None and plan.model_copy(update={"version": before.version}) == before and seen <= version:

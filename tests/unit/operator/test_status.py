@@ -223,22 +223,3 @@ def test_a_decision_is_told_with_its_reason() -> None:
     assert status.speculation.history[0].before == "chain:3"
     assert "loses" in (status.speculation.last_decision or "")
     assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
-
-
-def test_history_is_bounded() -> None:
-    loop = loop_over()
-    decision = loop.poll()
-    deployment, status = loop.deployment, Status()
-    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
-    change = statuses(loop_over(Truth(chances=[0.05] * 5)), 12)[-1].speculation
-    assert change is not None
-    for _ in range(15):
-        status = status_of(
-            replace(deployment, status=status),
-            observed,
-            replace(decision, changes=change.history[:1]),
-            Outcome(),
-            now=loop.now,
-        )
-    assert status.speculation is not None
-    assert len(status.speculation.history) == 10

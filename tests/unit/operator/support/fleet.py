@@ -199,7 +199,7 @@ def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def deployment_with(status: Status | None = None, paused: bool = False, **spec: Any) -> Deployment:
+def deployment_with(status: Status | None = None, paused: bool = False, pin: str = "", **spec: Any) -> Deployment:
     return Deployment(
         namespace="ns",
         name="demo",
@@ -208,6 +208,7 @@ def deployment_with(status: Status | None = None, paused: bool = False, **spec: 
         spec=Spec.model_validate(deep(SPEC, spec)),
         status=status or Status(),
         paused=paused,
+        pin=pin,
     )
 
 

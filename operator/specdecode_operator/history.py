@@ -1,0 +1,154 @@
+"""The decision history: what is recorded of a decision, and later the gain that came true. Pure; used by decide.
+
+A realised gain compares the first steps after a change with those of the shape before it, taken from the remembered
+cost cells at the same number of sequences, as SPEEDUP is: (seconds per token before) / (seconds per token after) - 1.
+Steps of a batch that mixed shapes belong to neither, so a change of one task of a mixed load may stay without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+
+from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.measurements import CellKey, Delta, Moments
+from specdecode_operator.memory import CostMemory, FollowMemory, Kept
+from specdecode_operator.planning.figures import Point, interpolated
+from specdecode_operator.planning.loads import bucket_of
+from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
+
+HISTORY = 10
+LEAST_DRAFTS = 500
+"""Steps of a sequence after which a gain is taken as measured."""
+SAME_SHAPE = 0.15
+"""Relative tolerance between the verified tokens of a cell's steps and those of a shape."""
+
+_SEQUENCES = FEATURES.index("sequences")
+_VERIFY_TOKENS = FEATURES.index("verify_tokens")
+
+
+def when(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def steered(before: str, after: str, reason: str, now: float) -> Decision | None:
+    """Somebody changed the mode or the pin; the first sight of a deployment is no change."""
+    if not before or before == after:
+        return None
+    return Decision(time=when(now), kind="Steering", load="every load", before=before, after=after, reason=reason)
+
+
+def scaled(before: int | None, after: int | None, measured: str, reason: str, now: float) -> Decision | None:
+    if before is None or after is None or before == after:
+        return None
+    words = {"before": f"{before}", "after": f"{after}", "measured": measured, "reason": reason}
+    return Decision(time=when(now), kind="Replicas", load="replicas", **words)
+
+
+def measured(kept: Kept, task: str) -> str:
+    """What a change of the plan goes by, in a line: acceptance by depth and the load."""
+    cells = sorted((cell.depth, cell.hits / cell.total) for cell in kept.acceptance if cell.task == task and cell.total)
+    rates = ", ".join(f"{rate:.2f}" for _, rate in cells) or "not measured"
+    return f"{kept.load.sequences:.1f} sequences a step, acceptance by depth {rates}"
+
+
+def recorded(kept: Kept, decisions: Iterable[Decision], before: Plan | None) -> Kept:
+    """``kept`` with new decisions (oldest first) in its history, and the moved rows of its plan followed."""
+    found = tuple(decisions)
+    if not found:
+        return kept
+    following = kept.following
+    if before is not None and kept.plan is not None:
+        following = (*_followed_from_now(found, before, kept.plan), *following)[:HISTORY]
+    return kept.model_copy(
+        update={"history": (*reversed(found), *kept.history)[:HISTORY], "following": following},
+    )
+
+
+def realised(kept: Kept, delta: Delta, buckets: Buckets) -> Kept:
+    """``kept`` with what this poll says about changes that are being followed."""
+    if not kept.following or kept.plan is None:
+        return kept
+    known = {(decision.time, decision.before, decision.after) for decision in kept.history}
+    alive = [follow for follow in kept.following if (follow.time, follow.before, follow.after) in known]
+    moved = [_with_steps(follow, kept, delta, buckets) for follow in alive]
+    done = {
+        (follow.time, follow.before, follow.after): round(100 * (follow.before_seconds / follow.seconds - 1), 1)
+        for follow in moved
+        if follow.drafts >= LEAST_DRAFTS
+    }
+    return kept.model_copy(
+        update={
+            "following": tuple(follow for follow in moved if follow.drafts < LEAST_DRAFTS),
+            "history": tuple(_told(decision, done) for decision in kept.history),
+        }
+    )
+
+
+def _told(decision: Decision, done: dict[tuple[str, str, str], float]) -> Decision:
+    gain = done.get((decision.time, decision.before, decision.after))
+    return decision if gain is None else decision.model_copy(update={"realised_gain_percent": gain})
+
+
+def _followed_from_now(decisions: Iterable[Decision], before: Plan, after: Plan) -> Iterator[FollowMemory]:
+    """One per (before, after): rows of several tasks that moved alike are measured together."""
+    rows: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    for row in after.rows:
+        known = before.row(row.concurrency, row.context, row.task)
+        shapes = (str(known.shape if known else before.initial), str(row.shape))
+        rows.setdefault(shapes, []).append((row.concurrency, row.context, row.task))
+    seen: set[tuple[str, str]] = set()
+    for decision in decisions:
+        shapes = (decision.before, decision.after)
+        if decision.kind == "Plan" and shapes in rows and shapes not in seen:
+            seen.add(shapes)
+            yield FollowMemory(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(rows[shapes]))
+
+
+def _with_steps(follow: FollowMemory, kept: Kept, delta: Delta, buckets: Buckets) -> FollowMemory:
+    """Adds the steps of this poll that ran the new shape in rows that still do."""
+    assert kept.plan is not None, "a change that is followed is one of a plan"
+    before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
+    loads = {(concurrency, context) for concurrency, context, task in _standing(follow, kept.plan, after)}
+    for key, moments in delta.steps.items():
+        if not _runs(key, moments, after):
+            continue
+        sequences = moments.mean_x[_SEQUENCES]
+        old = _per_token(kept.costs, before, key.context_bucket, sequences)
+        if old is None or (bucket_of(buckets.concurrency, sequences), key.context_bucket) not in loads:
+            continue
+        follow = follow.model_copy(
+            update={
+                "before_seconds": follow.before_seconds + old * moments.emitted,
+                "seconds": follow.seconds + moments.seconds * sequences,
+                "drafts": follow.drafts + moments.x[_SEQUENCES],
+            }
+        )
+    return follow
+
+
+def _standing(follow: FollowMemory, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
+    for concurrency, context, task in follow.rows:
+        row = plan.row(concurrency, context, task)
+        if row is not None and row.shape == after:
+            yield concurrency, context, task
+
+
+def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
+    """Whether these are decoding steps of that shape alone."""
+    if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != shape.depth:
+        return False
+    verified = moments.x[_SEQUENCES] * (shape.nodes + 1)
+    return abs(moments.x[_VERIFY_TOKENS] - verified) <= SAME_SHAPE * verified
+
+
+def _per_token(costs: Iterable[CostMemory], shape: TreeShape, context: int, sequences: float) -> float | None:
+    """Seconds per token of one sequence with ``shape``; None where it was never timed near this load."""
+    points = []
+    for cell in costs:
+        moments = Moments(cell.values)
+        key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+        if cell.context_bucket == context and _runs(key, moments, shape):
+            mean = moments.mean_x[_SEQUENCES]
+            points.append(Point(mean, moments.seconds * mean / moments.emitted))
+    return interpolated(sorted(points), sequences)

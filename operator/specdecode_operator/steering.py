@@ -1,0 +1,72 @@
+"""What people say beyond the spec's bounds, mode and pin, laid over what was measured. Pure; used by decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from specdecode_operator import history
+from specdecode_operator.api.v1alpha1 import Decision, ScalingSpec
+from specdecode_operator.errors import SpecError
+from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.pins import Pin, read_pin
+from specdecode_operator.records import Deployment
+from specdecode_operator.scaling import Scaled
+from specdecode_worker.contract import OTHER_TASK
+
+
+def remembered(deployment: Deployment, kept: Kept) -> Kept:
+    """The memory; one that was lost takes the history back from the status."""
+    told = deployment.status.speculation.history if deployment.status.speculation else ()
+    return kept.model_copy(update={"uid": deployment.uid, "history": kept.history or told})
+
+
+def pinned(deployment: Deployment, kept: Kept) -> tuple[Kept, Pin | None, str | None]:
+    """The pin in force: what the annotation says if it reads, else what was in force, and why it does not read."""
+    speculation = deployment.spec.speculation
+    if deployment.paused:
+        return kept, None, None
+    try:
+        pin = read_pin(deployment.pin, speculation)
+        return kept.model_copy(update={"pin": deployment.pin.strip()}), pin, None
+    except SpecError as error:
+        problem = str(error)
+    try:
+        return kept, read_pin(kept.pin, speculation), problem
+    except SpecError:
+        return kept.model_copy(update={"pin": ""}), None, problem  # the spec has changed under it
+
+
+def unpinned(chosen: Iterable[RowMemory], kept: Iterable[RowMemory], pin: Pin | None) -> tuple[RowMemory, ...]:
+    """The rows to remember: those of pinned tasks wait as they are, nothing is learnt from what they do not run."""
+    if pin is None:
+        return tuple(chosen)
+    known = {(row.task, row.concurrency, row.context): row for row in kept}
+    return tuple(
+        row if pin.shape_of(row.task) is None else known.get((row.task, row.concurrency, row.context), row)
+        for row in chosen
+    )
+
+
+def advised(scaled: Scaled, spec: ScalingSpec, replicas: int | None, start: int) -> Scaled:
+    """Mode Advisory: what demand asks for is told, and the replicas stay."""
+    if replicas is None:
+        replicas = max(spec.min_replicas, min(spec.max_replicas, start))
+    return replace(scaled, replicas=replicas, memory=scaled.memory.model_copy(update={"replicas": replicas}))
+
+
+def recorded(
+    deployment: Deployment, before: Kept, kept: Kept, scaled: Scaled | None, now: float
+) -> tuple[Kept, tuple[Decision, ...]]:
+    """Decisions other than rows that moved: a mode or a pin that somebody set, workers that come or go."""
+    if deployment.paused:
+        return kept, ()
+    steering = f"pin {kept.pin}" if kept.pin else f"mode {deployment.spec.speculation.mode}"
+    reason = "annotation specdecode.io/pin" if kept.pin != before.pin else "spec.speculation.mode"
+    found = [history.steered(before.steering, steering, reason, now)]
+    if scaled is not None:
+        why = f"demand asks for {scaled.wanted} workers"
+        found.append(
+            history.scaled(before.scaling.replicas, scaled.replicas, history.measured(kept, OTHER_TASK), why, now)
+        )
+    return kept.model_copy(update={"steering": steering}), tuple(step for step in found if step)

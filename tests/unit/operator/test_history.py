@@ -1,0 +1,146 @@
+"""The decision history: what stands in it, and the gain that came true."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Loop, Truth, linear_time, loop_over
+
+from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
+from specdecode_operator.history import HISTORY, realised, recorded, steered
+from specdecode_operator.measurements import Delta
+from specdecode_operator.memory import FollowMemory, Kept, Memory
+from specdecode_worker.contract import Plan, PlanRow, TreeShape
+
+
+def per_token(truth: Truth, depth: int) -> float:
+    tokens = survival = 1.0
+    for chance in truth.chances[:depth]:
+        survival *= chance
+        tokens += survival
+    return linear_time(truth.sequences, depth, truth.context) / tokens
+
+
+def after_a_change(truth: Truth, polls: int) -> tuple[Loop, Decision]:
+    loop = loop_over(truth, explore=0.1)
+    loop.polls(polls)
+    first = loop.memory.kept.history[-1]
+    return loop, first
+
+
+@pytest.mark.parametrize("chances", [[0.02] * 5, [0.98] * 5], ids=["stopped", "deepened"])
+def test_the_gain_that_came_true_is_what_the_truth_says(chances: list[float]) -> None:
+    truth = Truth(chances=chances)
+    _, decision = after_a_change(truth, 60)
+    before, after = (TreeShape.parse(text).depth for text in (decision.before, decision.after))
+    assert before == 3
+    assert decision.realised_gain_percent is not None
+    expected = 100 * (per_token(truth, before) / per_token(truth, after) - 1)
+    assert decision.realised_gain_percent == pytest.approx(expected, abs=max(4.0, 0.12 * expected))
+
+
+def test_a_gain_is_not_told_before_enough_drafts() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    while not (loop.decision and loop.decision.changes):
+        loop.poll()
+    loop.poll(2.5)
+    assert loop.memory.kept.history[0].realised_gain_percent is None
+    assert loop.memory.kept.following[0].drafts < 500
+    loop.polls(10)
+    assert loop.memory.kept.history[0].realised_gain_percent is not None
+    assert not loop.memory.kept.following
+
+
+def test_following_survives_a_restart() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    while not (loop.decision and loop.decision.changes):
+        loop.poll()
+    loop.poll(2.5)
+    loop.restart_operator()
+    assert loop.memory.kept.following
+    loop.polls(10)
+    assert loop.memory.kept.history[0].realised_gain_percent is not None
+
+
+def plan_of(depth: int) -> Plan:
+    rows = tuple(PlanRow(concurrency=c, context=0, shape=TreeShape.chain(depth)) for c in range(3))
+    return Plan(version=1, rows=rows, initial=TreeShape.chain(3))
+
+
+def decision(**fields: object) -> Decision:
+    words = {"time": "t", "load": "l", "before": "chain:3", "after": "chain:5", "reason": "r", **fields}
+    return Decision.model_validate(words)
+
+
+def test_rows_that_moved_are_followed() -> None:
+    kept = recorded(Kept(plan=plan_of(5)), (decision(),), plan_of(3))
+    (follow,) = kept.following
+    assert follow.rows == tuple((c, 0, "other") for c in range(3))
+
+
+def test_a_decision_that_left_the_history_is_followed_no_more() -> None:
+    follow = FollowMemory(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
+    kept = Kept(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
+    assert not realised(kept, Delta(), Plan().buckets).following
+
+
+def test_what_is_no_change_of_rows_is_not_followed() -> None:
+    kept = recorded(Kept(plan=plan_of(5)), (decision(kind="Steering"),), plan_of(3))
+    assert not kept.following
+    assert len(kept.history) == 1
+
+
+def test_history_is_bounded_and_newest_first() -> None:
+    kept = Kept()
+    for index in range(HISTORY + 3):
+        kept = recorded(kept, (decision(time=f"{index}"),), None)
+    assert [found.time for found in kept.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
+
+
+def test_the_first_sight_of_a_deployment_is_no_change() -> None:
+    assert steered("", "mode Auto", "r", 0) is None
+    assert steered("mode Auto", "mode Auto", "r", 0) is None
+    assert steered("mode Auto", "mode Off", "r", 0) is not None
+
+
+def test_a_change_of_mode_stands_in_the_history() -> None:
+    loop = loop_over(speculation={"mode": "Static"})
+    loop.polls(2)
+    loop.deployment = loop_over(speculation={"mode": "Advisory"}).deployment
+    (change,) = loop.poll().changes
+    assert (change.kind, change.before, change.after) == ("Steering", "mode Static", "mode Advisory")
+
+
+def test_a_lost_memory_takes_the_history_back_from_status() -> None:
+    loop = loop_over()
+    loop.deployment = loop_over().deployment
+    told = Status(speculation=SpeculationStatus(history=(decision(),)))
+    object.__setattr__(loop.deployment, "status", told)
+    loop.memory = Memory(found=False)
+    assert loop.poll().history == (decision(),)
+
+
+def test_workers_that_come_stand_in_the_history() -> None:
+    truth = Truth(sequences=16, waiting=40.0)
+    loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3})
+    decision = loop.polls(6)
+    (change,) = [found for found in decision.history if found.kind == "Replicas"]
+    assert (change.before, change.after) == ("1", "3")
+    assert "demand" in change.reason
+
+
+def test_advisory_tells_what_demand_asks_for_and_leaves_the_replicas() -> None:
+    truth = Truth(sequences=16, waiting=40.0)
+    loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3}, speculation={"mode": "Advisory"})
+    decision = loop.polls(8)
+    assert decision.replicas == 1
+    assert (decision.wanted or 0) > 1
+
+
+def test_advisory_leaves_every_child_as_it_is() -> None:
+    """The same manifests mean the same resourceVersion: server-side apply of equal text changes nothing."""
+    loop = loop_over(Truth(chances=[0.02] * 5), speculation={"mode": "Advisory"})
+    first = loop.polls(3)
+    last = loop.polls(20)
+    assert last.children == first.children
+    assert not last.pushes
+    assert last.recommended == "none"

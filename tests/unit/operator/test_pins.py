@@ -1,0 +1,150 @@
+"""The annotation specdecode.io/pin: what reads, what runs, what is told, and that a slip changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from estimates import spec
+from fleet import Loop, Truth, loop_over
+
+from specdecode_operator.errors import SpecError
+from specdecode_operator.pins import Pin, read_pin
+from specdecode_worker.contract import Plan, TreeShape
+
+TASKS = [{"name": "code"}, {"name": "chat"}]
+SPEC = spec(tasks=TASKS)
+
+
+def chain(depth: int) -> TreeShape:
+    return TreeShape.chain(depth)
+
+
+def pinned(loop: Loop, text: str) -> None:
+    loop.deployment = replace(loop.deployment, pin=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chain:3", Pin(every=chain(3))),
+        (" none ", Pin(every=chain(0))),
+        ("tree:2,1", Pin(every=TreeShape.levels(2, 1))),
+        ("code=chain:6,chat=none", Pin(by_task={"code": chain(6), "chat": chain(0)})),
+        ("code=tree:2,1,chat=chain:1", Pin(by_task={"code": TreeShape.levels(2, 1), "chat": chain(1)})),
+        ("other=chain:2", Pin(by_task={"other": chain(2)})),
+        ("", None),
+    ],
+)
+def test_what_reads(text: str, expected: Pin | None) -> None:
+    assert read_pin(text, SPEC) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("chian:3", "write chain:3, none"),
+        ("chain:17", "at most 16"),
+        ("chain:-2", "write none for plain"),
+        ("tree:8,8", "no shape of at most 63 nodes"),
+        ("sql=chain:2", "no task 'sql'; there are chat, code, other"),
+        ("code=chain:2,code=none", "pinned twice"),
+        ("code=", "a shape is missing"),
+    ],
+)
+def test_what_does_not_read_says_what_to_write(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        read_pin(text, SPEC)
+
+
+def test_without_a_draft_there_is_nothing_to_pin() -> None:
+    with pytest.raises(SpecError, match=r"method is none"):
+        read_pin("chain:3", SPEC.model_copy(update={"method": "none"}))
+
+
+def test_a_pinned_shape_runs_at_every_load_and_the_guard_stays_on() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    pinned(loop, "chain:4")
+    decision = loop.polls(20)
+    assert set(loop.depths[1:]) == {4}, "speculation that loses would have been stopped"
+    assert decision.plan.guard
+    assert decision.recommended == "none", "what Auto would run is told meanwhile"
+
+
+@pytest.mark.parametrize("mode", ["Off", "Static", "Advisory", "Auto"])
+def test_a_pin_goes_before_every_mode(mode: str) -> None:
+    loop = loop_over(speculation={"mode": mode})
+    pinned(loop, "chain:2")
+    loop.polls(3)
+    assert loop.depths[-1] == 2
+
+
+def test_a_pin_of_tasks_leaves_the_others_alone() -> None:
+    before = Plan(initial=chain(3), max_depth=3)
+    plan = Pin(by_task={"code": chain(6)}).over(before)
+    loads = [(c, x) for c in range(len(plan.buckets.concurrency) + 1) for x in range(len(plan.buckets.context) + 1)]
+    assert all(row.shape == chain(6) for load in loads if (row := plan.row(*load, "code")) is not None)
+    assert len(plan.rows) == len(loads)
+    assert plan.row(0, 0, "chat") is None
+    assert (plan.initial, plan.max_depth) == (chain(3), 6)
+
+
+def test_a_slip_keeps_what_was_in_force() -> None:
+    loop = loop_over()
+    pinned(loop, "chain:2")
+    loop.polls(2)
+    version = loop.versions[-1]
+    pinned(loop, "chian:4")
+    decision = loop.polls(3)
+    assert loop.versions[-1] == version
+    assert decision.pinned == "chain:2"
+    assert "chian:4" in (decision.pin_problem or "")
+
+
+def test_a_slip_at_first_leaves_the_loop_as_it_was() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    pinned(loop, "deep")
+    loop.polls(12)
+    assert loop.depths[-1] == 0, "Auto goes on"
+
+
+def test_taking_the_pin_off_gives_the_loop_back() -> None:
+    loop = loop_over(Truth(chances=[0.02] * 5))
+    pinned(loop, "chain:4")
+    loop.polls(3)
+    pinned(loop, "")
+    decision = loop.polls(12)
+    assert loop.depths[-1] == 0
+    assert not decision.pinned
+
+
+def test_pinning_and_unpinning_stand_in_the_history() -> None:
+    loop = loop_over(speculation={"mode": "Static"})
+    loop.polls(2)
+    pinned(loop, "chain:4")
+    loop.polls(2)
+    pinned(loop, "")
+    decision = loop.polls(2)
+    told = [(found.before, found.after, found.reason) for found in decision.history]
+    assert told == [
+        ("pin chain:4", "mode Static", "annotation specdecode.io/pin"),
+        ("mode Static", "pin chain:4", "annotation specdecode.io/pin"),
+    ]
+
+
+def test_a_pin_survives_a_restart_and_is_no_news_then() -> None:
+    loop = loop_over()
+    pinned(loop, "chain:4")
+    loop.polls(3)
+    loop.restart_operator()
+    decision = loop.poll()
+    assert loop.depths[-1] == 4
+    assert not decision.changes
+
+
+def test_a_paused_deployment_takes_no_pin() -> None:
+    loop = loop_over(speculation={"mode": "Static"})
+    loop.polls(2)
+    loop.deployment = replace(loop.deployment, pin="chain:1", paused=True)
+    loop.polls(2)
+    assert loop.depths[-1] == 3
