@@ -18,6 +18,7 @@ from typing import Any
 import kopf
 import prometheus_client
 
+from specdecode_operator import metrics
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from specdecode_operator.cluster import PODS, WORKLOADS, Cluster, Kind
 from specdecode_operator.errors import ClusterError
@@ -57,6 +58,7 @@ class Process:
             cluster, workers, MemoryStore(cluster), defaults, poll_seconds=self.settings.poll_seconds
         )
         self.queue = WorkQueue(reconciler.handle, concurrency=self.settings.concurrency)
+        metrics.QUEUE_DEPTH.set_function(self.queue.depth)
         self._spawn(self.queue.run())
         for namespace in self.settings.watch_namespaces or (None,):
             for kind in (WORKLOADS, PODS):

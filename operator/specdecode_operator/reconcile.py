@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdecode_operator import manifests, metrics
@@ -13,10 +13,11 @@ from specdecode_operator.api.v1alpha1 import KIND, Status
 from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, Cluster
 from specdecode_operator.decide import decide
 from specdecode_operator.errors import ClusterError, Refused, SpecError, WorkerError
+from specdecode_operator.events import Notice, notices
 from specdecode_operator.memory import Memory
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.observe import deployment_of, find, observe, status_of_resource
-from specdecode_operator.records import Decision, Defaults, Deployment, Key, Observed, Outcome
+from specdecode_operator.records import Decision, Defaults, Deployment, Key, Outcome
 from specdecode_operator.status import failed_status, iso, status_of
 from specdecode_operator.worker_client import Workers
 
@@ -43,12 +44,10 @@ class Reconciler:
         """Seconds until the next look; None when the deployment is gone. Raises ClusterError to be tried again."""
         with metrics.RECONCILE_SECONDS.time():
             try:
-                again_in = await self._look(key)
+                return await self._look(key)
             except Exception:
                 metrics.RECONCILES.labels("error").inc()
                 raise
-        metrics.RECONCILES.labels("success").inc()
-        return again_in
 
     async def _look(self, key: Key) -> float | None:
         resource = await find(self.cluster, *key)
@@ -65,22 +64,29 @@ class Reconciler:
             before, generation = status_of_resource(resource), resource["metadata"]["generation"]
             status = failed_status(before, generation, "SpecRefused", str(error), now=time.time())
             await self._write(key, resource, status)
+            await self._tell(key, resource["metadata"]["uid"], notices(before, status, ()), time.time())
+            metrics.RECONCILES.labels("refused").inc()
             return SPEC_ERROR_SECONDS
         await self._write(key, resource, status)
+        metrics.RECONCILES.labels("success").inc()
         return self.poll_seconds
 
     async def reconcile(self, deployment: Deployment, *, now: float) -> Status:
         """The whole loop of one deployment. Raises SpecError, or ClusterError worth another try."""
         observed = await observe(deployment, self.cluster, self.workers, self.memories)
         decision, memory = decide(deployment, observed, self.defaults, now=now)
-        outcome = await self._apply(deployment, observed, decision, memory, now=now)
-        return status_of(deployment, observed, decision, outcome, now=now)
+        outcome = await self._apply(deployment, decision, memory, observed.token, now=now)
+        status = status_of(deployment, observed, decision, outcome, now=now)
+        metrics.record(deployment, observed, decision, status)
+        if not deployment.paused:
+            told = notices(deployment.status, status, decision.changes)
+            await self._tell(deployment.key, deployment.uid, told, now)
+        return status
 
     async def _apply(
-        self, deployment: Deployment, observed: Observed, decision: Decision, memory: Memory, *, now: float
+        self, deployment: Deployment, decision: Decision, memory: Memory, token: str, *, now: float
     ) -> Outcome:
         """The memory of a decision first, the plan before the pods that mount it, live workers last."""
-        _measure(deployment, observed, decision)
         if deployment.paused:
             return Outcome()
         await self.memories.save(deployment, memory, urgent=decision.urgent, now=now)
@@ -90,8 +96,7 @@ class Reconciler:
                 await self.cluster.apply(manifest)
             except Refused as error:
                 problems.append(f"{manifest['kind']} {manifest['metadata']['name']}: {error}")
-        await asyncio.gather(*(self._push(address, observed.token, decision) for address in decision.pushes))
-        await self._tell(deployment, decision, now)
+        await asyncio.gather(*(self._push(address, token, decision) for address in decision.pushes))
         return Outcome(problems=tuple(problems))
 
     async def _push(self, address: str, token: str, decision: Decision) -> None:
@@ -101,14 +106,12 @@ class Reconciler:
         except WorkerError as error:
             log.info("plan %d was not taken: %s", decision.plan.version, error)
 
-    async def _tell(self, deployment: Deployment, decision: Decision, now: float) -> None:
-        """An Event for every change of the plan. Losing one loses nothing: status has the history."""
-        for index, change in enumerate(decision.changes):
-            message = f"{change.load}: {change.before} -> {change.after}: {change.reason}"
+    async def _tell(self, key: Key, uid: str, found: Iterable[Notice], now: float) -> None:
+        for index, notice in enumerate(found):
             try:
-                await self.cluster.create(EVENTS, _event(deployment, f"{int(now * 1000):x}{index:x}", message, now))
+                await self.cluster.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))
             except ClusterError as error:
-                log.warning("%s/%s: no event was written: %s", *deployment.key, error)
+                log.warning("%s/%s: no event was written: %s", *key, error)
 
     async def _write(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -126,30 +129,22 @@ class Reconciler:
             self.cluster.forget(namespace, child)
 
 
-def _measure(deployment: Deployment, observed: Observed, decision: Decision) -> None:
-    labels = deployment.key
-    metrics.DESIRED_REPLICAS.labels(*labels).set(decision.replicas)
-    metrics.READY_REPLICAS.labels(*labels).set(observed.workload.ready if observed.workload else 0)
-    metrics.PLAN_VERSION.labels(*labels).set(decision.plan.version)
-    metrics.PLAN_CHANGES.labels(*labels).inc(len(decision.changes))
-    metrics.REPORTS_REFUSED.inc(sum(worker.report_problem is not None for worker in observed.workers))
-
-
-def _event(deployment: Deployment, suffix: str, message: str, now: float) -> dict[str, Any]:
+def _event(key: Key, uid: str, suffix: str, notice: Notice, now: float) -> dict[str, Any]:
+    namespace, name = key
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": f"{deployment.name}.{suffix}", "namespace": deployment.namespace},
+        "metadata": {"name": f"{name}.{suffix}", "namespace": namespace},
         "involvedObject": {
             "apiVersion": DEPLOYMENTS.api_version,
             "kind": KIND,
-            "namespace": deployment.namespace,
-            "name": deployment.name,
-            "uid": deployment.uid,
+            "namespace": namespace,
+            "name": name,
+            "uid": uid,
         },
-        "type": "Normal",
-        "reason": "PlanChanged",
-        "message": message[:1024],
+        "type": notice.type,
+        "reason": notice.reason,
+        "message": notice.message[:1024],
         "source": {"component": "specdecode-operator"},
         "firstTimestamp": iso(now),
         "lastTimestamp": iso(now),

@@ -74,6 +74,10 @@ class Schedule:
         self._due[key] = now + wait
         return wait
 
+    def waiting(self, now: float) -> int:
+        """Keys that are due and do not run."""
+        return sum(due <= now and key not in self._running for key, due in self._due.items())
+
     def next_due(self) -> float | None:
         """When the next key that does not run is due."""
         waiting = [due for key, due in self._due.items() if key not in self._running]
@@ -113,6 +117,10 @@ class WorkQueue:
     def add(self, key: Key) -> None:
         self._schedule.add(key, self._clock())
         self._woken.set()
+
+    def depth(self) -> int:
+        """Deployments that are due for a look and wait for it."""
+        return self._schedule.waiting(self._clock())
 
     async def run(self) -> None:
         """Until cancelled; then what runs is cancelled too."""
