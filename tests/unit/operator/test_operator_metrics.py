@@ -40,6 +40,7 @@ def test_figures_of_a_deployment() -> None:
     recorded(loop_over(Truth(chances=[0.8] * 5), explore=0.1, speculation={"mode": "Static"}), 14)
     assert value("specdecode_acceptance_rate") == pytest.approx(0.65, abs=0.05)
     assert value("specdecode_accepted_length") == pytest.approx(2.95, abs=0.15)
+    assert value("specdecode_first_token_acceptance") == pytest.approx(0.8, abs=0.05)
     assert (value("specdecode_speedup") or 0) > 1
     assert value("specdecode_depth") == 3
     assert value("specdecode_desired_replicas") == 1

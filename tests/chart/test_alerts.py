@@ -1,0 +1,88 @@
+"""The chart's alert rules, held against promtool: they parse, fire where they should and have words to go by."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus import Promtool, known_series, series_of
+
+TESTS = Path(__file__).parent / "alerts_test.yaml"
+
+
+@pytest.fixture(scope="module")
+def file(root: Path) -> Path:
+    return root / "helm" / "specdecode" / "files" / "alerts.yaml"
+
+
+@pytest.fixture(scope="module")
+def alerts(file: Path) -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
+
+
+def test_the_rules_file_is_one_that_prometheus_loads(promtool: Promtool, file: Path) -> None:
+    done = promtool("check", "rules", str(file))
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_every_alert_fires_where_it_should_and_stays_quiet_where_it_should(promtool: Promtool) -> None:
+    done = promtool("test", "rules", str(TESTS))
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_the_unit_tests_see_a_rule_that_never_fires(promtool: Promtool, file: Path, tmp_path: Path) -> None:
+    """A rule that was broken must not pass unseen."""
+    (tmp_path / "tests" / "chart").mkdir(parents=True)
+    shutil.copy(TESTS, tmp_path / "tests" / "chart")
+    broken = tmp_path / "helm" / "specdecode" / "files" / "alerts.yaml"
+    broken.parent.mkdir(parents=True)
+    broken.write_text(file.read_text().replace("specdecode_stale_reports > 0", "specdecode_stale_reports > 9"))
+    done = promtool("test", "rules", str(tmp_path / "tests" / "chart" / TESTS.name))
+    assert done.returncode != 0
+    assert "SpecdecodeReportsStale" in done.stdout + done.stderr
+
+
+def test_every_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_does_not(
+    alerts: list[dict[str, Any]],
+) -> None:
+    fires: dict[str, set[bool]] = {}
+    for test in yaml.safe_load(TESTS.read_text())["tests"]:
+        for check in test.get("promql_expr_test", []):
+            (name,) = re.findall(r'alertname="(\w+)"', check["expr"])
+            fires.setdefault(name, set()).add(bool(check["exp_samples"]))
+    assert fires == {rule["alert"]: {True, False} for rule in alerts}
+
+
+def test_every_alert_has_words_a_severity_and_something_to_do(alerts: list[dict[str, Any]], root: Path) -> None:
+    page = (root / "docs" / "troubleshooting.md").read_text()
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert f"| {rule['alert']} |" in page, f"docs/troubleshooting.md says nothing about {rule['alert']}"
+    listed = set(re.findall(r"\| (Specdecode\w+) \|", page))
+    assert listed == {rule["alert"] for rule in alerts}
+
+
+def test_alerts_ask_for_series_that_are_exposed(alerts: list[dict[str, Any]]) -> None:
+    for rule in alerts:
+        assert series_of(rule["expr"]), rule["alert"]
+        assert series_of(rule["expr"]) <= known_series(), rule["alert"]
+
+
+def test_the_resource_has_the_rules_of_the_file(chart: Any, file: Path) -> None:
+    assert not chart.template().of("PrometheusRule")
+    asked = {"metrics": {"rules": {"enabled": True, "labels": {"release": "p"}}}}
+    rule = chart.template(asked).one("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(file.read_text())
+    assert rule["metadata"]["labels"]["release"] == "p"
+
+
+def test_promtool_is_fetched_once(promtool: Promtool, root: Path) -> None:
+    found = [subprocess.run([root / "hack/cluster/prometheus"], capture_output=True, text=True) for _ in range(2)]
+    assert found[0].stdout == found[1].stdout
+    assert "Fetching" not in found[1].stderr

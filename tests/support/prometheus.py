@@ -1,0 +1,70 @@
+"""promtool and prometheus for tests, and what queries of the dashboard and of alerts are made of.
+
+Used by tests/chart without a server and by tests/e2e with one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from specdecode_operator import metrics as operator_metrics
+from specdecode_worker.contract import Metric
+
+ROOT = Path(__file__).parents[2]
+SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
+
+
+class PrometheusMissing(Exception):
+    """Neither on PATH nor to be fetched; the message says why."""
+
+
+class Promtool:
+    """Calls promtool; its folder has prometheus too."""
+
+    def __init__(self) -> None:
+        done = subprocess.run([ROOT / "hack/cluster/prometheus"], capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise PrometheusMissing(done.stderr.strip())
+        self.folder = Path(done.stdout.strip())
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([self.folder / "promtool", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def queries_of(dashboard: dict[str, Any]) -> list[str]:
+    """Every query of panels, annotations and variables, with Grafana's variables filled in."""
+    return [_filled(query) for query in _raw_queries(dashboard)]
+
+
+def series_of(query: str) -> set[str]:
+    """Names of our series in a query."""
+    return set(re.findall(r"\bspecdecode_\w+", query))
+
+
+def known_series() -> set[str]:
+    """Names that a worker or the operator exposes."""
+    own = {m._name for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
+    return {f"{name}{suffix}" for name in own | set(Metric) for suffix in SUFFIXES}
+
+
+def _raw_queries(dashboard: dict[str, Any]) -> Iterator[str]:
+    yield from (target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+    yield from (found["expr"] for found in dashboard["annotations"]["list"])
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            inner = re.fullmatch(r"label_values\((.*), \w+\)", variable["definition"])
+            assert inner, variable["definition"]
+            yield inner[1]
+
+
+def _filled(query: str) -> str:
+    for name, value in {"$__rate_interval": "1m", "$namespace": ".*", "$name": ".*"}.items():
+        query = query.replace(name, value)
+    assert "$" not in query, f"a variable that nobody fills in: {query}"
+    return query
