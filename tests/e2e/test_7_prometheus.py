@@ -1,0 +1,135 @@
+"""A real Prometheus scrapes a live operator and a live worker: every query of the dashboard, every alert.
+
+The shared endpoint is gone by now, so this one is its own; the operator comes back first. Figures need a minute with
+500 drafts in it, so there is traffic until they are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness.endpoint import MODEL, Endpoint, resource
+from harness.kube import Namespace
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import ROOT, Manifest, wait_for
+from prometheus import Promtool, queries_of
+from prometheus_server import Prometheus, Target, prometheus_over
+
+from specdecode_worker.contract import Port
+
+pytestmark = pytest.mark.timeout(420)
+
+NAME = "scraped"
+OPERATOR_METRICS = 9090
+MAY_BE_EMPTY = {
+    "changes(",  # the annotations: no plan need change while Prometheus looks
+    "specdecode_operator_decisions_total",  # nor any decision fall
+    "specdecode_expected_gain_ratio",
+    "specdecode_realised_gain_ratio",  # nor its gain be measured yet
+}
+SPECULATION: Manifest = {
+    "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
+    "depth": {"min": 1, "max": 4, "initial": 3},  # always some drafts, whatever wins
+    "explorePercent": 20,
+    "tasks": [{"name": "code", "match": "Python"}],
+}
+
+
+@pytest.fixture(scope="module")
+def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    release.scale(1)
+    made = resource(NAME, SPECULATION)
+    made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
+    watched.apply(made)
+    endpoint = Endpoint(watched, NAME)
+    endpoint.wait_ready()
+    yield endpoint
+    watched.kubectl("delete", "sdd", NAME, "--timeout=30s")
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    scraped: Endpoint, release: Release, promtool: Promtool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    """Over both, with the labels that the chart's monitors give; traffic goes on until there is a SPEEDUP to show."""
+    pod = scraped.one_pod()
+    with ExitStack() as stack:
+        operator = stack.enter_context(release.namespace.reach("pod", release.pod(), OPERATOR_METRICS))
+        worker = stack.enter_context(scraped.namespace.reach("pod", pod, Port.http))
+        url = stack.enter_context(scraped.namespace.reach("service", NAME, 80))
+        labels = {"namespace": scraped.namespace.name, "name": NAME, "pod": pod}
+        targets = [
+            Target("operator", operator.removeprefix("http://")),
+            Target("workers", worker.removeprefix("http://"), labels),
+        ]
+        folder = tmp_path_factory.mktemp("prometheus")
+        found = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
+        with Traffic(url, MODEL, concurrency=2) as traffic:
+            speedup = f'specdecode_speedup{{name="{NAME}"}}'
+            wait_for("SPEEDUP is measured", lambda: found.query(speedup), timeout_s=180, every_s=2)
+            yield found
+        assert not traffic.failures
+
+
+def queries() -> list[str]:
+    file = Path(ROOT) / "helm" / "specdecode" / "files" / "dashboard.json"
+    return [query.replace('name=~".*"', f'name=~"{NAME}"') for query in queries_of(json.loads(file.read_text()))]
+
+
+def test_every_query_of_the_dashboard_shows_something(prometheus: Prometheus) -> None:
+    empty = [query for query in queries() if not prometheus.query(query)]
+    assert [query for query in empty if not any(words in query for words in MAY_BE_EMPTY)] == []
+
+
+def test_figures_are_those_of_the_status(prometheus: Prometheus, scraped: Endpoint) -> None:
+    def equal() -> bool:
+        status = scraped.speculation()
+        for series, shown in {
+            "specdecode_acceptance_rate": status.get("acceptanceRate"),
+            "specdecode_speedup": status.get("speedup"),
+            "specdecode_depth": status.get("depth"),
+        }.items():
+            assert shown is not None, f"status has nothing for {series}"
+            (found,) = prometheus.query(f'{series}{{name="{NAME}"}}')
+            assert float(found["value"][1]) == pytest.approx(shown, abs=0.051), series
+        return True
+
+    wait_for("status and metrics agree", equal, timeout_s=60)
+
+
+def test_both_sides_count_the_same_worker(prometheus: Prometheus) -> None:
+    """Joined by namespace and name: the plan that the operator made is the one that the worker runs."""
+    gap = "specdecode_operator_plan_version - on (namespace, name) specdecode_plan_version"
+    wait_for(
+        "the plan has arrived",
+        lambda: [found["value"][1] for found in prometheus.query(f'{gap} == 0 and on (name) up{{name="{NAME}"}}')],
+        timeout_s=30,
+    )
+
+
+def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
+    wait_for("rules are evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
+    found = prometheus.rules()
+    assert [f"{rule['name']}: {rule.get('lastError')}" for rule in found if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in found if rule["state"] == "firing"] == []
+
+
+def test_an_alert_sees_what_is_wrong(prometheus: Prometheus, scraped: Endpoint) -> None:
+    """A pin that does not read is the quickest thing to get wrong: the alert waits five minutes from here on."""
+    scraped.namespace.kubectl("annotate", "sdd", NAME, "specdecode.io/pin=chian:3")
+    pending = 'ALERTS{alertname="SpecdecodeBadPin",alertstate="pending"}'
+    wait_for("the alert is pending", lambda: prometheus.query(pending), timeout_s=30)
+    assert scraped.condition("Pinned")["reason"] == "BadPin"
+    version = scraped.plan().version
+    scraped.namespace.kubectl("annotate", "sdd", NAME, "specdecode.io/pin=chain:2", "--overwrite")
+    wait_for("the shape is pinned", lambda: scraped.plan().initial.depth == 2 and not scraped.plan().rows)
+    assert scraped.plan().version > version
+    wait_for("the condition says so", lambda: scraped.condition("Pinned")["status"] == "True")
+    events = scraped.namespace.list("events")
+    told = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
+    assert {"BadPin", "SteeringChanged"} <= told

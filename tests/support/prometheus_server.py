@@ -1,0 +1,107 @@
+"""A real Prometheus as a process on loopback, with the chart's alert rules; it scrapes what a test gives it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from kube import ROOT, wait_for
+
+RULES = ROOT / "helm" / "specdecode" / "files" / "alerts.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something with /metrics: ``host:port``, and the labels that a monitor of the chart would give its series."""
+
+    job: str
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Prometheus:
+    """The HTTP API of one server."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=url, trust_env=False, timeout=20)
+
+    def ready(self) -> bool:
+        try:
+            return self._client.get("/-/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Series of an instant query; AssertionError with Prometheus' own words when it cannot be evaluated."""
+        answer = self._client.get("/api/v1/query", params={"query": expression}).json()
+        assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
+        return list(answer["data"]["result"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Alert rules with their health after the last evaluation."""
+        groups = self._client.get("/api/v1/rules").raise_for_status().json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def down(self) -> list[str]:
+        """Why targets could not be scraped."""
+        targets = self._client.get("/api/v1/targets").raise_for_status().json()["data"]["activeTargets"]
+        return [f"{target['scrapeUrl']}: {target['lastError']}" for target in targets if target["health"] != "up"]
+
+
+@contextmanager
+def prometheus_over(
+    programs: Path, folder: Path, targets: list[Target], *, every_seconds: int = 1
+) -> Iterator[Prometheus]:
+    """Runs while the block does; every target was scraped once when it begins."""
+    config = folder / "prometheus.yaml"
+    config.write_text(yaml.safe_dump(_config(targets, f"{every_seconds}s")))
+    address = f"127.0.0.1:{_free_port()}"
+    command = [
+        str(programs / "prometheus"),
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        "--log.level=warn",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    try:
+        found = Prometheus(f"http://{address}")
+        wait_for("Prometheus is ready", found.ready, timeout_s=30)
+        wait_for("every target is scraped", lambda: found.query("up == 1") and not found.down(), timeout_s=30)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _config(targets: list[Target], every: str) -> dict[str, Any]:
+    jobs = {target.job for target in targets}
+    return {
+        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [
+            {
+                "job_name": job,
+                "honor_labels": True,
+                "static_configs": [
+                    {"targets": [target.address], "labels": dict(target.labels)}
+                    for target in targets
+                    if target.job == job
+                ],
+            }
+            for job in sorted(jobs)
+        ],
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

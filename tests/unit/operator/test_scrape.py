@@ -1,0 +1,107 @@
+"""What operator and worker expose, scraped by a real Prometheus: every query of the dashboard and of the alerts.
+
+The same on a cluster, with real traffic, is tests/e2e's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import prometheus_client
+import pytest
+from fleet import Truth, loop_over, workload_with
+from kube import ROOT, wait_for
+from prometheus import Promtool, queries_of
+from prometheus_server import Prometheus, Target, prometheus_over
+
+from specdecode_operator import metrics
+from specdecode_operator.memory import Memory
+from specdecode_operator.records import Observed, Outcome
+from specdecode_operator.status import status_of
+from specdecode_worker.contract import LatencyHistogram, Report
+from specdecode_worker.metrics import SpeculationCounts, render
+
+DASHBOARD = ROOT / "helm" / "specdecode" / "files" / "dashboard.json"
+QUIET = {"specdecode_wanted_replicas", "specdecode_spec_decode_num_accepted_tokens_per_pos_total", "changes("}
+"""Nobody scales, no request named its positions, and no plan changes while Prometheus looks."""
+
+
+@pytest.fixture(scope="module")
+def operator() -> Iterator[str]:
+    """Address of an operator's metrics after a decision whose gain was measured."""
+    loop = loop_over(Truth(chances=[0.98] * 5), explore=0.1)
+    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    for _ in range(40):
+        decision = loop.poll()
+        status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+        metrics.record(loop.deployment, observed, decision, status)
+    metrics.RECONCILES.labels("success").inc()
+    server, thread = prometheus_client.start_http_server(0, addr="127.0.0.1")
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    metrics.forget(*loop.deployment.key)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    """Address of a worker's metrics as its server renders them from a report."""
+    loop = loop_over()
+    loop.polls(4)
+    latency = [
+        LatencyHistogram.model_validate({"name": name, "edges": (0.1, 1.0), "counts": (3, 2, 1), "sum": 2.0})
+        for name in ("ttft", "ttit", "e2e", "queue")
+    ]
+    report: Report = loop.worker.report().model_copy(update={"model": "m", "latency": tuple(latency)})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(render(report, SpeculationCounts()))
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    promtool: Promtool, operator: str, worker: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    labels = {"namespace": "ns", "name": "demo", "pod": "demo-worker-1"}
+    targets = [Target("operator", operator), Target("workers", worker, labels)]
+    with prometheus_over(promtool.folder, tmp_path_factory.mktemp("prometheus"), targets) as found:
+        wait_for("two scrapes", lambda: found.query("count_over_time(up[1m]) > 2"), timeout_s=20)
+        yield found
+
+
+def queries() -> list[str]:
+    return queries_of(json.loads(Path(DASHBOARD).read_text()))
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_of_the_dashboard_has_an_answer(prometheus: Prometheus, query: str) -> None:
+    answer = prometheus.query(query)
+    assert answer or any(words in query for words in QUIET), query
+
+
+def test_every_alert_is_evaluated_and_a_well_deployment_raises_none(prometheus: Prometheus) -> None:
+    wait_for("rules are evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
+    found = prometheus.rules()
+    assert {rule["health"] for rule in found} == {"ok"}
+    assert [rule["name"] for rule in found if rule["state"] != "inactive"] == []
+
+
+def test_the_series_of_a_deployment_meet(prometheus: Prometheus) -> None:
+    """Operator's and worker's series carry the same namespace and name, so that one can be set against the other."""
+    assert prometheus.query("specdecode_operator_plan_version - on (namespace, name) specdecode_plan_version")
