@@ -57,6 +57,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         depth=_depth_in_use(deployment, observed, kept, plan, found),
         task_depths=_task_depths(deployment, plan, kept, found),
         figures=figures,
+        first_acceptance=planning.first_acceptance(kept.acceptance),
         wanted=scaled.wanted if scaled else None,
         history=kept.history,
         pinned=kept.pin,

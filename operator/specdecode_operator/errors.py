@@ -8,6 +8,7 @@ OperatorError
 |   |-- Conflict           409: somebody else was faster, or owns the field
 |   |-- Refused            400, 403, 422: asking again will not help by itself
 |   `-- Unavailable        5xx, 429, no connection: asking again will
+|-- PluginError            kubectl specdecode cannot do what it was asked
 `-- WorkerError            a worker's admin port
     |-- WorkerUnreachable  no answer in time
     `-- BadReport          an answer that is no report; names what is wrong with it
@@ -46,6 +47,10 @@ class Refused(ClusterError):
 
 class Unavailable(ClusterError):
     """The API server is away or overloaded."""
+
+
+class PluginError(OperatorError):
+    """No cluster, no such kind or object, not allowed; the message says what to do."""
 
 
 class WorkerError(OperatorError):

@@ -12,12 +12,14 @@ from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import Decision
 from specdecode_operator.measurements import CellKey, Delta, Moments
-from specdecode_operator.memory import CostMemory, FollowMemory, Kept
+from specdecode_operator.memory import CostMemory, FollowMemory, Kept, LoadMemory
 from specdecode_operator.planning.figures import Point, interpolated
-from specdecode_operator.planning.loads import bucket_of
+from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
 
 HISTORY = 10
+FOLLOWED, ROWS = 4, 16
+"""Changes whose gain is measured at a time, and rows of each: the memory must stay small."""
 LEAST_DRAFTS = 500
 """Steps of a sequence after which a gain is taken as measured."""
 SAME_SHAPE = 0.15
@@ -59,7 +61,7 @@ def recorded(kept: Kept, decisions: Iterable[Decision], before: Plan | None) -> 
         return kept
     following = kept.following
     if before is not None and kept.plan is not None:
-        following = (*_followed_from_now(found, before, kept.plan), *following)[:HISTORY]
+        following = (*_followed_from_now(found, before, kept.plan, kept.load), *following)[:FOLLOWED]
     return kept.model_copy(
         update={"history": (*reversed(found), *kept.history)[:HISTORY], "following": following},
     )
@@ -90,8 +92,13 @@ def _told(decision: Decision, done: dict[tuple[str, str, str], float]) -> Decisi
     return decision if gain is None else decision.model_copy(update={"realised_gain_percent": gain})
 
 
-def _followed_from_now(decisions: Iterable[Decision], before: Plan, after: Plan) -> Iterator[FollowMemory]:
-    """One per (before, after): rows of several tasks that moved alike are measured together."""
+def _followed_from_now(
+    decisions: Iterable[Decision], before: Plan, after: Plan, load: LoadMemory
+) -> Iterator[FollowMemory]:
+    """One per (before, after): rows of several tasks that moved alike are measured together.
+
+    Of many rows those near the present load are kept: the others would hardly see 500 drafts.
+    """
     rows: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for row in after.rows:
         known = before.row(row.concurrency, row.context, row.task)
@@ -102,7 +109,9 @@ def _followed_from_now(decisions: Iterable[Decision], before: Plan, after: Plan)
         shapes = (decision.before, decision.after)
         if decision.kind == "Plan" and shapes in rows and shapes not in seen:
             seen.add(shapes)
-            yield FollowMemory(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(rows[shapes]))
+            concurrency, context = present_row(load, after.buckets)
+            near = sorted(rows[shapes], key=lambda row: (abs(row[1] - context), abs(row[0] - concurrency), row))
+            yield FollowMemory(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(near[:ROWS]))
 
 
 def _with_steps(follow: FollowMemory, kept: Kept, delta: Delta, buckets: Buckets) -> FollowMemory:

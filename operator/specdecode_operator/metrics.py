@@ -22,6 +22,9 @@ READY_REPLICAS = Gauge("specdecode_ready_replicas", "Workers that are ready.", O
 WANTED_REPLICAS = Gauge("specdecode_wanted_replicas", "Workers that demand asks for, before the bounds.", OF_ONE)
 DEPTH = Gauge("specdecode_depth", "Draft depth at the present load.", OF_ONE)
 ACCEPTANCE = Gauge("specdecode_acceptance_rate", "Accepted over drafted tokens, last measured.", OF_ONE)
+FIRST_ACCEPTANCE = Gauge(
+    "specdecode_first_token_acceptance", "How often the draft's first token is right, whatever the depth.", OF_ONE
+)
 ACCEPTED_LENGTH = Gauge("specdecode_accepted_length", "Tokens per step, last measured.", OF_ONE)
 SPEEDUP = Gauge("specdecode_speedup", "Plain over speculative time per token, last measured.", OF_ONE)
 RUNNING = Gauge("specdecode_running_requests", "Requests that run, mean of a minute.", OF_ONE)
@@ -50,6 +53,7 @@ def record(deployment: Deployment, observed: Observed, decision: Decision, statu
     STALE_REPORTS.labels(*key).set(len(decision.silent))
     _known(WANTED_REPLICAS, key, decision.wanted)
     _known(DEPTH, key, decision.depth)
+    _known(FIRST_ACCEPTANCE, key, decision.first_acceptance)
     _decisions(key, decision.changes)
     _figures(key, decision)
     _gains(key, decision.history)

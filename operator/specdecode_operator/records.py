@@ -149,6 +149,8 @@ class Decision:
     """Depth that runs at the present load; None while nobody runs."""
     task_depths: Mapping[str, int] = field(default_factory=dict)
     figures: Figures | None = None
+    first_acceptance: float | None = None
+    """How often the draft's first token is right: the same whatever depth runs."""
     wanted: int | None = None
     """Replicas that demand asks for, before the bounds; None unless the operator scales."""
     history: tuple[DecisionRecord, ...] = ()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from specdecode_operator.measurements import CellKey, Delta, Moments, over
-from specdecode_operator.memory import CostMemory
+from specdecode_operator.memory import CostMemory, DepthMemory
 from specdecode_operator.records import Figures, Speed
 from specdecode_worker.contract import FEATURES
 
@@ -46,6 +46,13 @@ def figures(
         speed=_speed(total, costs),
         tasks=_tasks(total, task_depths),
     )
+
+
+def first_acceptance(cells: Iterable[DepthMemory]) -> float | None:
+    """How often the draft's first token is right, all tasks together: the same whatever depth runs."""
+    first = [cell for cell in cells if cell.depth == 1]
+    total = sum(cell.total for cell in first)
+    return sum(cell.hits for cell in first) / total if total else None
 
 
 def _speed(total: Delta, costs: Iterable[CostMemory]) -> Speed | None:

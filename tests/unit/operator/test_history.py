@@ -6,9 +6,9 @@ import pytest
 from fleet import Loop, Truth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
-from specdecode_operator.history import HISTORY, realised, recorded, steered
+from specdecode_operator.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
 from specdecode_operator.measurements import Delta
-from specdecode_operator.memory import FollowMemory, Kept, Memory
+from specdecode_operator.memory import FollowMemory, Kept, LoadMemory, Memory
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 
@@ -75,6 +75,23 @@ def test_rows_that_moved_are_followed() -> None:
     kept = recorded(Kept(plan=plan_of(5)), (decision(),), plan_of(3))
     (follow,) = kept.following
     assert follow.rows == tuple((c, 0, "other") for c in range(3))
+
+
+def test_what_is_followed_stays_small_and_near_the_present_load() -> None:
+    def plan(depth: int) -> Plan:
+        rows = tuple(
+            PlanRow(concurrency=c, context=x, shape=TreeShape.chain(depth)) for c in range(6) for x in range(3)
+        )
+        return Plan(version=1, rows=rows, initial=TreeShape.chain(3))
+
+    kept = Kept(load=LoadMemory(sequences=16, context_bucket=2))
+    for index in range(6):
+        kept = kept.model_copy(update={"plan": plan(index + 1)})
+        moved = decision(time=f"{index}", before=f"chain:{index}" if index else "none", after=f"chain:{index + 1}")
+        kept = recorded(kept, (moved,), plan(index))
+    assert len(kept.following) == FOLLOWED
+    assert len(kept.following[0].rows) == ROWS
+    assert kept.following[0].rows[0] == (4, 2, "other")
 
 
 def test_a_decision_that_left_the_history_is_followed_no_more() -> None:

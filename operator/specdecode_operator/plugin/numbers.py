@@ -1,0 +1,120 @@
+"""The operator's remembered figures as tables: acceptance by depth, measured steps, rows of the plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specdecode_operator.measurements import Moments
+from specdecode_operator.memory import CostMemory, Kept
+from specdecode_operator.plugin.text import figure, percent, table
+from specdecode_worker.contract import FEATURES, Buckets, Plan
+
+_SEQUENCES = FEATURES.index("sequences")
+_VERIFY_TOKENS = FEATURES.index("verify_tokens")
+_LEAST_STEPS = 1
+
+
+def acceptance_lines(kept: Kept) -> Iterator[str]:
+    """How often the draft's first choice was right, by task and depth, wherever its parent was."""
+    tasks = sorted({cell.task for cell in kept.acceptance})
+    if not tasks:
+        return
+    rates: dict[tuple[str, int], tuple[float, float]] = {}
+    for cell in kept.acceptance:
+        hits, total = rates.get((cell.task, cell.depth), (0.0, 0.0))
+        rates[cell.task, cell.depth] = hits + cell.hits, total + cell.total
+    depths = sorted({depth for _, depth in rates})
+    rows = [(task, *(_rate(rates.get((task, depth))) for depth in depths)) for task in tasks]
+    yield ""
+    yield from table(("ACCEPTANCE", *(f"DEPTH {depth}" for depth in depths)), rows, "  ")
+
+
+def step_lines(kept: Kept) -> Iterator[str]:
+    """Kinds of steps at the context of the present load, each against plain steps of as many sequences."""
+    cells = [cell for cell in kept.costs if cell.context_bucket == kept.load.context_bucket and not cell.prefill]
+    timed = sorted(
+        (_Steps(cell) for cell in cells if Moments(cell.values).count >= _LEAST_STEPS), key=lambda s: s.order
+    )
+    if not timed:
+        return
+    rows = [
+        (
+            steps.name,
+            figure(steps.sequences, 1),
+            figure(steps.milliseconds, 1),
+            figure(steps.tokens, 2),
+            figure(steps.per_token, 1),
+            percent(steps.against(timed)),
+            f"{steps.count:.0f}",
+        )
+        for steps in timed
+    ]
+    yield ""
+    head = ("STEPS", "SEQUENCES", "MS/STEP", "TOKENS", "MS/TOKEN", "AGAINST PLAIN", "REMEMBERED")
+    yield from table(head, rows, "  ")
+
+
+def row_lines(kept: Kept) -> Iterator[str]:
+    """The plan: a line for every task, a column for every concurrency, at the context of the present load."""
+    plan = kept.plan
+    if plan is None:
+        return
+    yield ""
+    if not plan.rows:
+        yield f"  The plan has no rows: {plan.initial} runs at every load."
+        return
+    context = min(kept.load.context_bucket, len(plan.buckets.context))
+    heads = [_concurrency(plan.buckets, index) for index in range(len(plan.buckets.concurrency) + 1)]
+    tasks = sorted({row.task for row in plan.rows})
+    yield from table(("PLAN: TASK", *heads), [(task, *_shapes(plan, task, context)) for task in tasks], "  ")
+
+
+def _shapes(plan: Plan, task: str, context: int) -> Iterator[str]:
+    for concurrency in range(len(plan.buckets.concurrency) + 1):
+        row = plan.row(concurrency, context, task)
+        yield str(row.shape if row else plan.initial)
+
+
+def _concurrency(buckets: Buckets, index: int) -> str:
+    edges = buckets.concurrency
+    if index == len(edges):
+        return f">{edges[-1]}"
+    low = edges[index - 1] + 1 if index else 1
+    return f"{low}" if low == edges[index] else f"{low}-{edges[index]}"
+
+
+def _rate(hits: tuple[float, float] | None) -> str:
+    return figure(hits[0] / hits[1]) if hits and hits[1] else "-"
+
+
+class _Steps:
+    """One remembered kind of step."""
+
+    def __init__(self, cell: CostMemory) -> None:
+        moments = Moments(cell.values)
+        self.count = moments.count
+        self.sequences = moments.mean_x[_SEQUENCES]
+        self.nodes = round(moments.mean_x[_VERIFY_TOKENS] / self.sequences - 1) if self.sequences else 0
+        self.milliseconds = 1000 * moments.mean_seconds
+        self.tokens = moments.emitted / (moments.count * self.sequences) if self.sequences else 0.0
+        self.passes = cell.draft_passes
+        self.order = (round(self.sequences), self.passes, self.nodes)
+
+    @property
+    def name(self) -> str:
+        if not self.nodes:
+            return "plain" if not self.passes else f"plain, shadow of {self.passes}"
+        return f"depth {self.passes}" if self.nodes == self.passes else f"depth {self.passes}, {self.nodes} nodes"
+
+    @property
+    def per_token(self) -> float | None:
+        return self.milliseconds / self.tokens if self.tokens else None
+
+    def against(self, timed: list[_Steps]) -> float | None:
+        """Percent more tokens in the same time than plain steps of about as many sequences."""
+        plain = [steps for steps in timed if not steps.nodes and not steps.passes and steps.per_token]
+        near = min(plain, key=lambda steps: abs(steps.sequences - self.sequences), default=None)
+        if near is None or near is self or not self.per_token or near.per_token is None:
+            return None
+        alike = 0.8 <= self.sequences / near.sequences <= 1.25
+        return 100 * (near.per_token / self.per_token - 1) if alike else None

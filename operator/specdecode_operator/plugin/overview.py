@@ -1,0 +1,120 @@
+"""``status``: one line a deployment, and for a single one its tasks and what is not well. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, Condition, Spec, Status
+from specdecode_operator.plugin.text import age, figure, table, word
+
+HEAD = ("NAME", "READY", "MODE", "DEPTH", "ACCEPT", "TOK/STEP", "SPEEDUP", "TOK/S", "RUN", "WAIT", "WANT", "DECIDED")
+_GOOD_WHEN_FALSE = {"ScalingLimited", "Progressing"}
+
+
+def overview(resources: Sequence[dict[str, Any]], now: float, *, namespaces: bool = False) -> list[str]:
+    """A table; below it, whatever a deployment says that is not well."""
+    if not resources:
+        return ["no SpecDecodeDeployments found"]
+    head = ("NAMESPACE", *HEAD) if namespaces else HEAD
+    rows = [
+        ((resource["metadata"]["namespace"],) if namespaces else ()) + _row(resource, now)
+        for resource in sorted(resources, key=lambda one: (one["metadata"]["namespace"], one["metadata"]["name"]))
+    ]
+    trouble = [line for resource in resources for line in _reason(resource)]
+    return [*table(head, rows), *(["", *trouble] if trouble else [])]
+
+
+def detail(resource: dict[str, Any], now: float) -> list[str]:
+    """One deployment: the line, its tasks, its conditions."""
+    status = status_of(resource)
+    lines = overview([resource], now)
+    if status.tasks:
+        rows = [
+            (task.name, word(task.mode), word(task.depth), figure(task.acceptance_rate), figure(task.accepted_length))
+            for task in status.tasks
+        ]
+        lines += ["", *table(("TASK", "MODE", "DEPTH", "ACCEPT", "TOK/STEP"), rows)]
+    found = [(one.type, one.status, one.reason, age(one.last_transition_time, now)) for one in status.conditions]
+    return [*lines, "", *table(("CONDITION", "STATUS", "REASON", "SINCE"), found)] if found else lines
+
+
+def spec_of(resource: dict[str, Any]) -> Spec:
+    """As ``status_of``."""
+    return Spec.model_validate(_known(resource["spec"], Spec))
+
+
+def status_of(resource: dict[str, Any]) -> Status:
+    """Fields of a newer operator are left out rather than refused: a plugin may be older than what it looks at."""
+    return Status.model_validate(_known(resource.get("status") or {}, Status))
+
+
+def mode_of(resource: dict[str, Any]) -> str:
+    """What decides: a pause before a pin, a pin before the mode."""
+    annotations = resource["metadata"].get("annotations") or {}
+    speculation = resource["spec"].get("speculation") or {}
+    if annotations.get(PAUSED_ANNOTATION, "false") != "false":
+        return "Paused"
+    if speculation.get("method") == "none" or not speculation:
+        return "none"
+    pinned = (resource.get("status") or {}).get("speculation", {}).get("pinned")
+    return f"Pin {pinned}" if pinned else str(speculation.get("mode", "Auto"))
+
+
+def bad(conditions: Iterable[Condition]) -> list[Condition]:
+    """Conditions that somebody should look at."""
+    return [
+        found
+        for found in conditions
+        if found.status == ("True" if found.type in _GOOD_WHEN_FALSE else "False") and found.type != "Progressing"
+    ]
+
+
+def _row(resource: dict[str, Any], now: float) -> tuple[str, ...]:
+    status = status_of(resource)
+    speculation, traffic = status.speculation, status.traffic
+    newest = speculation.history[0] if speculation and speculation.history else None
+    return (
+        resource["metadata"]["name"],
+        word(status.ready),
+        mode_of(resource),
+        word(speculation.depth if speculation else None),
+        figure(speculation.acceptance_rate if speculation else None),
+        figure(speculation.accepted_length if speculation else None),
+        figure(speculation.speedup if speculation else None),
+        figure(traffic.tokens_per_second if traffic else None, 0),
+        figure(traffic.running if traffic else None, 1),
+        figure(traffic.waiting if traffic else None, 1),
+        word(status.capacity.wanted_replicas if status.capacity else None),
+        age(newest.time if newest else None, now),
+    )
+
+
+def _reason(resource: dict[str, Any]) -> list[str]:
+    reason = (resource.get("status") or {}).get("reason")
+    return [f"{resource['metadata']['name']}: {reason}"] if reason else []
+
+
+def _known(value: Any, model: Any) -> Any:
+    """``value`` without the fields that this version's models do not have, all the way down."""
+    if not isinstance(value, dict) or not hasattr(model, "model_fields"):
+        return value
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    return {key: _inside(item, fields[key].annotation) for key, item in value.items() if key in fields}
+
+
+def _inside(value: Any, annotation: Any) -> Any:
+    models = list(_models(annotation))
+    if not models:
+        return value
+    if isinstance(value, list):
+        return [_known(item, models[0]) for item in value]
+    return _known(value, models[0])
+
+
+def _models(annotation: Any) -> Iterable[Any]:
+    """Models that a field's type names, however deep in unions and tuples."""
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _models(inner)

@@ -1,0 +1,49 @@
+"""Tables, ages and figures as text. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+ABSENT = "-"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
+    """Lines of left-aligned columns, as kubectl prints them."""
+    found = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in found) for column in range(len(head))]
+    return [
+        indent + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in found
+    ]
+
+
+def figure(value: float | None, digits: int = 2) -> str:
+    return ABSENT if value is None else f"{value:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{value:.0f}"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:+.0f} %"
+
+
+def word(value: object) -> str:
+    return ABSENT if value is None or value == "" else str(value)
+
+
+def age(time: str | None, now: float) -> str:
+    """How long ago a time of Kubernetes' was: 45s, 12m, 5h, 3d."""
+    if not time:
+        return ABSENT
+    try:
+        seconds = max(0.0, now - datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp())
+    except ValueError:
+        return ABSENT
+    for unit, size, most in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
+        if seconds < most:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def wrapped(text: str, indent: str, width: int = 110) -> list[str]:
+    return textwrap.wrap(text, width=width, initial_indent=indent, subsequent_indent=indent) or []

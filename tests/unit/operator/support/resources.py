@@ -1,0 +1,39 @@
+"""A deployment as the API server would show it, after a simulated worker ran under the real loop for a while."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fleet import Loop, workload_with
+
+from specdecode_operator.memory import Kept
+from specdecode_operator.records import Observed, Outcome
+from specdecode_operator.status import status_of
+
+Resource = dict[str, Any]
+
+
+def polled(loop: Loop, count: int) -> None:
+    """Polls, with every status built on the one before."""
+    for _ in range(count):
+        decision = loop.poll()
+        observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+        status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+        loop.deployment = replace(loop.deployment, status=status)
+
+
+def resource_of(loop: Loop, **annotations: str) -> Resource:
+    deployment = loop.deployment
+    found = {f"specdecode.io/{name}": value for name, value in annotations.items()}
+    return {
+        "apiVersion": "specdecode.io/v1alpha1",
+        "kind": "SpecDecodeDeployment",
+        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": "u1", "annotations": found},
+        "spec": deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+
+
+def remembered(loop: Loop) -> Kept:
+    return loop.memory.kept

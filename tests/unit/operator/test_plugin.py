@@ -1,0 +1,191 @@
+"""`kubectl specdecode`: the text that it makes of what the API server has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from fleet import Loop, Truth, loop_over
+from resources import polled, remembered, resource_of
+
+from specdecode_operator.plugin.explain import explain
+from specdecode_operator.plugin.overview import HEAD, detail, overview
+from specdecode_operator.plugin.past import past
+from specdecode_operator.plugin.simulation import document
+from specdecode_operator.plugin.text import age, figure, percent, table
+
+
+@pytest.fixture(scope="module")
+def deepened() -> Loop:
+    """A deployment whose depth rose from 3 to 5, and whose gain was measured."""
+    loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1, scaling={"owner": "Operator"})
+    polled(loop, 40)
+    return loop
+
+
+def columns(line: str) -> list[str]:
+    return re.split(r" {3,}", line.rstrip())
+
+
+def cells(lines: list[str], head: tuple[str, ...]) -> list[dict[str, str]]:
+    """Rows of a printed table, by column."""
+    (first,) = [index for index, line in enumerate(lines) if columns(line) == list(head)]
+    return [dict(zip(head, columns(line), strict=True)) for line in lines[first + 1 :]]
+
+
+def test_status_is_one_line_a_deployment(deepened: Loop) -> None:
+    (row,) = cells(overview([resource_of(deepened)], deepened.now), HEAD)
+    assert (row["NAME"], row["READY"], row["MODE"], row["DEPTH"], row["WANT"]) == ("demo", "1/1", "Auto", "5", "1")
+    assert float(row["ACCEPT"]) == pytest.approx(0.95, abs=0.06)
+    assert float(row["SPEEDUP"]) > 2
+    assert float(row["RUN"]) == pytest.approx(3, abs=0.2)
+
+
+def test_status_of_all_namespaces_names_them(deepened: Loop) -> None:
+    lines = overview([resource_of(deepened)], deepened.now, namespaces=True)
+    (row,) = cells(lines, ("NAMESPACE", *HEAD))
+    assert row["NAMESPACE"] == "ns"
+
+
+def test_nothing_there_is_said() -> None:
+    assert overview([], 0) == ["no SpecDecodeDeployments found"]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "spec", "mode"),
+    [
+        ({"paused": "true"}, {}, "Paused"),
+        ({"pin": "chain:2"}, {}, "Pin chain:2"),
+        ({}, {"mode": "Advisory"}, "Advisory"),
+        ({}, {"method": "none", "draft": None}, "none"),
+    ],
+)
+def test_status_says_who_decides(annotations: dict[str, str], spec: dict[str, object], mode: str) -> None:
+    loop = loop_over(speculation=spec)
+    loop.deployment = replace(loop.deployment, pin=annotations.get("pin", ""))
+    polled(loop, 2)
+    (row,) = cells(overview([resource_of(loop, **annotations)], loop.now), HEAD)
+    assert row["MODE"] == mode
+
+
+def test_what_is_not_well_stands_below() -> None:
+    loop = loop_over()
+    loop.deployment = replace(loop.deployment, pin="chian:2")
+    polled(loop, 1)
+    lines = overview([resource_of(loop)], loop.now)
+    assert any(line.startswith("demo: ") and "chian:2" in line for line in lines)
+
+
+def test_detail_shows_tasks_and_conditions() -> None:
+    tasks = [{"name": "code", "mode": "Static"}, {"name": "chat"}]
+    loop = loop_over(speculation={"tasks": tasks})
+    polled(loop, 2)
+    text = "\n".join(detail(resource_of(loop), loop.now))
+    assert "code   Static   3" in text
+    assert "ReportsFresh" in text
+
+
+def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> None:
+    lines = past(resource_of(deepened), deepened.now)
+    rows = [columns(line) for line in lines if not line.startswith("      ")]
+    measured = [row for row in rows[1:] if row[5] != "-"]
+    assert measured, lines
+    assert measured[0][1:4] == ["Plan", "chain:3", "chain:5"]
+    expected, realised = (int(cell.removesuffix(" %")) for cell in measured[0][4:6])
+    assert realised == pytest.approx(expected, abs=8)
+    assert any("acceptance by depth 0.9" in line for line in lines)
+
+
+def test_an_empty_history_is_said() -> None:
+    loop = loop_over(speculation={"mode": "Static"})
+    polled(loop, 2)
+    assert past(resource_of(loop), loop.now) == ["nothing was decided for demo yet"]
+
+
+def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
+    text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
+    assert "Depth 5 runs at the present load" in text
+    assert "Mode Auto: the least time per token among depths 0 to 5" in text
+    assert "chain:3 -> chain:5" in text
+    assert "Demand asks for 1 workers." in text
+    assert "between 1 and 4 workers" in text
+    steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
+    assert set(steps) == {"plain", *(f"depth {depth}" for depth in range(1, 6))}
+    assert float(steps["plain"][2]) == pytest.approx(21.2, rel=0.05), "20 ms and 0.4 ms a token, of three sequences"
+    assert steps["plain"][3] == "1", "a token a step"
+
+
+def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened: Loop) -> None:
+    lines = explain(resource_of(deepened), remembered(deepened), deepened.now)
+    (deep,) = [line for line in lines if line.startswith("  depth 5")]
+    plain, drafted = 21.2, (20 + 2 * 5 + 0.4 * 3 * 6) / 5.7
+    assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
+
+
+def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:
+    lines = explain(resource_of(deepened), remembered(deepened), deepened.now)
+    (head,) = [line for line in lines if line.startswith("  PLAN: TASK")]
+    assert head.split() == ["PLAN:", "TASK", "1", "2", "3-4", "5-8", ">8"]
+    (row,) = [line for line in lines if line.startswith("  other") and "chain" in line]
+    assert row.split()[3] == "chain:5", "at three sequences"
+
+
+def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
+    text = "\n".join(explain(resource_of(deepened), None, deepened.now, "you may not do this: configmaps"))
+    assert "cannot be read: you may not do this" in text
+    assert "THE NUMBERS BEHIND" not in text
+    assert "WHY THIS MANY WORKERS" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"speculation": {"mode": "Static"}}, "Mode Static: depth.initial, 3."),
+        ({"speculation": {"mode": "Off"}}, "Mode Off"),
+        ({"speculation": {"method": "none", "draft": None}}, "no draft is loaded"),
+        ({"scaling": {"owner": "External"}, "replicas": 1}, "scaling.owner is External"),
+        ({}, "without spec.scaling nobody else sets it"),
+    ],
+)
+def test_explain_says_who_decides(spec: dict[str, object], words: str) -> None:
+    loop = loop_over(**spec)
+    polled(loop, 2)
+    assert words in "\n".join(explain(resource_of(loop), None, loop.now))
+
+
+def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> None:
+    resource = resource_of(deepened)
+    resource["status"]["novelty"] = {"a": 1}
+    resource["status"]["speculation"]["novelty"] = 1
+    resource["status"]["speculation"]["history"][0]["novelty"] = 1
+    resource["status"]["conditions"][0]["novelty"] = 1
+    resource["spec"]["speculation"]["novelty"] = 1
+    assert overview([resource], deepened.now) == overview([resource_of(deepened)], deepened.now)
+    assert explain(resource, None, deepened.now) == explain(resource_of(deepened), None, deepened.now)
+
+
+def test_what_is_handed_to_the_simulator(deepened: Loop) -> None:
+    found = document(resource_of(deepened), remembered(deepened))
+    assert found["spec"]["model"]["uri"] == "embedded://t"
+    assert found["memory"]["acceptance"]
+    assert "annotations" not in found["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5s"), (119, "119s"), (120, "2m"), (7199, "120m"), (7200, "2h"), (200000, "2d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age("1970-01-01T00:00:00Z", seconds) == text
+
+
+def test_small_words() -> None:
+    assert (figure(None), figure(1.50), figure(100.0, 0), percent(3.4), percent(None)) == (
+        "-",
+        "1.5",
+        "100",
+        "+3 %",
+        "-",
+    )
+    assert table(("A", "LONG"), [("x", "y")]) == ["A   LONG", "x   y"]
+    assert age("yesterday", 0) == "-"

@@ -1,0 +1,246 @@
+"""`kubectl specdecode` against an API server made up of canned answers: what is asked, written and said of errors."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from fleet import loop_over
+from resources import polled, resource_of
+
+from specdecode_operator.memory import state_data
+from specdecode_operator.plugin import simulation
+from specdecode_operator.plugin.cli import main
+
+ROOT = "/apis/specdecode.io/v1alpha1"
+
+
+class Server:
+    """Answers by path: (status, body). Everything that was written is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.written: list[tuple[str, str, Any]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer()
+
+            def do_PATCH(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.written.append((self.path.partition("?")[0], self.headers["Content-Type"], body))
+                self._answer()
+
+            def _answer(self) -> None:
+                status, body = server.answers.get(self.path.partition("?")[0], (404, "404 page not found"))
+                data = (body if isinstance(body, str) else json.dumps(body)).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = Thread(target=self.http.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig.write_text(yaml.safe_dump(config(f"http://127.0.0.1:{self.http.server_port}")))
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+
+    def run(self, *words: str) -> int:
+        command, *rest = words
+        return main([command, "--kubeconfig", str(self.kubeconfig), *rest])
+
+
+def config(url: str) -> dict[str, Any]:
+    """A kubeconfig whose context is of namespace ns."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "ns"}}],
+        "current-context": "x",
+    }
+
+
+def refusal(code: int, message: str) -> tuple[int, dict[str, Any]]:
+    return code, {"kind": "Status", "status": "Failure", "message": message, "code": code}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    found = Server(tmp_path)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def demo(server: Server) -> str:
+    """A deployment called demo in namespace ns, and its memory; the path of the resource."""
+    loop = loop_over(speculation={"tasks": [{"name": "code"}]})
+    polled(loop, 6)
+    found = resource_of(loop)
+    path = f"{ROOT}/namespaces/ns/specdecodedeployments"
+    server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [found]})
+    server.answers[f"{path}/demo"] = 200, found
+    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = 200, {"data": state_data(loop.memory.kept)}
+    return f"{path}/demo"
+
+
+def test_status_goes_by_the_namespace_of_the_context(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.run("status") == 0
+    assert server.run("status", "--all-namespaces") == 0
+    assert server.run("status", "demo") == 0
+    out = capsys.readouterr().out
+    assert out.count("demo   ") >= 3
+    assert "NAMESPACE" in out
+    assert "TASK" in out
+
+
+def test_watch_draws_until_it_is_interrupted(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdecode_operator.plugin.cli.time.sleep", sleep)
+    assert server.run("status", "--watch", "--interval", "0.5") == 0
+    assert slept == [0.5, 0.5]
+    assert capsys.readouterr().out.count("NAME   ") == 2
+
+
+def test_explain_and_history_read_what_the_operator_wrote(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.run("explain", "demo") == 0
+    assert "THE NUMBERS BEHIND" in capsys.readouterr().out
+    assert server.run("history", "demo") == 0
+    assert "nothing was decided" in capsys.readouterr().out
+
+
+def test_explain_without_the_right_to_read_config_maps(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = refusal(403, "configmaps is forbidden")
+    assert server.run("explain", "demo") == 0
+    assert "configmaps is forbidden" in capsys.readouterr().out
+
+
+def test_pin_writes_the_annotation_and_nothing_else(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.run("pin", "demo", "code=chain:6") == 0
+    ((path, kind, body),) = server.written
+    assert path == demo
+    assert kind == "application/merge-patch+json"
+    assert body == {"metadata": {"annotations": {"specdecode.io/pin": "code=chain:6"}}}
+    assert "unpin demo" in capsys.readouterr().out
+
+
+def test_a_slip_is_refused_before_it_is_written(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.run("pin", "demo", "sql=chain:6") == 1
+    assert server.run("pin", "demo", "") == 1
+    assert not server.written
+    assert "no task 'sql'; there are code, other" in capsys.readouterr().err
+
+
+def test_unpin_takes_the_annotation_off(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.run("unpin", "demo") == 0
+    assert server.written[0][2] == {"metadata": {"annotations": {"specdecode.io/pin": None}}}
+    assert "follows its mode again: Auto" in capsys.readouterr().out
+
+
+def test_pin_of_a_paused_deployment_says_that_it_waits(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers[demo][1]["metadata"]["annotations"]["specdecode.io/paused"] = "true"
+    assert server.run("pin", "demo", "chain:2") == 0
+    assert "the pin waits" in capsys.readouterr().out
+
+
+def test_simulate_hands_the_deployment_over(
+    server: Server, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "specdecode-operator"
+    program.write_text(f'#!/bin/sh\necho --deployment; cp "$3" {tmp_path}/got 2>/dev/null; echo $4 > {tmp_path}/rest\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(simulation, "_program", lambda: str(program))
+    assert server.run("simulate", "demo", "--seeds=3") == 0
+    found = json.loads((tmp_path / "got").read_text())
+    assert found["metadata"]["name"] == "demo"
+    assert found["memory"]["load"]
+    assert (tmp_path / "rest").read_text() == "--seeds=3\n"
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    found = capsys.readouterr()
+    assert not found.out
+    assert found.err.startswith("error: ")
+    assert found.err.count("\n") == 1, "one sentence, no traceback"
+    return found.err
+
+
+def test_no_such_object(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{ROOT}/namespaces/ns/specdecodedeployments/absent"
+    server.answers[path] = refusal(404, 'specdecodedeployments.specdecode.io "absent" not found')
+    assert server.run("explain", "absent") == 1
+    assert '"absent" not found' in said(capsys)
+
+
+def test_no_crd(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.run("status") == 1
+    assert "does not know specdecodedeployments.specdecode.io: install the chart" in said(capsys)
+
+
+@pytest.mark.parametrize(("code", "words"), [(403, "you may not do this"), (401, "does not know who you are")])
+def test_not_allowed(server: Server, capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
+    server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments"] = refusal(code, "cannot list")
+    assert server.run("status") == 1
+    assert words in said(capsys)
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config("http://127.0.0.1:9")))
+    assert main(["status", "--kubeconfig", str(kubeconfig)]) == 1
+    assert "http://127.0.0.1:9 does not answer" in said(capsys)
+
+
+def test_no_kubeconfig(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--kubeconfig", str(tmp_path / "absent")]) == 1
+    assert "set KUBECONFIG" in said(capsys)
+
+
+def test_no_such_context(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.run("status", "--context", "other") == 1
+    assert "other" in said(capsys)
+
+
+def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers[demo][1]["spec"]["model"]["uri"] = 7
+    assert server.run("explain", "demo") == 1
+    assert "of another version than this program: model.uri" in said(capsys)
