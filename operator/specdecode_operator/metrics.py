@@ -40,7 +40,12 @@ REALISED_GAIN = Gauge("specdecode_realised_gain_ratio", "What that change brough
 REPORTS_REFUSED = Counter("specdecode_operator_reports_refused", "Reports that could not be had or used.")
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
-_PLAN_REASONS = {"spec.speculation": "bounds", "a probe after": "probe", "speculation loses": "loses"}
+_PLAN_REASONS = {
+    "spec.speculation": "bounds",
+    "the spec allows": "bounds",
+    "a probe after": "probe",
+    "speculation loses": "loses",
+}
 
 
 def record(deployment: Deployment, observed: Observed, decision: Decision, status: Status) -> None:
