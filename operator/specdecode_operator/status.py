@@ -32,7 +32,7 @@ def status_of(
 ) -> Status:
     """The whole status. Equal inputs give equal status: nothing but ``now`` in a new condition tells the time."""
     before = deployment.status
-    found = verdicts(deployment, observed, decision, outcome)
+    found = tuple(_calm(before, verdict, decision) for verdict in verdicts(deployment, observed, decision, outcome))
     workload = observed.workload
     ready = workload.ready if workload else 0
     return Status(
@@ -49,7 +49,7 @@ def status_of(
         tasks=_tasks(deployment, decision),
         draft=_draft(deployment, observed),
         traffic=_traffic(before.traffic, decision.figures),
-        capacity=None if decision.wanted is None else CapacityStatus(wanted_replicas=decision.wanted),
+        capacity=_capacity(before.capacity, decision),
     )
 
 
@@ -71,6 +71,24 @@ def iso(now: float) -> str:
 def rounded(value: float | None) -> float | None:
     """To 0.05: finer would change with every look and mean nothing."""
     return None if value is None else round(round(value / ROUNDING) * ROUNDING, 2)
+
+
+def _calm(before: Status, verdict: Verdict, decision: Decision) -> Verdict:
+    """What demand asks for moves with every poll; between two publications of figures the words stay as they are."""
+    if verdict.type != ConditionType.scaling_limited or decision.figures is not None:
+        return verdict
+    known = next((found for found in before.conditions if found.type == verdict.type), None)
+    same = known is not None and (known.status, known.reason) == (verdict.status, verdict.reason)
+    return verdict._replace(message=known.message) if known and same else verdict
+
+
+def _capacity(before: CapacityStatus | None, decision: Decision) -> CapacityStatus | None:
+    """As ``_calm``; and gone when nobody asks."""
+    if decision.wanted is None:
+        return None
+    if before is not None and decision.figures is None:
+        return before
+    return CapacityStatus(wanted_replicas=decision.wanted)
 
 
 def _condition(before: Status, verdict: Verdict, generation: int, now: float) -> Condition:

@@ -215,6 +215,20 @@ def test_a_busy_fleet_is_written_at_most_every_half_minute() -> None:
     assert found[-1].speculation.speedup is not None
 
 
+def test_demand_that_jitters_is_written_at_most_every_half_minute() -> None:
+    truth = Truth(sequences=12)
+    loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 2}, speculation={"mode": "Static"})
+    found: list[Status] = []
+    for waiting in [20.0, 65.0, 30.0, 80.0, 25.0] * 10:
+        truth.waiting = waiting
+        found += statuses(loop, 1)
+    found = found[6:]
+    writes = sum(one != two for one, two in pairwise(found))
+    assert writes <= len(found) / 6 + 1
+    assert condition(found[-1], "ScalingLimited").reason == "AtMaximum"
+    assert len({status.capacity for status in found}) > 1, "it is told all the same"
+
+
 def test_a_decision_is_told_with_its_reason() -> None:
     loop = loop_over(Truth(chances=[0.05] * 5))
     status = statuses(loop, 12)[-1]
