@@ -36,7 +36,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     kept, pin, problem = steering.pinned(deployment, kept)
     kept, plan, changes, recommended = _plan(deployment, observed, kept, pin, found, now)
     scaled, kept = _scale(deployment, observed, kept, memory, delta, now)
-    kept, steps = steering.recorded(deployment, before, kept, scaled, now)
+    kept, steps = steering.recorded(deployment, before, kept, scaled.wanted if scaled else None, now)
     changes = (*steps, *changes)
     kept = history.recorded(kept, changes, before.plan)
     template = _template(deployment, observed, kept, defaults)

@@ -12,7 +12,6 @@ from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.pins import Pin, read_pin
 from specdecode_operator.records import Deployment
 from specdecode_operator.scaling import Scaled
-from specdecode_worker.contract import OTHER_TASK
 
 
 def remembered(deployment: Deployment, kept: Kept) -> Kept:
@@ -56,7 +55,7 @@ def advised(scaled: Scaled, spec: ScalingSpec, replicas: int | None, start: int)
 
 
 def recorded(
-    deployment: Deployment, before: Kept, kept: Kept, scaled: Scaled | None, now: float
+    deployment: Deployment, before: Kept, kept: Kept, wanted: int | None, now: float
 ) -> tuple[Kept, tuple[Decision, ...]]:
     """Decisions other than rows that moved: a mode or a pin that somebody set, workers that come or go."""
     if deployment.paused:
@@ -64,9 +63,9 @@ def recorded(
     steering = f"pin {kept.pin}" if kept.pin else f"mode {deployment.spec.speculation.mode}"
     reason = "annotation specdecode.io/pin" if kept.pin != before.pin else "spec.speculation.mode"
     found = [history.steered(before.steering, steering, reason, now)]
-    if scaled is not None:
-        why = f"demand asks for {scaled.wanted} workers"
-        found.append(
-            history.scaled(before.scaling.replicas, scaled.replicas, history.measured(kept, OTHER_TASK), why, now)
-        )
+    scaling = deployment.spec.scaling
+    if scaling is not None and scaling.owner == "Operator":
+        moved = before.scaling.replicas, kept.scaling.replicas
+        why = f"demand asks for {wanted} workers"
+        found.append(history.scaled(*moved, history.measured(kept, kept.load.task), why, now))
     return kept.model_copy(update={"steering": steering}), tuple(step for step in found if step)
