@@ -11,11 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.metrics import MetricWrapperBase
-
-from specdecode_operator import metrics as operator_metrics
-from specdecode_worker.contract import Metric
-
 ROOT = Path(__file__).parents[2]
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
@@ -48,7 +43,15 @@ def series_of(query: str) -> set[str]:
 
 
 def known_series() -> set[str]:
-    """Names that a worker or the operator exposes."""
+    """Names that a worker or the operator exposes.
+
+    Imported here: conftest.py reads this file also where the operator's libraries are not installed.
+    """
+    from prometheus_client.metrics import MetricWrapperBase
+
+    from specdecode_operator import metrics as operator_metrics
+    from specdecode_worker.contract import Metric
+
     own = {m._name for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
     return {f"{name}{suffix}" for name in own | set(Metric) for suffix in SUFFIXES}
 
