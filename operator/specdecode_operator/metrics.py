@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from specdecode_operator.api.v1alpha1 import ConditionType, ScalingSpec, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import ScalingSpec, Status
 from specdecode_operator.records import Decision, Deployment, Key, Observed
 
 OF_ONE = ["namespace", "name"]
@@ -126,7 +126,10 @@ def _gains(key: Key, history: Iterable[DecisionRecord]) -> None:
 
 
 def _conditions(key: Key, status: Status) -> None:
-    """A condition that is gone takes its series with it."""
-    CONDITION.remove_by_labels({"namespace": key[0], "name": key[1]})
-    for condition in status.conditions:
-        CONDITION.labels(*key, condition.type).set(_VALUES[condition.status])
+    """A condition that is gone takes its series with it; by name, since a search would go through all deployments."""
+    found = {condition.type: condition.status for condition in status.conditions}
+    for kind in ConditionType:
+        if kind in found:
+            CONDITION.labels(*key, kind.value).set(_VALUES[found[kind]])
+        else:
+            CONDITION.remove(*key, kind.value)
