@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from estimates import spec
 from fleet import Loop, Truth, loop_over
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdecode_operator.errors import SpecError
 from specdecode_operator.pins import Pin, read_pin
-from specdecode_worker.contract import Plan, TreeShape
+from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)
@@ -80,12 +82,13 @@ def test_a_pin_goes_before_every_mode(mode: str) -> None:
 
 
 def test_a_pin_of_tasks_leaves_the_others_alone() -> None:
-    before = Plan(initial=chain(3), max_depth=3)
+    rows = tuple(PlanRow(concurrency=0, context=0, task=task, shape=chain(1)) for task in ("code", "chat"))
+    before = Plan(initial=chain(3), max_depth=3, rows=rows)
     plan = Pin(by_task={"code": chain(6)}).over(before)
     loads = [(c, x) for c in range(len(plan.buckets.concurrency) + 1) for x in range(len(plan.buckets.context) + 1)]
     assert all(row.shape == chain(6) for load in loads if (row := plan.row(*load, "code")) is not None)
-    assert len(plan.rows) == len(loads)
-    assert plan.row(0, 0, "chat") is None
+    assert len(plan.rows) == len(loads) + 1
+    assert plan.row(0, 0, "chat") == rows[1]
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
 
 
@@ -148,3 +151,15 @@ def test_a_paused_deployment_takes_no_pin() -> None:
     loop.deployment = replace(loop.deployment, pin="chain:1", paused=True)
     loop.polls(2)
     assert loop.depths[-1] == 3
+
+
+@given(st.text(alphabet="chaintredo:=,0123456789- ", max_size=60))
+def test_no_annotation_makes_anything_but_a_sentence(text: str) -> None:
+    try:
+        pin = read_pin(text, SPEC)
+    except SpecError:
+        return
+    plan = Plan(initial=chain(3), max_depth=3)
+    if pin is not None:
+        assert pin.over(plan).max_depth <= 16
+        assert pin.over(plan).guard
