@@ -1,22 +1,37 @@
 """An engine without a model, for the process around it: it says one text to everyone, a few tokens a step.
 
+A prompt with "SAY:" in it gets what follows, up to a special token. Log-probabilities are made up but known: those of a
+request are its seed's.
+
 Imported by name in the spawned process (its folder is on sys.path), so it lives in a module of its own.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import small_model
 
-from specdecode_worker.contract import DraftState, Plan, PlanState, Report, SyntheticKnobs, TrafficCell, WorkerConfig
-from specdecode_worker.engine.messages import Loaded, Submit, Tokens
+from specdecode_worker.contract import (
+    DraftConfig,
+    DraftState,
+    Plan,
+    PlanState,
+    Report,
+    SyntheticKnobs,
+    TrafficCell,
+    WorkerConfig,
+)
+from specdecode_worker.engine.messages import Loaded, Logprobs, Submit, Tokens
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
 TOKENS_PER_STEP = 3
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 512
 END = 257
 STEP_SECONDS = 0.002
+LOAD_SECONDS = 0.3
 
 # Prompts that make the engine misbehave (first token id).
 CRASH, SILENT, REFUSED = 7, 8, 9
@@ -30,6 +45,8 @@ class FakeEngine:
         self._requests: dict[str, tuple[Submit, int]] = {}
         self._plan = Plan()
         self._knobs: SyntheticKnobs | None = None
+        self._draft = DraftState(method="eagle3", hash="d")
+        self._named: dict[str, DraftState] = {}
         self._finished = self._arrivals = self._drafts = self._accepted = self._output = 0
 
     @property
@@ -61,7 +78,8 @@ class FakeEngine:
             worker="fake",
             clock_seconds=time.monotonic(),
             model="fake",
-            draft=DraftState(method="eagle3", hash="d"),
+            draft=self._draft,
+            named_drafts=tuple(self._named.values()),
             plan=PlanState(uid=self._plan.uid, version=self._plan.version),
             synthetic=self._knobs,
             running=len(self._requests),
@@ -96,9 +114,24 @@ class FakeEngine:
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._knobs = knobs
 
+    def load_draft(self, draft: DraftConfig, name: str) -> Callable[[], None]:
+        time.sleep(LOAD_SECONDS)
+        if draft.uri == "file:///misfit":
+            raise ValueError("planted: fc.weight is [8, 24], the target needs [8, 96]")
+        state = DraftState(name=name, method=draft.method, hash=f"of {draft.uri}", uri=draft.uri or "")
+
+        def take_over() -> None:
+            if name:
+                self._named[name] = state
+            else:
+                self._draft = state
+
+        return take_over
+
     def _advance(self, key: str) -> Tokens:
         submit, at = self._requests[key]
-        wanted = [self._text[i] if i < len(self._text) else END for i in range(at, at + TOKENS_PER_STEP)]
+        text = _told(submit.prompt) or self._text
+        wanted = [text[i] if i < len(text) else END for i in range(at, at + TOKENS_PER_STEP)]
         wanted = wanted[: wanted.index(END) + 1] if END in wanted else wanted
         tokens = wanted[: submit.sampling.max_tokens - at]
         at += len(tokens)
@@ -118,7 +151,40 @@ class FakeEngine:
             drafts=steps,
             draft_tokens=2 * steps,
             accepted=2 * steps,
+            logprobs=_logprobs(tokens, submit.sampling.logprobs, submit.sampling.seed),
+            prompt_logprobs=_logprobs(submit.prompt[1:], submit.sampling.prompt_logprobs, 0) if at <= 3 else (),
         )
+
+
+def logprob(token: int, seed: int = 0) -> float:
+    """What it says of a token."""
+    return -(token + 1) / 1024 - seed % 997
+
+
+def _logprobs(tokens: Sequence[int], count: int | None, seed: int) -> tuple[Logprobs, ...]:
+    """Beside each token, the first ones of the vocabulary are the most likely."""
+    if count is None:
+        return ()
+    top = tuple(range(count))
+    return tuple(
+        Logprobs(token, logprob(token, seed), token + 1, top, tuple(logprob(one, seed) for one in top))
+        for token in tokens
+    )
+
+
+@cache
+def _mark() -> tuple[int, ...]:
+    return tuple(small_model.byte_tokenizer().encode("SAY:").ids)
+
+
+def _told(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    mark = _mark()
+    found = next((i for i in range(len(prompt)) if prompt[i : i + len(mark)] == mark), None)
+    if found is None:
+        return ()
+    text = prompt[found + len(mark) :]
+    end = next((i for i, token in enumerate(text) if token >= small_model.VOCAB_SIZE - 2), len(text))
+    return text[:end]
 
 
 def build(config: WorkerConfig) -> tuple[FakeEngine, Loaded]:

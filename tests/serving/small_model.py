@@ -24,7 +24,10 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": END_ID,
 }
 TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if tools %}<|start|>system\n{{ tools | tojson }} <tool_call><|end|>\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 

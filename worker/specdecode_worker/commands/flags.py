@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import DRAFT_FREE, Method, TreeShape
 
 EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
 EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
@@ -14,7 +15,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """--model --draft --method --dtype --device --threads --cache-dir."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
-    parser.add_argument("--method", choices=("eagle3", "none"), help="default: eagle3 with a draft, else none")
+    parser.add_argument("--method", choices=get_args(Method), help="default: eagle3 with a draft, else none")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
@@ -44,12 +45,12 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
     """(method, draft URI) after defaults. Raises ValueError when the two contradict each other."""
     draft = args.draft
-    if draft is None and args.method != "none" and args.model == EMBEDDED_TARGET:
+    if draft is None and args.method in (None, "eagle3") and args.model == EMBEDDED_TARGET:
         draft = EMBEDDED_DRAFT
     method = args.method or ("eagle3" if draft else "none")
-    if method == "none" and args.draft is not None:
-        raise ValueError("--method none takes no --draft")
-    if method != "none" and draft is None:
+    if method in DRAFT_FREE and args.draft is not None:
+        raise ValueError(f"--method {method} takes no --draft")
+    if method not in DRAFT_FREE and draft is None:
         raise ValueError(f"--method {method} needs --draft URI")
     return method, draft
 

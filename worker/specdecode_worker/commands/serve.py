@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
     DraftConfig,
     EngineConfig,
@@ -20,34 +20,58 @@ from specdecode_worker.contract import (
     ModelConfig,
     Plan,
     Port,
+    Sampler,
     ServerConfig,
+    ToolFormat,
     TreeShape,
     WorkerConfig,
 )
 from specdecode_worker.models.store import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.run import serve
+from specdecode_worker.termination import write_termination_message
 
 _DEFAULT_SHAPE = TreeShape.chain(3)
 _EXPLORE = 0.01
+_ENGINE = EngineConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, no flag is read."
+    parser.epilog = (
+        f"Flags that vLLM has too are named as there. With ${Env.config} set, as the operator sets it in a pod, no "
+        f"flag but --api-key is read; keys may also stand in ${Env.api_keys}."
+    )
     add_model_flags(parser)
     add_shape_flags(parser)
+    parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the last part of --model")
+    _add_server_flags(parser)
+    _add_engine_flags(parser)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=Port.http, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--admin-port", type=int, default=Port.admin, help="default: %(default)s")
+    parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="clients must send one of them")
+    parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
+    parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
+    parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
+    parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="requests in one batch")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="N")
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what the free memory allows")
-    parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
-    parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
-    parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
-    parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=_ENGINE.gpu_memory_utilization, metavar="X",
+                        help="share of the memory for weights and KV cache (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
+    parser.add_argument("--enable-prefix-caching", action=switch, default=True)
+    parser.add_argument("--enable-chunked-prefill", action=switch, default=True)
+    parser.add_argument("--sampler", choices=get_args(Sampler), default=_ENGINE.sampler, help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,50 +80,42 @@ def run(args: argparse.Namespace) -> int:
     try:
         config, plan = _pod_config(os.environ[Env.config]) if Env.config in os.environ else config_from_flags(args)
     except ValueError as error:
-        print(f"specdecode-worker serve: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error, 2)
     try:
-        return asyncio.run(serve(config, plan))
+        return asyncio.run(serve(config, plan, api_keys=args.api_key))
     except CannotStart as error:
-        print(f"specdecode-worker serve: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error, 1)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"specdecode-worker serve: {error}", file=sys.stderr)
+    write_termination_message(str(error))
+    return code
 
 
 def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     """Raises ValueError that names the flag or field."""
-    if args.speculative_config is not None:
-        _take_speculative_config(args)
+    lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
-    with_draft = {"method": method, "uri": draft}
+    served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
     try:
         config = WorkerConfig(
             model=ModelConfig(
-                uri=args.model,
-                served_name=args.served_model_name or args.model.rstrip("/").rpartition("/")[2],
-                dtype=args.dtype,
-                max_model_len=args.max_model_len,
+                uri=args.model, served_name=served_name, dtype=args.dtype, max_model_len=args.max_model_len
             ),
-            draft=DraftConfig.model_validate(with_draft),
-            engine=EngineConfig(
-                max_num_seqs=args.max_num_seqs,
-                max_num_batched_tokens=args.max_num_batched_tokens,
-                kv_cache_tokens=args.kv_cache_tokens,
-                threads=args.threads,
-                device=args.device,
-            ),
-            server=ServerConfig(
-                host=args.host,
-                port=args.port,
-                admin_port=args.admin_port,
-                max_waiting=args.max_waiting,
-                endpoint_delay_seconds=args.endpoint_delay_seconds,
-                grace_period_seconds=args.grace_period_seconds,
-            ),
+            draft=DraftConfig.model_validate({"method": method, "uri": draft, **lookup}),
+            engine=EngineConfig(**_named(args, EngineConfig)),
+            server=ServerConfig(**_named(args, ServerConfig)),
             cache_dir=args.cache_dir or str(default_cache_dir()),
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
     return config, _standalone_plan(args.shape, method)
+
+
+def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
+    """Flags that are called as the fields of ``kind``."""
+    return {name: getattr(args, name) for name in kind.model_fields if hasattr(args, name)}
 
 
 def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
@@ -116,22 +132,6 @@ def _pod_config(text: str) -> tuple[WorkerConfig, None]:
         return WorkerConfig.model_validate_json(text), None
     except ValidationError as error:
         raise ValueError(f"${Env.config}: {_fields(error)}") from None
-
-
-def _take_speculative_config(args: argparse.Namespace) -> None:
-    """vLLM's {"method", "model", "num_speculative_tokens"} as our flags."""
-    try:
-        found: dict[str, Any] = json.loads(args.speculative_config)
-        unknown = found.keys() - {"method", "model", "num_speculative_tokens"}
-    except (ValueError, AttributeError):
-        raise ValueError("--speculative-config must be a JSON object") from None
-    if unknown:
-        raise ValueError(f"--speculative-config: {sorted(unknown)[0]} is not supported")
-    if args.draft is not None or args.method is not None or args.shape is not None:
-        raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
-    args.method, args.draft = found.get("method"), found.get("model")
-    if "num_speculative_tokens" in found:
-        args.shape = TreeShape.chain(int(found["num_speculative_tokens"]))
 
 
 def _fields(error: ValidationError) -> str:

@@ -46,6 +46,7 @@ from specdecode_worker.contract.wire import (
     Received,
     Sampler,
     TaskName,
+    ToolFormat,
     Written,
 )
 
@@ -89,6 +90,7 @@ __all__ = [
     "SyntheticKnobs",
     "TaskMatch",
     "TaskName",
+    "ToolFormat",
     "TrafficCell",
     "TreeShape",
     "WorkerConfig",

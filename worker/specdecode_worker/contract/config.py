@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from specdecode_worker.contract.names import Port
-from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Sampler, TaskName, Written
+from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Sampler, TaskName, ToolFormat, Written
 
 
 class ModelConfig(Written):
@@ -79,6 +79,8 @@ class ServerConfig(Written):
     """After SIGTERM: how long requests are still served while endpoints forget this pod."""
     grace_period_seconds: float = Field(default=60, ge=0)
     """After SIGTERM: how long running requests may take to finish."""
+    tool_call_parser: ToolFormat | None = None
+    """How the model writes tool calls; None reads it off the chat template."""
 
 
 class WorkerConfig(Written):

@@ -18,6 +18,8 @@ MAX_REPORT_BYTES = 64 * 1024
 Method = Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "none"]
 Sampler = Literal["coupled", "mss"]
 """How drafted tokens are accepted: coupled noise (the text of plain decoding), or multi-round sampling (its law)."""
+ToolFormat = Literal["hermes", "llama3_json", "pythonic"]
+"""How a model writes the calls of tools; vLLM's names of the parsers."""
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine import process
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.messages import (
@@ -31,6 +31,7 @@ from specdecode_worker.engine.messages import (
     FromEngine,
     GetReport,
     Loaded,
+    SetDraft,
     SetPlan,
     SetSynthetic,
     Shutdown,
@@ -131,6 +132,11 @@ class EngineClient:
     async def set_plan(self, plan: Plan) -> None:
         """Raises CallRefused, EngineGone."""
         await self._call(lambda call_id: SetPlan(call_id, plan.model_dump_json().encode()))
+
+    async def set_draft(self, draft: DraftConfig, name: str = "") -> None:
+        """Returns once ``draft`` has taken over from the one of that name. Raises CallRefused, EngineGone."""
+        body = draft.model_dump_json(exclude={"name"}).encode()
+        await self._call(lambda call_id: SetDraft(call_id, body, name))
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Raises CallRefused, EngineGone."""

@@ -2,7 +2,7 @@
 
 EngineError
 ├── EngineGone     the process crashed or was killed; nothing more will come
-└── CallRefused    the engine did not take a plan or knobs; what was in force stays
+└── CallRefused    the engine did not take a plan, a draft or knobs; what was in force stays
 """
 
 
@@ -15,4 +15,4 @@ class EngineGone(EngineError):
 
 
 class CallRefused(EngineError):
-    """The engine did not take a plan or knobs; what was in force stays."""
+    """The engine did not take a plan, a draft or knobs; what was in force stays."""

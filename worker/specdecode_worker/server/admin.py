@@ -6,14 +6,14 @@ import hmac
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from specdecode_worker.contract import MAX_REPORT_BYTES, Route, SyntheticKnobs
+from specdecode_worker.server.drafts import NewDraft
 from specdecode_worker.server.errors import Unauthorized
 from specdecode_worker.server.http import answer_errors, read_body
 from specdecode_worker.server.lifecycle import Departure
 from specdecode_worker.server.plans import parse_plan
-from specdecode_worker.server.requests import bad_request
+from specdecode_worker.server.requests.reading import parse_contract
 from specdecode_worker.server.service import Service
 
 
@@ -22,6 +22,7 @@ def admin_app(service: Service, departure: Departure, token: str | None) -> Fast
     app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(_Guard(token))])
     answer_errors(app)
     _add_plan(app, service)
+    _add_draft(app, service)
     _add_synthetic(app, service)
 
     @app.get(Route.report)
@@ -50,6 +51,26 @@ def _add_plan(app: FastAPI, service: Service) -> None:
         return _json(plan.model_dump_json().encode())
 
 
+def _add_draft(app: FastAPI, service: Service) -> None:
+    @app.get(Route.draft)
+    async def get_draft() -> Response:
+        return JSONResponse(await _drafts(service))
+
+    @app.put(Route.draft)
+    async def put_draft(request: Request) -> Response:
+        new = parse_contract(NewDraft, await read_body(request))
+        await service.set_draft(new.config(), new.name)
+        return JSONResponse(await _drafts(service))
+
+
+async def _drafts(service: Service) -> dict[str, object]:
+    report = await service.report()
+    return {
+        "draft": report.draft.model_dump(),
+        "named_drafts": [draft.model_dump() for draft in report.named_drafts],
+    }
+
+
 def _add_synthetic(app: FastAPI, service: Service) -> None:
     @app.get(Route.synthetic)
     async def get_synthetic() -> Response:
@@ -58,7 +79,7 @@ def _add_synthetic(app: FastAPI, service: Service) -> None:
 
     @app.put(Route.synthetic)
     async def put_synthetic(request: Request) -> Response:
-        knobs = _parse_knobs(await read_body(request))
+        knobs = parse_contract(SyntheticKnobs, await read_body(request))
         await service.set_synthetic(knobs)
         return _json(knobs.model_dump_json().encode())
 
@@ -66,13 +87,6 @@ def _add_synthetic(app: FastAPI, service: Service) -> None:
     async def delete_synthetic() -> Response:
         await service.set_synthetic(None)
         return Response(status_code=204)
-
-
-def _parse_knobs(body: bytes) -> SyntheticKnobs:
-    try:
-        return SyntheticKnobs.model_validate_json(body)
-    except ValidationError as error:
-        raise bad_request(error) from None
 
 
 class _Guard:

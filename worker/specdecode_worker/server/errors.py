@@ -18,6 +18,7 @@ ServerError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 
@@ -43,7 +44,7 @@ class ApiError(ServerError):
     status: ClassVar[int]
     type: ClassVar[str]
     code: ClassVar[str | None] = None
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -63,10 +64,10 @@ class BadRequest(ApiError):
 
 
 class Unauthorized(ApiError):
-    """The admin port was called without its token."""
+    """The admin port was called without its token, or the public one without an API key."""
 
     status, type, code = 401, "authentication_error", "invalid_token"
-    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class ModelNotFound(ApiError):
@@ -76,7 +77,7 @@ class ModelNotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """A plan that must not replace the one in use."""
+    """A plan or a draft that must not replace the one in use."""
 
     status, type, code = 409, "invalid_request_error", "conflict"
 
@@ -91,7 +92,10 @@ class TooManyWaiting(ApiError):
     """The waiting line is full."""
 
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(retry_after_seconds)}
 
 
 class EngineFailed(ApiError):
@@ -104,4 +108,4 @@ class Unavailable(ApiError):
     """Not ready yet, draining, or the engine is gone."""
 
     status, type, code = 503, "server_error", "unavailable"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})

@@ -1,29 +1,29 @@
-"""One answer: tokens of the engine become text, up to a stop string.
-
-Tokens are taken one by one even when a step brings several, so that text and token counts are what plain decoding
-would give.
-"""
+"""One answer: what the engine streams for one Submit, as pieces of text."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from specdecode_worker.engine.client import Stream
 from specdecode_worker.engine.errors import EngineGone
 from specdecode_worker.engine.messages import Tokens
-from specdecode_worker.server.answers import Choice, Statistics
+from specdecode_worker.server.answers import Choice, Piece, Statistics
 from specdecode_worker.server.errors import EngineFailed
-from specdecode_worker.server.stops import StopFinder
+from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.reader import AnswerReader, Reading
 from specdecode_worker.server.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New text; ``finish_reason`` closes the answer."""
+class Wish:
+    """What a client wants of one answer. Without ``answers`` the echo of the prompt is all."""
 
-    text: str
-    finish_reason: str | None
+    reading: Reading
+    scored: bool = False
+    """The engine was asked for log-probabilities, be it only to compare answers."""
+    answers: bool = True
+    counts_prompt: bool = True
 
 
 class Generation:
@@ -33,28 +33,33 @@ class Generation:
         self,
         stream: Stream,
         tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stops: Sequence[str],
+        prompt: Prompt,
+        wish: Wish,
+        *,
         observe: Callable[[Tokens], None],
+        ended: Callable[[], None],
     ) -> None:
         self._stream = stream
-        self._text = tokenizer.detokenizer(prompt)
-        self._stops = StopFinder(tuple(stops))
+        self._prompt = prompt
+        self._echo = prompt.echo
+        self._wish = wish
+        first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
+        self._reader = AnswerReader(tokenizer, prompt.ids, wish.reading, first_offset=first_offset)
         self._observe = observe
-        self._prompt_tokens = len(prompt)
-        self._completion_tokens = 0
+        self._ended: Callable[[], None] | None = ended
         self._last: Tokens | None = None
 
     @property
     def statistics(self) -> Statistics:
         last = self._last
         return Statistics(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
+            prompt_tokens=len(self._prompt.ids),
+            completion_tokens=self._reader.count,
             cached_tokens=last.cached_tokens if last else 0,
             drafts=last.drafts if last else 0,
             draft_tokens=last.draft_tokens if last else 0,
             accepted=last.accepted if last else 0,
+            counts_prompt=self._wish.counts_prompt,
         )
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -62,7 +67,7 @@ class Generation:
         try:
             async for tokens in self._stream:
                 piece = self._take(tokens)
-                if piece.text or piece.finish_reason:
+                if piece.text or piece.scored or piece.finish_reason:
                     yield piece
                 if piece.finish_reason:
                     return
@@ -71,36 +76,42 @@ class Generation:
 
     async def whole(self) -> Choice:
         """Raises as ``pieces`` does."""
-        text, finish_reason = "", "stop"
-        async for piece in self.pieces():
-            text += piece.text
-            finish_reason = piece.finish_reason or finish_reason
-        return Choice(text, finish_reason, self.statistics)
+        found = [piece async for piece in self.pieces()]
+        return Choice(
+            text="".join(piece.text for piece in found),
+            finish_reason=found[-1].finish_reason or "stop",
+            statistics=self.statistics,
+            scored=tuple(one for piece in found for one in piece.scored),
+            mean_logprob=self._reader.mean_logprob,
+        )
 
     def close(self) -> None:
         """May be called twice."""
         self._stream.close()
+        if self._ended is not None:
+            self._ended()
+            self._ended = None
 
     def _take(self, tokens: Tokens) -> Piece:
         self._last = tokens
         self._observe(tokens)
         if tokens.finish in ("error", "abort"):
             raise EngineFailed(tokens.error or "the engine ended this request")
-        # A stop token ends the answer and is counted, but is no part of the text.
-        shown = tokens.tokens[:-1] if tokens.finish == "stop" else tokens.tokens
-        text = ""
-        for token in shown:
-            self._completion_tokens += 1
-            text += self._stops.push(self._text.push(token))
-            if self._stops.found is not None:
-                return Piece(text, "stop")
-        if tokens.finish is None:
-            return Piece(text, None)
-        self._completion_tokens += len(tokens.tokens) - len(shown)
-        return self._finish(text, tokens.finish)
+        if self._wish.scored and len(tokens.logprobs) != len(tokens.tokens):
+            raise EngineFailed("the engine told no log-probabilities")
+        echo = self._echoed(tokens)
+        if not self._wish.answers:
+            return Piece(echo.text, "length", echo.scored)
+        piece = self._reader.take(tokens)
+        return Piece(echo.text + piece.text, piece.finish_reason, echo.scored + piece.scored)
 
-    def _finish(self, text: str, finish_reason: str) -> Piece:
-        text += self._stops.push(self._text.flush())
-        if self._stops.found is not None:
-            return Piece(text, "stop")
-        return Piece(text + self._stops.flush(), finish_reason)
+    def _echoed(self, tokens: Tokens) -> Piece:
+        """The prompt, in front of the first tokens."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return Piece("", None)
+        if not self._wish.reading.logprobs:
+            return Piece(echo.text, None)
+        if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
+            raise EngineFailed("the engine told no log-probabilities of the prompt")
+        return Piece(echo.text, None, echo.scored(self._prompt.ids, tokens.prompt_logprobs))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from specdecode_worker.contract import OTHER_TASK, Plan
 from specdecode_worker.server.errors import Conflict
-from specdecode_worker.server.requests import bad_request
+from specdecode_worker.server.requests.reading import parse_contract
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +33,23 @@ class Plans:
         if plan.draft == current.draft and plan.version == current.version and plan != current:
             raise Conflict(f"version {plan.version} is in force with other content", param="version")
 
-    def task(self, header: str | None, prompt: str) -> str:
-        """The label of a request: the header's if the plan knows it, else the first rule that matches."""
+    def task(self, header: str | None, metadata: str | None, prompt: str) -> str:
+        """The label of a request: the header's, else the one in its metadata, else the first rule that matches.
+
+        The header is ours, so one that the plan does not know is ``other``; in metadata the word may mean anything.
+        """
+        names = {task.name for task in self.current.tasks}
         if header is not None:
-            return header if any(task.name == header for task in self.current.tasks) else OTHER_TASK
+            return header if header in names else OTHER_TASK
+        if metadata in names:
+            return metadata
         matching = (task.name for task in self.current.tasks if task.match and task.match in prompt)
         return next(matching, OTHER_TASK)
 
 
 def parse_plan(body: bytes) -> Plan:
     """Raises BadRequest that names the field."""
-    try:
-        return Plan.model_validate_json(body)
-    except ValidationError as error:
-        raise bad_request(error) from None
+    return parse_contract(Plan, body)
 
 
 def read_plan(path: Path, uid: str) -> Plan | None:

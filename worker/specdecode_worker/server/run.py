@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -33,6 +33,7 @@ from specdecode_worker.server.plans import read_plan
 from specdecode_worker.server.routes import public_app
 from specdecode_worker.server.service import Model, Service
 from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.termination import write_termination_message
 
 # How long open connections may take to read what is already written, once nothing runs any more.
 _FLUSH_SECONDS = 3
@@ -70,10 +71,17 @@ class _Listener(uvicorn.Server):
         yield
 
 
-async def serve(config: WorkerConfig, standalone_plan: Plan | None = None, *, build: Build | None = None) -> int:
+async def serve(
+    config: WorkerConfig,
+    standalone_plan: Plan | None = None,
+    *,
+    api_keys: Sequence[str] = (),
+    build: Build | None = None,
+) -> int:
     """Runs until it is told to leave or the engine dies; returns the exit code. Raises CannotStart.
 
-    ``build`` makes another engine than the real one, for tests of what is around it.
+    ``api_keys`` are let in beside those of the environment. ``build`` makes another engine than the real one, for
+    tests of what is around it.
     """
     signals = _Signals.installed()
     plan = _start_plan(config, standalone_plan)
@@ -84,7 +92,8 @@ async def serve(config: WorkerConfig, standalone_plan: Plan | None = None, *, bu
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan)
         departure = Departure(lifecycle, config.server, lambda: engine.in_flight, signals.hurried)
-        apps = (public_app(service), admin_app(service, departure, token))
+        keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
+        apps = (public_app(service, keys), admin_app(service, departure, token))
         async with _listening(apps, sockets):
             return await _live(service, departure, signals.asked)
     finally:
@@ -137,6 +146,7 @@ async def _fail(service: Service) -> int:
     reason = service.engine.gone.result()
     log.error("the engine is gone: %s", reason)
     service.lifecycle.fail(reason)
+    write_termination_message(reason)
     # Probes and clients get an answer that says why, rather than a refused connection.
     await asyncio.sleep(_FAILED_SECONDS)
     return 1

@@ -1,38 +1,59 @@
 """A worker as its routes see it: the engine, the tokenizer, the plan in force, and the state of life.
 
-Turns a checked request into generations; the rules for what is refused at that point (model name, prompt length, a
-full waiting line) live here.
+Turns a checked request into generations, all or none, and passes on what the admin port asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import hashlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, ToolFormat, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.messages import Loaded, Sampling, Submit
 from specdecode_worker.metrics import SpeculationCounts
-from specdecode_worker.server.errors import BadRequest, ModelNotFound, TooManyWaiting, Unavailable
-from specdecode_worker.server.generation import Generation
+from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
+from specdecode_worker.server.generation import Generation, Wish
 from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.line import Line
 from specdecode_worker.server.plans import Plans
-from specdecode_worker.server.requests import GenerationRequest
+from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.reader import Reading
+from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.sampling import Limits, check_ids, logprobs_of, sampling_of, seeds_of, token_limit
 from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.tools.choice import format_of
+from specdecode_worker.server.version import VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """What is known once the model has loaded."""
 
     tokenizer: Tokenizer
     loaded: Loaded
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.loaded.max_model_len, self.tokenizer.vocab_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights and with this program, and with nothing else: a draft changes no text."""
+        return "fp_" + hashlib.sha256(f"{self.loaded.target} {VERSION}".encode()).hexdigest()[:10]
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How its chat template has tool calls written; None when it knows of no tools."""
+        template = self.tokenizer.template
+        return format_of(template.tool_source) if template is not None and template.takes_tools else None
 
 
 class Service:
@@ -45,6 +66,7 @@ class Service:
         self.plans = Plans(config.deployment_uid, plan)
         self.counts = SpeculationCounts()
         self.started_seconds = int(time.time())
+        self._line = Line(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
         self._plan_lock = asyncio.Lock()
 
@@ -64,31 +86,28 @@ class Service:
         assert self._model is not None
         return self._model
 
-    def check_model_name(self, name: str) -> None:
-        """Raises ModelNotFound."""
+    def check_model_name(self, name: str | None) -> None:
+        """Raises ModelNotFound. Who names none means the one there is."""
         served = self.config.model.served_name
-        if name != served:
+        if name is not None and name != served:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
 
-    def check_room(self, requests: int) -> None:
-        """Raises TooManyWaiting, or BadRequest for more prompts than may ever wait."""
-        line = self.config.engine.max_num_seqs + self.config.server.max_waiting
-        if requests > line:
-            raise BadRequest(f"at most {line} prompts may come in one request", param="prompt")
-        if self.engine.in_flight + requests > line:
-            raise TooManyWaiting(f"{self.config.server.max_waiting} requests are waiting already; try again later")
-
-    def start(self, request: GenerationRequest, prompts: Sequence[Sequence[int]], task: str) -> list[Generation]:
-        """One generation a prompt, all or none. Raises ApiError."""
-        limits = [self._token_limit(request, prompt) for prompt in prompts]
+    def start(self, request: GenerationRequest, prompts: Sequence[Prompt], task: str) -> list[Generation]:
+        """``request.choices_made`` generations to each prompt, in that order, all or none. Raises ApiError."""
+        limits, made = self.model.limits, request.choices_made
+        check_ids(request, limits)
+        token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
         self.lifecycle.check_accepting()
-        self.check_room(len(prompts))
+        field = "prompt" if len(prompts) > 1 else "n"
+        self._line.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
         with contextlib.ExitStack() as started:
             generations = []
-            for prompt, limit in zip(prompts, limits, strict=True):
-                generation = self._generation(request, prompt, limit, task)
-                started.callback(generation.close)
-                generations.append(generation)
+            for prompt, limit in zip(prompts, token_limits, strict=True):
+                for choice, seed in enumerate(seeds_of(request.seed, made)):
+                    sampling = sampling_of(request, limit, seed, limits)
+                    generation = self._generation(prompt, sampling, _wish(request, choice), task)
+                    started.callback(generation.close)
+                    generations.append(generation)
             started.pop_all()
         return generations
 
@@ -100,6 +119,12 @@ class Service:
             with _engine_errors():
                 await self.engine.set_plan(plan)
             self.plans.current = plan
+
+    async def set_draft(self, draft: DraftConfig, name: str) -> None:
+        """Returns once it has taken over. Raises Conflict with the engine's reason, Unavailable."""
+        self.check_loaded()
+        with _engine_errors(Conflict):
+            await self.engine.set_draft(draft, name)
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Raises BadRequest, Unavailable."""
@@ -114,60 +139,43 @@ class Service:
             report = await self.engine.report()
         return report.model_copy(update={"draining": self.lifecycle.leaving})
 
-    def _generation(self, request: GenerationRequest, prompt: Sequence[int], limit: int, task: str) -> Generation:
+    def _generation(self, prompt: Prompt, sampling: Sampling, wish: Wish, task: str) -> Generation:
+        now = time.monotonic()
         submit = Submit(
-            request_id=uuid.uuid4().hex,
-            prompt=tuple(prompt),
-            sampling=_sampling(request, limit),
-            task=task,
-            arrival_seconds=time.monotonic(),
+            request_id=uuid.uuid4().hex, prompt=tuple(prompt.ids), sampling=sampling, task=task, arrival_seconds=now
         )
         try:
             stream = self.engine.submit(submit)
         except EngineGone as error:
             raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        return Generation(stream, self.model.tokenizer, prompt, request.stop, self.counts.observer(task))
-
-    def _token_limit(self, request: GenerationRequest, prompt: Sequence[int]) -> int:
-        """Tokens that the answer may have. Raises BadRequest for a prompt that leaves too little room."""
-        longest = self.model.loaded.max_model_len
-        self._check_ids(prompt)
-        wanted = request.token_limit or 1
-        if len(prompt) + wanted > longest:
-            raise BadRequest(
-                f"this model's maximum context length is {longest} tokens; the prompt has {len(prompt)} and the answer "
-                f"may have {wanted}. Shorten the prompt or lower max_tokens",
-                param="messages" if hasattr(request, "messages") else "prompt",
-                code="context_length_exceeded",
-            )
-        return request.token_limit or longest - len(prompt)
-
-    def _check_ids(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise BadRequest("the prompt is empty", param="prompt", code="invalid_value")
-        size = self.model.tokenizer.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < size:
-            raise BadRequest(f"token ids must lie in 0..{size - 1}", param="prompt", code="invalid_value")
+        return Generation(
+            stream,
+            self.model.tokenizer,
+            prompt,
+            wish,
+            observe=self.counts.observer(task),
+            ended=lambda: self._line.ended(time.monotonic()),
+        )
 
 
-def _sampling(request: GenerationRequest, limit: int) -> Sampling:
-    return Sampling(
-        max_tokens=limit,
-        seed=secrets.randbits(63) if request.seed is None else request.seed % 2**63,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=max(request.top_k, 0),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
+def _wish(request: GenerationRequest, choice: int) -> Wish:
+    reading = Reading(
+        stops=tuple(request.stop),
+        include_stop=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        min_tokens=request.min_tokens,
+        logprobs=request.logprobs_wanted is not None,
     )
+    answers = not isinstance(request, CompletionRequest) or request.max_tokens != 0
+    return Wish(reading, scored=logprobs_of(request) is not None, answers=answers, counts_prompt=choice == 0)
 
 
 @contextlib.contextmanager
-def _engine_errors() -> Iterator[None]:
+def _engine_errors(refused: type[BadRequest] | type[Conflict] = BadRequest) -> Iterator[None]:
     """Translates what the engine's client raises."""
     try:
         yield
     except CallRefused as error:
-        raise BadRequest(f"the engine refused: {error}") from None
+        raise refused(f"the engine refused: {error}") from None
     except EngineGone as error:
         raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 
 class StopFinder:
-    """Feed text in order; what comes out may be shown. After a stop string was found, nothing more comes out."""
+    """Feed text in order; what comes out may be shown. After a stop string was found, nothing more comes out.
 
-    __slots__ = ("_held", "_stops", "found")
+    ``shows_stop`` lets the stop string itself come out too.
+    """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    __slots__ = ("_held", "_shows_stop", "_stops", "found")
+
+    def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
+        self._shows_stop = shows_stop
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text."""
@@ -23,7 +27,7 @@ class StopFinder:
         first = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
         if first is not None:
             at, self.found = first
-            return self._release(at, drop_rest=True)
+            return self._release(at + (len(self.found) if self._shows_stop else 0), drop_rest=True)
         return self._release(len(self._held) - self._possible_begin())
 
     def flush(self) -> str:

@@ -1,7 +1,8 @@
 """A model's chat template, run in a sandbox: it comes with the weights and is no more trusted than they are.
 
 Where templates are kept is Hugging Face's convention: ``chat_template.jinja``, else the key ``chat_template`` of
-``chat_template.json`` or ``tokenizer_config.json`` (a text, or a list of named texts of which ``default`` counts).
+``chat_template.json`` or ``tokenizer_config.json`` (a text, or a list of named texts of which ``default`` counts, and
+``tool_use`` where a request brings tools).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
@@ -20,22 +23,43 @@ from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Message = Mapping[str, Any]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
     """Turns messages into the text that the model was tuned on."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self._special_tokens = special_tokens
+        self.tool_source = tool_source or source
+        """The text that is rendered where tools are brought."""
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self._with_tools = environment.from_string(self.tool_source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         except jinja2.TemplateError as error:
             raise TokenizerProblem(f"the model's chat template cannot be read: {error}") from None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = _NOTHING,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt, up to where the assistant's answer begins. Raises TemplateRefused."""
+        template = self._with_tools if tools else self._template
+        given = {
+            **self._special_tokens,
+            **variables,
+            "messages": messages,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            return template.render(given)
         except Exception as error:  # a template is a program of strangers: anything may come out of it
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
 
@@ -43,23 +67,24 @@ class ChatTemplate:
 def find_template(folder: Path) -> ChatTemplate | None:
     """The chat template of a model's folder, or None for a base model. Raises TokenizerProblem."""
     config = _read_object(folder / "tokenizer_config.json")
-    source = _source(folder, config)
-    if source is None:
+    sources = _sources(folder, config)
+    if not sources:
         return None
-    return ChatTemplate(source, {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS})
+    tokens = {name: _text_of(config.get(name)) for name in _SPECIAL_TOKENS}
+    return ChatTemplate(sources.get("default") or next(iter(sources.values())), tokens, sources.get("tool_use"))
 
 
-def _source(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _sources(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Templates by name; one without a name is the default."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text()
+        return {"default": own_file.read_text()}
     for found in (_read_object(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
         if isinstance(found, str):
-            return found
+            return {"default": found}
         if isinstance(found, list):
-            named = {entry["name"]: entry["template"] for entry in found}
-            return str(named.get("default") or next(iter(named.values())))
-    return None
+            return {str(entry["name"]): str(entry["template"]) for entry in found}
+    return {}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -13,6 +13,7 @@ import tokenizers
 
 from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.server.template import ChatTemplate, Message, find_template
+from specdecode_worker.server.vocabulary import Vocabulary
 
 _INCOMPLETE = "\ufffd"
 # The first token's text depends on what stands before it (a leading space, half a character); this much decides it.
@@ -26,7 +27,9 @@ class Tokenizer:
 
     def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
         self._model = model
-        self._template = template
+        self.template = template
+        """None for a base model."""
+        self.vocabulary = Vocabulary(model)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -48,34 +51,37 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self.template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of plain text, with the special tokens (BOS) that this tokenizer puts around a text."""
-        return list(self._model.encode(text).ids)
+        return list(self._model.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises TokenizerProblem for a base model."""
+        if self.template is None:
+            raise TokenizerProblem("this model has no chat template; send a prompt instead of messages")
+        return self.template
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt text of a chat. Raises TokenizerProblem without a template, TemplateRefused."""
-        if self._template is None:
-            raise TokenizerProblem("this model has no chat template; send a prompt instead of messages")
-        return self._template.render(messages)
+        return self.chat_template().render(messages)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat, up to where the answer begins. Raises as ``render`` does."""
-        # The template writes BOS itself.
         return self.encode_rendered(self.render(messages))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The ids of what ``render`` gave."""
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        """The ids of what a template gave, which writes BOS itself."""
+        return self.encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
-        return str(self._model.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids."""
+        return str(self._model.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """For the answer to ``prompt``."""
-        return Detokenizer(self, prompt)
+        return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
 
 
 class Detokenizer:
@@ -85,12 +91,13 @@ class Detokenizer:
     character, so the difference begins with one. Few tokens are decoded at a time, however long the answer.
     """
 
-    __slots__ = ("_context", "_context_text", "_fresh", "_tokenizer")
+    __slots__ = ("_context", "_context_text", "_fresh", "_skips_special", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._context = list(prompt[-_CONTEXT_TOKENS:])
-        self._context_text = tokenizer.decode(self._context)
+        self._context_text = self._decode(self._context)
         self._fresh: list[int] = []
 
     def push(self, token: int) -> str:
@@ -109,9 +116,12 @@ class Detokenizer:
         return new
 
     def _new_text(self) -> str:
-        return self._tokenizer.decode(self._context + self._fresh)[len(self._context_text) :]
+        return self._decode(self._context + self._fresh)[len(self._context_text) :]
 
     def _settle(self) -> None:
         if self._fresh:
             self._context, self._fresh = self._fresh, []
-            self._context_text = self._tokenizer.decode(self._context)
+            self._context_text = self._decode(self._context)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)

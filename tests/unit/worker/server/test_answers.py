@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from specdecode_worker.server.answers import ChatFormat, Choice, CompletionFormat, Statistics, event, metrics, usage
+from specdecode_worker.engine.messages import Logprobs
+from specdecode_worker.server.answers import (
+    ChatFormat,
+    Choice,
+    CompletionFormat,
+    Head,
+    Piece,
+    Scored,
+    Statistics,
+    event,
+    metrics,
+    usage,
+)
+from specdecode_worker.server.text import Tokenizer
 
 STATISTICS = Statistics(prompt_tokens=3, completion_tokens=10, cached_tokens=2, drafts=4, draft_tokens=12, accepted=6)
 CHOICE = Choice("text", "stop", STATISTICS)
+
+
+def head(tokenizer: Tokenizer, *, logprobs: bool = False) -> Head:
+    return Head("42", "m", "fp_1", tokenizer.vocabulary, logprobs)
+
+
+def scored(tokenizer: Tokenizer, text: str) -> tuple[Scored, ...]:
+    """Every token of ``text``, less likely than two others."""
+    ids = tokenizer.encode(text)
+    return tuple(Scored(i, at, Logprobs(i, -3.0, 3, (ids[0], 0), (-1.0, -math.inf))) for at, i in enumerate(ids))
 
 
 def test_statistics_add_up_over_choices() -> None:
@@ -25,29 +49,67 @@ def test_statistics_add_up_over_choices() -> None:
     }
 
 
+def test_a_prompt_with_several_answers_counts_once() -> None:
+    again = Statistics(3, 10, 3, 0, 0, 0, counts_prompt=False)
+    found = usage([STATISTICS, again])
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 20)
+    assert found["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
 def test_plain_decoding_has_one_token_a_step() -> None:
     plain = Statistics(3, 10, 0, 0, 0, 0)
     assert metrics([plain])["speculative_decoding"]["mean_acceptance_length"] == 1.0
 
 
-def test_whole_answers_have_openais_shape() -> None:
-    chat = ChatCompletion.model_validate(ChatFormat("m").whole([CHOICE]), strict=True)
+def test_whole_answers_have_openais_shape(tokenizer: Tokenizer) -> None:
+    chat = ChatCompletion.model_validate(ChatFormat(head(tokenizer)).whole([CHOICE]), strict=True)
     assert (chat.choices[0].message.content, chat.usage and chat.usage.total_tokens) == ("text", 13)
-    completion = Completion.model_validate(CompletionFormat("m").whole([CHOICE, CHOICE]), strict=True)
+    assert (chat.id, chat.system_fingerprint) == ("chatcmpl-42", "fp_1")
+    completion = Completion.model_validate(CompletionFormat(head(tokenizer)).whole([CHOICE, CHOICE]), strict=True)
     assert [choice.index for choice in completion.choices] == [0, 1]
 
 
-def test_chunks_of_a_stream_have_openais_shape() -> None:
-    form = ChatFormat("m")
+def test_chunks_of_a_stream_have_openais_shape(tokenizer: Tokenizer) -> None:
+    form = ChatFormat(head(tokenizer))
     opening = form.opening(0)
     assert opening is not None
-    chunks = [opening, form.chunk(0, "a", None), form.chunk(0, "", "stop"), form.closing([STATISTICS])]
+    chunks = [
+        opening,
+        *form.chunks(0, Piece("a", None)),
+        *form.chunks(0, Piece("", "stop")),
+        form.closing([STATISTICS]),
+    ]
     read = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
     assert [chunk.choices[0].delta.content for chunk in read[:3]] == ["", "a", None]
     assert read[2].choices[0].finish_reason == "stop"
     assert (read[3].choices, read[3].usage and read[3].usage.prompt_tokens) == ([], 3)
     assert len({chunk.id for chunk in read}) == 1
-    assert CompletionFormat("m").opening(0) is None
+    assert CompletionFormat(head(tokenizer)).opening(0) is None
+
+
+def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> None:
+    choice = Choice("é", "stop", STATISTICS, scored(tokenizer, "é"))
+    found = ChatCompletion.model_validate(ChatFormat(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
+    assert found.choices[0].logprobs is not None
+    first, second = found.choices[0].logprobs.content or ()
+    assert bytes([*(first.bytes or ()), *(second.bytes or ())]).decode() == "é"
+    assert (first.token, first.logprob) == ("\ufffd", -3.0)
+    assert [(top.bytes, top.logprob) for top in first.top_logprobs] == [([0xC3], -1.0), ([0x21], -9999.0)]
+
+
+def test_logprobs_of_a_completion_are_four_lists(tokenizer: Tokenizer) -> None:
+    known = scored(tokenizer, "aé")
+    choice = Choice("aé", "stop", STATISTICS, (Scored(known[0].token, 0, None), *known[1:]))
+    found = CompletionFormat(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
+    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert found["text_offset"] == [0, 1, 2]
+    assert found["token_logprobs"] == [None, -3.0, -3.0]
+    assert found["top_logprobs"] == [
+        None,
+        {"a": -1.0, "!": -9999.0, "bytes:\\xc3": -3.0},
+        {"a": -1.0, "!": -9999.0, "bytes:\\xa9": -3.0},
+    ]
+    Completion.model_validate(CompletionFormat(head(tokenizer)).whole([choice]), strict=True)
 
 
 @pytest.mark.parametrize("text", ["two\n\nlines", "é", '"', "\u2028"])

@@ -55,7 +55,7 @@ def test_content_may_come_in_parts() -> None:
 def test_a_message_as_clients_echo_it_is_accepted() -> None:
     echoed = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
     assert chat(messages=[echoed]).messages[0].content == ""
-    with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls"):
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
         chat(messages=[{**echoed, "tool_calls": [{"id": "1"}]}])
 
 

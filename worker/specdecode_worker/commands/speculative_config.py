@@ -1,0 +1,53 @@
+"""vLLM's ``--speculative-config`` as our flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from specdecode_worker.contract import TreeShape
+
+# vLLM writes the method of two models with an underscore.
+_METHODS = {"draft_model": "draft-model"}
+_LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+_FIELDS = frozenset({"method", "model", "num_speculative_tokens"}) | _LOOKUP
+
+
+def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Sets ``method``, ``draft`` and ``shape`` of ``args``; returns what else it says of the draft.
+
+    Raises ValueError that names the field."""
+    found = _read(args.speculative_config)
+    if unknown := sorted(found.keys() - _FIELDS):
+        raise ValueError(f"--speculative-config: {unknown[0]} is not supported")
+    if args.draft is not None or args.method is not None or args.shape is not None:
+        raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
+    method, args.draft = found.get("method"), found.get("model")
+    if method == "ngram" and args.draft == "ngram":
+        args.draft = None  # vLLM lets it stand there too
+    args.method = _METHODS.get(method, method) if isinstance(method, str) else method
+    if "num_speculative_tokens" in found:
+        args.shape = _chain(found["num_speculative_tokens"])
+    return {name: found[name] for name in sorted(_LOOKUP & found.keys())}
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("--speculative-config must be a JSON object")
+    return found
+
+
+def _chain(count: Any) -> TreeShape:
+    if type(count) is not int or count < 1:
+        raise ValueError(
+            f"--speculative-config: num_speculative_tokens must be a whole number from 1 on, got {count!r}"
+        )
+    try:
+        return TreeShape.chain(count)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config: num_speculative_tokens: {error}") from None

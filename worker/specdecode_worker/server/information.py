@@ -1,0 +1,60 @@
+"""What the public port tells of itself: probes, metrics, the model, the version, the description of the API."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from specdecode_worker import metrics
+from specdecode_worker.server.openapi.document import document
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.version import VERSION
+
+
+def add_information(app: FastAPI, service: Service) -> None:
+    _add_probes(app, service)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": VERSION})
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document(service.config.model.served_name))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model_card(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model_name(name)
+        return JSONResponse(_model_card(service))
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    lifecycle = service.lifecycle
+
+    @app.get("/health")
+    async def health() -> Response:
+        return PlainTextResponse(lifecycle.failure or "ok\n", status_code=200 if lifecycle.healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return PlainTextResponse(f"{lifecycle.state.name.lower()}\n", status_code=200 if lifecycle.ready else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        body = metrics.render(await service.report(), service.counts)
+        return Response(body, media_type=metrics.CONTENT_TYPE)
+
+
+def _model_card(service: Service) -> dict[str, object]:
+    name = service.config.model.served_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_seconds,
+        "owned_by": "specdecode",
+        "max_model_len": service.model.loaded.max_model_len,
+    }

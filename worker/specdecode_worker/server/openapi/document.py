@@ -1,0 +1,118 @@
+"""/openapi.json of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from specdecode_worker.server.openapi.objects import ANSWERS, COUNT, TEXT
+from specdecode_worker.server.openapi.schemas import PREFIX, schemas_of
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from specdecode_worker.server.version import VERSION
+
+Json = dict[str, Any]
+
+_JSON, _SSE, _PLAIN = "application/json", "text/event-stream", "text/plain"
+_ERRORS = {
+    400: "the request is at fault; param names the field",
+    401: "an API key is needed",
+    404: "no such model",
+    413: "the body is too large",
+    429: "the waiting line is full",
+    500: "the engine gave up on the request",
+    503: "loading, draining, or the engine is gone",
+}
+_READING = (401, 404, 503)
+_POSTING = (400, 401, 404, 413, 503)
+_GENERATING = tuple(_ERRORS)
+_RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, at the pace of the line"}}
+_HEADERS: list[Json] = [
+    {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "schema": TEXT,
+        "description": "comes back, and stands in the answer's id",
+    },
+]
+
+
+def document(served_name: str) -> Json:
+    """For the model that this worker serves."""
+    schemas = schemas_of(CompletionRequest, ChatRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
+    for name in ("CompletionRequest", "ChatRequest"):
+        schemas[name]["properties"]["model"] = {"enum": [served_name], "description": "the model that is served"}
+    for name in ("TokenizeRequest", "TokenizeChatRequest", "DetokenizeRequest"):
+        schemas[name]["properties"]["model"] = {"enum": [served_name, None]}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "specdecode", "version": VERSION},
+        "paths": _paths(served_name),
+        "security": [{}, {"key": []}],
+        "components": {
+            "schemas": {**schemas, **ANSWERS},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(served_name: str) -> Json:
+    one_model: Json = {"name": "name", "in": "path", "required": True, "schema": {"enum": [served_name]}}
+    return {
+        "/v1/completions": {"post": _generating("CompletionRequest", "Completion")},
+        "/v1/chat/completions": {"post": _generating("ChatRequest", "ChatCompletion")},
+        "/v1/models": {"get": {"responses": _responses(_content("ModelList"), _READING)}},
+        "/v1/models/{name}": {"get": {"parameters": [one_model], "responses": _responses(_content("Model"), _READING)}},
+        "/tokenize": {"post": _posting(("TokenizeRequest", "TokenizeChatRequest"), "Tokens")},
+        "/detokenize": {"post": _posting(("DetokenizeRequest",), "Text")},
+        "/version": {"get": {"responses": _responses(_content("Version"), ())}},
+        "/health": {"get": {"responses": _probe("fails once the engine is gone")}},
+        "/ready": {"get": {"responses": _probe("fails while loading and on the way out")}},
+        "/metrics": {"get": {"responses": _responses({_PLAIN: {"schema": TEXT}}, (503,))}},
+    }
+
+
+def _generating(request: str, answer: str) -> Json:
+    stream = {_SSE: {"schema": {**TEXT, "description": "events of chunks, and data: [DONE]; with stream alone"}}}
+    return {
+        "parameters": _HEADERS,
+        "requestBody": _body((request,)),
+        "responses": _responses(_content(answer) | stream, _GENERATING),
+    }
+
+
+def _posting(requests: tuple[str, ...], answer: str) -> Json:
+    return {"requestBody": _body(requests), "responses": _responses(_content(answer), _POSTING)}
+
+
+def _body(names: tuple[str, ...]) -> Json:
+    schemas = [_ref(name) for name in names]
+    return {"required": True, "content": {_JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}}
+
+
+def _responses(content: Json, errors: Iterable[int]) -> Json:
+    found: Json = {"200": {"description": "the answer", "content": content}}
+    for status in errors:
+        found[str(status)] = {"description": _ERRORS[status], "content": _content("Error")}
+        if status in (429, 503):
+            found[str(status)]["headers"] = _RETRY
+    return found
+
+
+def _probe(fails: str) -> Json:
+    text = {_PLAIN: {"schema": TEXT}}
+    return {"200": {"description": "yes", "content": text}, "503": {"description": fails, "content": text}}
+
+
+def _content(name: str) -> Json:
+    return {_JSON: {"schema": _ref(name)}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": PREFIX + name}

@@ -1,0 +1,41 @@
+"""Request bodies as JSON schemas, made of the models that check them, plus the rules that stand beside the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdecode_worker.server.requests.checked import Checked
+from specdecode_worker.server.requests.neutral import NEUTRAL, WITHOUT_EFFECT
+
+Json = dict[str, Any]
+PREFIX = "#/components/schemas/"
+
+
+def schemas_of(*kinds: type[Checked]) -> Json:
+    """Every model and what it refers to, by name."""
+    found: Json = {}
+    for kind in kinds:
+        schema = kind.model_json_schema(ref_template=PREFIX + "{model}")
+        found |= schema.pop("$defs", {})
+        found[kind.__name__] = _whole(schema)
+    return found
+
+
+def _whole(schema: Json) -> Json:
+    """A body's schema: null means the default, and fields beyond the model's are accepted as ``neutral`` says."""
+    required = schema.get("required", [])
+    properties = {
+        name: one if name in required else _or_null(one) for name, one in schema.get("properties", {}).items()
+    }
+    for name, values in NEUTRAL.items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "accepted for its neutral values alone"})
+    for name in sorted(WITHOUT_EFFECT):
+        properties.setdefault(name, {"description": "accepted; changes nothing here"})
+    return {**schema, "properties": properties}
+
+
+def _or_null(schema: Json) -> Json:
+    """The default stays beside it, which is where a reader looks."""
+    inner = {key: value for key, value in schema.items() if key != "default"}
+    told = {key: value for key, value in schema.items() if key == "default" and value is not None}
+    return {"anyOf": [inner, {"type": "null"}], **told}

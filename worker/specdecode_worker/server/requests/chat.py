@@ -1,0 +1,117 @@
+"""Body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests.checked import Checked
+from specdecode_worker.server.requests.generation import MAX_LOGPROBS, GenerationRequest
+from specdecode_worker.server.requests.neutral import unsupported
+from specdecode_worker.server.requests.tools import MAX_TOOLS, NamedToolChoice, Tool, ToolCall
+
+# Templates know OpenAI's older name of the role.
+_RENDERED_ROLES = {"developer": "system"}
+_TAKEN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+class TextPart(Checked):
+    type: Literal["text"]
+    text: str
+
+
+def _plain_text(value: Any) -> Any:
+    """Content as a text; OpenAI also writes it as a list of parts."""
+    if value is None:
+        return ""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
+    return "".join(part["text"] for part in value)
+
+
+def _without_empty(value: Any) -> Any:
+    """A message that a client echoes carries its unused fields as null or []."""
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if key == "content" or item not in (None, [])}
+    return value
+
+
+class ChatMessage(Checked):
+    """One turn. Only an assistant's may be without content: when it calls tools."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_plain_text, json_schema_input_type=str | list[TextPart] | None)] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field(default=[])
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("a message of role 'tool' needs tool_call_id, and no other has it")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates expect it. They ask whether ``tool_calls`` is there, so an empty list must not be."""
+        message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1)]
+
+
+class ChatRequest(GenerationRequest):
+    """The next turn of a conversation."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """Off keeps the first call of an answer and drops the others."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """vLLM's: further variables of the chat template."""
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """What the template is to render: nothing with ``tool_choice`` none, so that no call can come back."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+        if self.tool_choice not in ("none", "auto"):
+            raise unsupported(
+                "tool_choice can be 'none' or 'auto': nothing forces a model's tokens into a call", "tool_choice"
+            )
+        if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
+            raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")

@@ -1,0 +1,19 @@
+"""The base of every request model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Checked(BaseModel):
+    """An unknown field is refused; the text "0.5" is no number, as with OpenAI."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def check(self) -> None:
+        """What one field cannot know of another. Raises BadRequest that names the field."""
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]

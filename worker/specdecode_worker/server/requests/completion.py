@@ -1,0 +1,64 @@
+"""Body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests.checked import TokenId
+from specdecode_worker.server.requests.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest
+
+MAX_PROMPTS = 64
+_DEFAULT_TOKENS = 16
+
+
+def _prompt_list(value: Any) -> Any:
+    """A text, token ids, or a list of either, as a list of prompts."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return [value]
+    if not isinstance(value, list) or not all(isinstance(item, str | list) for item in value):
+        raise ValueError("must be a text, a list of token ids, or a list of either")
+    for item in value:
+        if isinstance(item, list) and not all(type(token) is int for token in item):
+            raise ValueError("token ids must be integers")
+    return value
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompts = Annotated[
+    list[str | list[int]],
+    Field(min_length=1, max_length=MAX_PROMPTS),
+    BeforeValidator(_prompt_list, json_schema_input_type=str | Ids | list[str] | list[Ids]),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """Text that goes on where a prompt ends."""
+
+    prompt: Prompts
+    max_tokens: int | None = Field(default=_DEFAULT_TOKENS, ge=0)
+    """0 with ``echo`` alone: the prompt's own log-probabilities are wanted."""
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def choices_made(self) -> int:
+        return self.best_of or self.n
+
+    def check(self) -> None:
+        super().check()
+        if self.choices_made < self.n:
+            raise BadRequest(f"best_of is below n, which is {self.n}", param="best_of", code="invalid_value")
+        if self.choices_made > self.n and self.stream:
+            raise BadRequest(
+                "best_of compares whole answers, so it cannot stream", param="best_of", code="invalid_value"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens may be 0 only with echo", param="max_tokens", code="invalid_value")

@@ -1,0 +1,39 @@
+"""Bodies of /tokenize and /detokenize, which are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from specdecode_worker.server.requests.chat import Messages
+from specdecode_worker.server.requests.checked import Checked, TokenId
+from specdecode_worker.server.requests.tools import MAX_TOOLS, Tool
+
+
+class TokenizeRequest(Checked):
+    """The ids of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Checked):
+    """The ids of a conversation as the chat template writes it."""
+
+    model: str | None = None
+    messages: Messages
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+
+class DetokenizeRequest(Checked):
+    """The text of ids, special tokens included."""
+
+    model: str | None = None
+    tokens: list[TokenId]

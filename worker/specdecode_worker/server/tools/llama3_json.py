@@ -1,0 +1,77 @@
+"""Llama 3's way: the whole answer is {"name": ..., "parameters": {...}}, or several of them with ; between.
+
+Nothing marks a call, and people ask for JSON too: an answer is a call only if it names a function that was offered.
+"""
+
+from __future__ import annotations
+
+from specdecode_worker.server.tools.call_reader import CallReader
+from specdecode_worker.server.tools.deltas import Delta, Known, said
+
+_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
+
+
+class Llama3JsonParser:
+    """See the module."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._held = ""
+        self._before = ""
+        """What stands in front of a brace: no text if a call follows."""
+        self._reader: CallReader | None = None
+        self._called = False
+        self._text_only = False
+
+    def push(self, text: str) -> list[Delta]:
+        if self._text_only:
+            return said(text)
+        self._held += text
+        deltas: list[Delta] = []
+        while self._held and not self._text_only and self._begin():
+            assert self._reader is not None
+            text, self._held = self._held, ""
+            deltas += self._reader.push(text)
+            deltas += self._after_call()
+        return deltas + self._as_text()
+
+    def end(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        if self._reader is not None:
+            self._reader.end()
+            deltas += self._after_call()
+        rest, self._held = self._held, ""
+        return deltas + ([] if self._called and not rest.strip(_BETWEEN) else said(rest))
+
+    def _begin(self) -> bool:
+        """True when a reader is there to read on; False when more text, or only text, is to come."""
+        if self._reader is not None:
+            return True
+        text = self._held.lstrip(_BETWEEN if self._called else None)
+        if text.startswith(_TAG):
+            text = text.removeprefix(_TAG).lstrip()
+        elif _TAG.startswith(text):
+            return False
+        if text and text[0] != "{":
+            self._text_only = True
+            return False
+        if text:
+            self._before = self._held[: len(self._held) - len(text)]
+            self._held, self._reader = text, CallReader(self._known)
+        return bool(text)
+
+    def _after_call(self) -> list[Delta]:
+        reader = self._reader
+        assert reader is not None
+        if reader.failed or reader.done:
+            self._held, self._reader = (self._before if reader.failed else "") + reader.rest, None
+            self._text_only = reader.failed
+            self._called = self._called or reader.done
+        return []
+
+    def _as_text(self) -> list[Delta]:
+        if not self._text_only:
+            return []
+        text, self._held = self._held, ""
+        return said(text)

@@ -1,0 +1,58 @@
+"""Llama 3.2's and 4's way: the whole answer is a Python list of calls, [get_weather(city="Oslo"), now()].
+
+It is read once it is whole: only then is a list of calls told from a text in brackets.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Known, said
+
+
+class PythonicParser:
+    """See the module."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._held = ""
+        self._text_only = False
+
+    def push(self, text: str) -> list[Delta]:
+        self._held += text
+        begin = self._held.lstrip()
+        self._text_only = self._text_only or (bool(begin) and begin[0] != "[")
+        if not self._text_only:
+            return []
+        shown, self._held = self._held, ""
+        return said(shown)
+
+    def end(self) -> list[Delta]:
+        text, self._held = self._held, ""
+        try:
+            return [delta for call in _calls(text) for delta in self._deltas(call)]
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return said(text)
+
+    def _deltas(self, call: ast.expr) -> list[Delta]:
+        """Raises ValueError for what is no call of an offered function with literal arguments."""
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not a call with named arguments")
+        name = ast.unparse(call.func)
+        if not self._known(name):
+            raise ValueError(f"{name} was not offered")
+        arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+        if len(arguments) < len(call.keywords):
+            raise ValueError("** is no literal")
+        return [Called(name), Arguments(json.dumps(arguments, ensure_ascii=False, allow_nan=False))]
+
+
+def _calls(text: str) -> list[ast.expr]:
+    """Raises ValueError, SyntaxError."""
+    if not text.strip():
+        raise ValueError("empty")
+    found = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(found, ast.List) or not found.elts:
+        raise ValueError("no list")
+    return found.elts

@@ -1,0 +1,46 @@
+"""Single tokens by their bytes, for log-probabilities: a token may be half a character, which has no text.
+
+Vocabularies write bytes in two ways. Byte-level BPE gives each of the 256 bytes a printable letter (GPT-2's
+``bytes_to_unicode``); SentencePiece writes text with ``▁`` for a space, and bytes without a text as ``<0x0A>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import tokenizers
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+class Vocabulary:
+    """The bytes of every id of one tokenizer."""
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        self._model = model
+        self._added: Mapping[int, str] = {i: token.content for i, token in model.get_added_tokens_decoder().items()}
+        self._letters = _byte_letters() if "ByteLevel(" in repr(model.decoder) else None
+
+    def bytes_of(self, token: int) -> bytes:
+        """Empty for an id without a token."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._model.id_to_token(token) or ""
+        if self._letters is not None:
+            return bytes(self._letters[letter] for letter in piece if letter in self._letters)
+        if (found := _FALLBACK.fullmatch(piece)) is not None:
+            return bytes.fromhex(found[1])
+        return piece.replace(_SPACE, " ").encode()
+
+    def piece_of(self, token: int) -> str:
+        """The token as the vocabulary writes it; empty for an id without one."""
+        return self._model.id_to_token(token) or ""
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter to byte: printable bytes stand for themselves, the others for what follows U+0100, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
