@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 # Its modules are imported by name, also by the engine process, which inherits sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,8 +37,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-async def service(model_folder: Path) -> AsyncIterator[Service]:
+@contextlib.asynccontextmanager
+async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
     """A service over a process with the fake engine, loaded."""
     config = worker_config(model_folder)
     plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "),))
@@ -45,6 +47,19 @@ async def service(model_folder: Path) -> AsyncIterator[Service]:
     made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
     yield made
     await engine.close()
+
+
+@pytest.fixture
+async def service(model_folder: Path) -> AsyncIterator[Service]:
+    async with over_fake_engine(model_folder) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting_service(model_folder: Path) -> AsyncIterator[Service]:
+    """For the tests of a module that share one engine; they are marked with ``asyncio(loop_scope="module")``."""
+    async with over_fake_engine(model_folder) as made:
+        yield made
 
 
 @pytest.fixture

@@ -100,59 +100,58 @@ async def test_stop_strings_cut_exactly(client: httpx.AsyncClient, service: Serv
     assert (await service.report()).running == 0, "the engine was not told to stop"
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "code"),
-    [
-        ({"temperature": 3}, "temperature", "invalid_value"),
-        ({"temperature": "1"}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-        ({"max_tokens": 2.5}, "max_tokens", "invalid_value"),
-        ({"n": 0}, "n", "invalid_value"),
-        ({"n": 9}, "n", None),
-        ({"best_of": 2}, "best_of", "unsupported_parameter"),
-        ({"logprobs": 2}, "logprobs", "invalid_value"),
-        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
-        ({"min_p": 1.5}, "min_p", "invalid_value"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
-        ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]", "invalid_value"),
-        ({"logit_bias": {"258": 1}}, "logit_bias", "invalid_value"),
-        ({"stop_token_ids": [258]}, "stop_token_ids", "invalid_value"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
-        ({"min_tokens": 500}, "messages", "context_length_exceeded"),
-        ({"echo": True}, "echo", "unsupported_parameter"),
-        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "invalid_value"),
-        ({"tools": [STRICT]}, "tools[0].function.strict", "invalid_value"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "unsupported_parameter"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
-        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
-        ({"stop": ""}, "stop[0]", "invalid_value"),
-        ({"foo": 1}, "foo", "unknown_parameter"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", None),
-        ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "invalid_value"),
-        ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),
-        ({"max_tokens": 500}, "messages", "context_length_exceeded"),
-    ],
-)
-async def test_what_would_change_the_answer_is_refused_by_name(
-    client: httpx.AsyncClient, change: dict[str, Any], param: str, code: str | None
-) -> None:
-    answer = await client.post("/v1/chat/completions", json={**CHAT, **change})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
-    assert error["type"] == "invalid_request_error"
-    assert error["message"]
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 2.5}, "max_tokens", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 9}, "n", None),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"logprobs": 2}, "logprobs", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"min_p": 1.5}, "min_p", "invalid_value"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]", "invalid_value"),
+    ({"logit_bias": {"258": 1}}, "logit_bias", "invalid_value"),
+    ({"stop_token_ids": [258]}, "stop_token_ids", "invalid_value"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
+    ({"min_tokens": 500}, "messages", "context_length_exceeded"),
+    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [STRICT]}, "tools[0].function.strict", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "unsupported_parameter"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
+    ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+    ({"stop": ""}, "stop[0]", "invalid_value"),
+    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 500}, "messages", "context_length_exceeded"),
+]
+
+
+async def test_what_would_change_the_answer_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    for change, param, code in REFUSED:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, **change})
+        assert answer.status_code == 400, (change, answer.text)
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == (param, code), (change, error)
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
 
 
 NEUTRAL = {
@@ -167,32 +166,32 @@ async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient) -> No
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "code"),
-    [
-        (b"{", 400, "invalid_json"),
-        (b"[]", 400, "invalid_json"),
-        (b"", 400, "invalid_json"),
-        (b'{"model": NaN}', 400, "invalid_json"),
-        (b"[" * 100_000, 400, "invalid_json"),
-        (b"{}", 400, "missing_required_parameter"),
-        (b'{"model": "other", "prompt": "x"}', 404, "model_not_found"),
-        (b'{"model": "small", "prompt": "' + b"x" * 5_000_000 + b'"}', 413, "body_too_large"),
-        (b'{"model": "small", "prompt": [300]}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": [-1]}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": [true]}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": ""}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": "\\ud800"}', 400, "invalid_json"),
-        (b'{"model": "small", "prompt": "x", "logprobs": 21}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": "x", "best_of": 2, "n": 3}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": "x", "best_of": 2, "stream": true}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": "x", "max_tokens": 0}', 400, "invalid_value"),
-        (b'{"model": "small", "prompt": "x", "suffix": "y"}', 400, "unsupported_parameter"),
-    ],
-)
-async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient, body: bytes, status: int, code: str) -> None:
-    answer = await client.post("/v1/completions", content=body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+BAD_BODIES = [
+    (b"{", 400, "invalid_json"),
+    (b"[]", 400, "invalid_json"),
+    (b"", 400, "invalid_json"),
+    (b'{"model": NaN}', 400, "invalid_json"),
+    (b"[" * 100_000, 400, "invalid_json"),
+    (b"{}", 400, "missing_required_parameter"),
+    (b'{"model": "other", "prompt": "x"}', 404, "model_not_found"),
+    (b'{"model": "small", "prompt": "' + b"x" * 5_000_000 + b'"}', 413, "body_too_large"),
+    (b'{"model": "small", "prompt": [300]}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": [-1]}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": [true]}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": ""}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": "\\ud800"}', 400, "invalid_json"),
+    (b'{"model": "small", "prompt": "x", "logprobs": 21}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": "x", "best_of": 2, "n": 3}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": "x", "best_of": 2, "stream": true}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": "x", "max_tokens": 0}', 400, "invalid_value"),
+    (b'{"model": "small", "prompt": "x", "suffix": "y"}', 400, "unsupported_parameter"),
+]
+
+
+async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient) -> None:
+    for body, status, code in BAD_BODIES:
+        answer = await client.post("/v1/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body[:80]
 
 
 async def test_unknown_paths_and_methods_get_an_error_object(client: httpx.AsyncClient) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specdecode_worker.engine.client import Stream
 from specdecode_worker.engine.errors import EngineGone
 from specdecode_worker.engine.messages import Tokens
+from specdecode_worker.metrics import Observer
 from specdecode_worker.server.answers import Choice, Piece, Statistics
 from specdecode_worker.server.errors import EngineFailed
 from specdecode_worker.server.prompts import Prompt
@@ -36,7 +37,7 @@ class Generation:
         prompt: Prompt,
         wish: Wish,
         *,
-        observe: Callable[[Tokens], None],
+        observer: Observer,
         ended: Callable[[], None],
     ) -> None:
         self._stream = stream
@@ -45,7 +46,7 @@ class Generation:
         self._wish = wish
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
         self._reader = AnswerReader(tokenizer, prompt.ids, wish.reading, first_offset=first_offset)
-        self._observe = observe
+        self._observer = observer
         self._ended: Callable[[], None] | None = ended
         self._last: Tokens | None = None
 
@@ -88,13 +89,14 @@ class Generation:
     def close(self) -> None:
         """May be called twice."""
         self._stream.close()
+        self._observer.end()
         if self._ended is not None:
             self._ended()
             self._ended = None
 
     def _take(self, tokens: Tokens) -> Piece:
         self._last = tokens
-        self._observe(tokens)
+        self._observer.take(tokens)
         if tokens.finish in ("error", "abort"):
             raise EngineFailed(tokens.error or "the engine ended this request")
         if self._wish.scored and len(tokens.logprobs) != len(tokens.tokens):

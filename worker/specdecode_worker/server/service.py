@@ -18,7 +18,7 @@ from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.messages import Loaded, Sampling, Submit
-from specdecode_worker.metrics import SpeculationCounts
+from specdecode_worker.metrics import Counts
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, Wish
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -64,7 +64,7 @@ class Service:
         self.engine = engine
         self.lifecycle = lifecycle
         self.plans = Plans(config.deployment_uid, plan)
-        self.counts = SpeculationCounts()
+        self.counts = Counts(time.monotonic)
         self.started_seconds = int(time.time())
         self._line = Line(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
@@ -153,7 +153,7 @@ class Service:
             self.model.tokenizer,
             prompt,
             wish,
-            observe=self.counts.observer(task),
+            observer=self.counts.observer(task, len(prompt.ids)),
             ended=lambda: self._line.ended(time.monotonic()),
         )
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdecode_worker.contract import (
+    AcceptanceCell,
+    DraftState,
     GuardCell,
     LatencyHistogram,
+    MemoryState,
     Metric,
+    PhaseSeconds,
     PlanState,
     Report,
     StepCell,
@@ -15,7 +19,7 @@ from specdecode_worker.contract import (
     TrafficCell,
 )
 from specdecode_worker.engine.messages import Tokens
-from specdecode_worker.metrics import SpeculationCounts, render
+from specdecode_worker.metrics import Counts, render
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
@@ -44,28 +48,47 @@ REPORT = Report(
         for name in ("ttft", "ttit", "e2e", "queue")
     ),
     steps=(STEP, STEP),
+    plain_steps=8,
+    preemptions=6,
+    prefill_chunks=5,
+    prefix_query_tokens=80,
+    prefix_hit_tokens=48,
+    kv_tokens_cached=10,
+    phases=PhaseSeconds(draft=1, verify=2, sample=3, bookkeeping=4),
+    memory=MemoryState(limit=100, weights=40, drafts=5, kv_cache=30, reserve=20),
+    draft=DraftState(method="eagle3", hash="h1", uri="hf://a/b"),
+    named_drafts=(DraftState(name="code", problem="fc.weight is missing"),),
+    acceptance=(
+        AcceptanceCell(draft="h1", task="t", sampled=True, depth=1, parent="main", ranks=(9, 1, 0, 0, 0, 0, 0, 0, 4)),
+        AcceptanceCell(draft="h1", task="t", sampled=False, depth=1, parent="main", ranks=(1, 0, 0, 0, 0, 0, 0, 0, 1)),
+    ),
     guard=(GuardCell(concurrency=0, context=0, speculative=2, plain=1, suppressed=True),),
 )
 
 
-def samples(counts: SpeculationCounts | None = None, report: Report = REPORT) -> dict[str, float]:
+def still() -> Counts:
+    """Counts at a time that stands."""
+    return Counts(lambda: 0.0)
+
+
+def samples(counts: Counts | None = None, report: Report = REPORT) -> dict[str, float]:
     found = {}
-    for family in text_string_to_metric_families(render(report, counts or SpeculationCounts()).decode()):
+    for family in text_string_to_metric_families(render(report, counts or still()).decode()):
         for sample in family.samples:
             labels = ",".join(value for name, value in sorted(sample.labels.items()) if name != "model_name")
             found[f"{sample.name}[{labels}]"] = sample.value
     return found
 
 
-def seen(counts: SpeculationCounts, task: str, *sums: tuple[int, int, int]) -> None:
+def seen(counts: Counts, task: str, *sums: tuple[int, int, int]) -> None:
     """A request of ``task`` whose messages carried these (drafts, draft tokens, accepted) so far."""
-    observe = counts.observer(task)
+    observer = counts.observer(task, 7)
     for drafts, draft_tokens, accepted in sums:
-        observe(Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted))
+        observer.take(Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted))
 
 
 def test_every_name_of_the_contract_is_there() -> None:
-    counts = SpeculationCounts()
+    counts = still()
     seen(counts, "t", (1, 3, 2))
     text = render(REPORT, counts).decode()
     assert {name for name in Metric if f"# TYPE {name}" not in text} == set()
@@ -80,6 +103,21 @@ def test_values_are_the_reports() -> None:
     assert found["specdecode_guard_suppressed[]"] == found["specdecode_synthetic[]"] == 1
     assert found["specdecode_generation_tokens_total[t]"] == 60
     assert found["specdecode_request_success_total[other]"] == 1
+    assert found["specdecode_num_preemptions_total[]"] == 6
+    assert found["specdecode_prefill_chunks_total[]"] == 5
+    assert found["specdecode_prefix_cache_queries_total[]"] == 80
+    assert found["specdecode_prefix_cache_hits_total[]"] == 48
+    assert found["specdecode_kv_cache_reusable_perc[]"] == 0.1
+    assert found["specdecode_spec_decode_num_plain_steps_total[]"] == 8
+    assert found["specdecode_memory_bytes[kv_cache]"] == 30
+    assert [found[f"specdecode_step_phase_seconds_total[{phase}]"] for phase in PhaseSeconds.model_fields] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert found["specdecode_guard_state[0,0]"] == 1
+    assert found["specdecode_guard_time_per_token_seconds[0,0,speculative]"] == 2
     assert (found["specdecode_iteration_seconds_count[]"], found["specdecode_iteration_seconds_sum[]"]) == (8, 5)
 
 
@@ -91,7 +129,7 @@ def test_histograms_accumulate() -> None:
 
 
 def test_speculation_by_task_adds_up_to_the_report() -> None:
-    counts = SpeculationCounts()
+    counts = still()
     seen(counts, "t", (1, 3, 2), (2, 6, 5))
     seen(counts, "t", (1, 3, 0))
     seen(counts, "other", (3, 9, 3))
@@ -105,6 +143,37 @@ def test_speculation_by_task_adds_up_to_the_report() -> None:
 
 
 def test_a_report_a_step_behind_makes_no_negative_count() -> None:
-    counts = SpeculationCounts()
+    counts = still()
     seen(counts, "t", (99, 99, 3))
     assert samples(counts)["specdecode_spec_decode_num_drafts_total[other]"] == 0
+
+
+def test_ranks_are_summed_by_task_and_depth() -> None:
+    found = samples()
+    assert found["specdecode_spec_decode_num_ranked_total[1,0,t]"] == 10
+    assert found["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
+
+
+def test_every_draft_is_named() -> None:
+    found = samples()
+    assert found["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
+    assert found["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
+
+
+def test_a_request_counts_once_however_it_ends() -> None:
+    now = 0.0
+    counts = Counts(lambda: now)
+    observer = counts.observer("t", 30)
+    for now, tokens in ((1.0, (5, 6)), (1.001, (7,)), (1.002, ())):  # noqa: B007
+        observer.take(Tokens(request_id="r", tokens=tokens))
+    observer.end()
+    observer.end()
+    counts.observer("t", 9).end()
+    found = samples(counts)
+    assert found["specdecode_request_prompt_tokens_sum[]"] == 30
+    assert (
+        found["specdecode_request_generation_tokens_sum[]"],
+        found["specdecode_request_generation_tokens_count[]"],
+    ) == (3, 1)
+    name = "specdecode_request_time_per_output_token_seconds"
+    assert (found[f"{name}_bucket[0.0005]"], found[f"{name}_count[]"]) == (1, 1), "1 ms for two tokens"

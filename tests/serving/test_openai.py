@@ -1,0 +1,259 @@
+"""What OpenAI's client gets of choices, log-probabilities, echo and tools. One engine serves all tests here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import fake_engine
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+import small_model
+from fake_engine import logprob
+
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.service import Service
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+IDS = small_model.byte_tokenizer()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(lasting_service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx.ASGITransport(public_app(lasting_service))
+    async with httpx.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url="http://worker/v1", api_key="none", http_client=http, max_retries=0)
+
+
+@pytest.fixture
+def submitted(lasting_service: Service, monkeypatch: pytest.MonkeyPatch) -> list[Sampling]:
+    """What the engine was asked for."""
+    seen: list[Sampling] = []
+    submit = lasting_service.engine.submit
+
+    def spy(request: Submit) -> Any:
+        seen.append(request.sampling)
+        return submit(request)
+
+    monkeypatch.setattr(lasting_service.engine, "submit", spy)
+    return seen
+
+
+def say(text: str) -> Any:
+    return [{"role": "user", "content": f"SAY:{text}"}]
+
+
+async def test_choices_have_seeds_of_their_own_and_the_first_the_requests(
+    client: openai.AsyncOpenAI, submitted: list[Sampling]
+) -> None:
+    answer = await client.completions.create(model="small", prompt=["a", "bb"], n=3, seed=5, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    first, *others = [sampling.seed for sampling in submitted]
+    assert first == 5
+    assert [first, *others][:3] == [first, *others][3:], "two prompts, the same seeds"
+    assert len({first, *others}) == 3
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 24)
+    submitted.clear()
+    await client.completions.create(model="small", prompt="a", n=3, seed=5, max_tokens=4)
+    assert [sampling.seed for sampling in submitted] == [first, *others[:2]], "the same again"
+
+
+async def test_choices_stream_side_by_side(client: openai.AsyncOpenAI) -> None:
+    texts = {0: "", 1: ""}
+    reasons = {}
+    stream = await client.chat.completions.create(model="small", messages=say("hello"), n=2, stream=True)
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        reasons[chunk.choices[0].index] = chunk.choices[0].finish_reason
+    assert (texts, reasons) == ({0: "hello", 1: "hello"}, {0: "stop", 1: "stop"})
+
+
+async def test_best_of_keeps_the_likeliest(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
+    answer = await client.completions.create(
+        model="small", prompt="a", best_of=4, n=2, seed=5, max_tokens=4, logprobs=0
+    )
+    # The fake engine's log-probabilities fall with the seed modulo a number.
+    expected = sorted(logprob(0, sampling.seed) for sampling in submitted)[::-1][:2]
+    found = [choice.logprobs.token_logprobs[0] for choice in answer.choices if choice.logprobs]  # type: ignore[index]
+    first = IDS.encode(fake_engine.TEXT).ids[0]
+    assert found == pytest.approx([value - first / 1024 for value in expected])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16, "what was thrown away was generated too"
+
+
+async def test_what_is_asked_for_reaches_the_engine(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
+    await client.chat.completions.create(
+        model="small",
+        messages=say("x"),
+        max_completion_tokens=9,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100},
+        extra_body={"min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3, "top_k": 300, "stop_token_ids": [4]},
+    )
+    (found,) = submitted
+    assert found == Sampling(
+        max_tokens=9, seed=found.seed, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias=((7, -100),), min_p=0.1,
+        repetition_penalty=1.1, min_tokens=3, top_k=0, stop_token_ids=(4,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_tells_logprobs_of_what_it_shows(client: openai.AsyncOpenAI, stream: bool) -> None:
+    asked: Any = {"model": "small", "messages": say("éa STOP b"), "logprobs": True, "top_logprobs": 2, "seed": 0}
+    if stream:
+        chunks = [c async for c in await client.chat.completions.create(**asked, stop="STOP", stream=True)]
+        found = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or ()]
+    else:
+        whole = await client.chat.completions.create(**asked, stop="STOP")
+        assert whole.choices[0].logprobs is not None
+        found = list(whole.choices[0].logprobs.content or ())
+    assert b"".join(bytes(one.bytes or ()) for one in found).decode() == "éa "
+    assert [one.logprob for one in found] == pytest.approx([logprob(token) for token in IDS.encode("éa ").ids])
+    assert all([top.logprob for top in one.top_logprobs] == [logprob(0), logprob(1)] for one in found)
+
+
+async def test_echo_gives_the_prompt_back_with_its_logprobs(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model="small", prompt="é SAY:xy", echo=True, logprobs=1, max_tokens=9, seed=0
+    )
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == ("é SAY:xyxy", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", *" SAY:xyxy"]
+    assert choice.logprobs.text_offset == [0, 0, *range(1, 10)]
+    assert (choice.logprobs.token_logprobs or [0])[0] is None
+    ids = IDS.encode("é SAY:xyxy").ids
+    assert (choice.logprobs.token_logprobs or [])[1:] == pytest.approx([logprob(token) for token in ids[1:]])
+    assert (choice.logprobs.top_logprobs or [])[0] is None
+
+
+async def test_echo_without_an_answer_scores_a_prompt(client: openai.AsyncOpenAI) -> None:
+    for prompt in ("abc", IDS.encode("abc").ids):
+        answer = await client.completions.create(model="small", prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "length")
+        assert answer.choices[0].logprobs is not None
+        assert answer.choices[0].logprobs.tokens == ["a", "b", "c"]
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
+
+
+async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="small", prompt="SAY:b", echo=True, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "SAY:bb"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"stop": "o w"}, "hell"),
+        ({"stop": "o w", "include_stop_str_in_output": True}, "hello w"),
+        ({"stop": "l", "min_tokens": 3}, "hel"),
+        ({"stop": "l"}, "he"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
+        ({"skip_special_tokens": False}, "hello world"),
+    ],
+)
+async def test_how_the_text_ends(client: openai.AsyncOpenAI, more: dict[str, Any], text: str) -> None:
+    body: Any = {"model": "small", "prompt": "SAY:hello world", "max_tokens": 40, "extra_body": more}
+    whole = await client.completions.create(**body)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
+    streamed = await client.completions.create(**body, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in streamed]) == text
+
+
+async def test_a_tool_call_comes_back_as_one(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model="small", messages=say(f"Wait.{CALL}"), tools=[WEATHER])
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+
+
+async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="small", messages=say(CALL + CALL), tools=[WEATHER], stream=True, logprobs=True
+    )
+    ids, names, arguments, scored = {}, {}, {0: "", 1: ""}, 0
+    async for chunk in stream:
+        scored += len((chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or ())
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            if delta.id:
+                ids[delta.index], names[delta.index] = delta.id, delta.function.name
+            arguments[delta.index] += delta.function.arguments or ""
+        reason = chunk.choices[0].finish_reason
+    assert (names, reason) == ({0: "weather", 1: "weather"}, "tool_calls")
+    assert len(set(ids.values())) == 2
+    assert {json.loads(text)["city"] for text in arguments.values()} == {"Oslo"}
+    assert scored == len((CALL + CALL).encode())
+
+
+async def test_without_parallel_calls_the_first_stays(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="small", messages=say(CALL + CALL), tools=[WEATHER], parallel_tool_calls=False
+    )
+    assert len(answer.choices[0].message.tool_calls or ()) == 1
+
+
+async def test_with_tool_choice_none_nothing_is_a_call(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="small", messages=say(CALL), tools=[WEATHER], tool_choice="none"
+    )
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(f"user\nSAY:{CALL}\nassistant\n") + 3, "tools were rendered"
+
+
+async def test_calls_and_results_are_history(client: openai.AsyncOpenAI, lasting_service: Service) -> None:
+    called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages: Any = [
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "cold"},
+    ]
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(public_app(lasting_service)), base_url="http://worker")
+    found = (await http.post("/tokenize", json={"messages": messages})).json()
+    text = (await http.post("/detokenize", json={"tokens": found["tokens"]})).json()["prompt"]
+    expected = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert text == f"<|start|>assistant\n{expected}<|end|>\n<|start|>tool\ncold<|end|>\n<|start|>assistant\n"
+    assert found["count"] == len(found["tokens"])
+    answer = await client.chat.completions.create(model="small", messages=messages, max_tokens=3)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == found["count"]
+    called["function"] = {"name": "weather", "arguments": "Oslo"}
+    with pytest.raises(openai.BadRequestError, match=r"tool_calls\[0\]\.function\.arguments"):
+        await client.chat.completions.create(model="small", messages=messages)
+
+
+async def test_the_answer_carries_the_clients_request_id(client: openai.AsyncOpenAI) -> None:
+    named = await client.completions.with_raw_response.create(
+        model="small", prompt="a", max_tokens=3, extra_headers={"X-Request-Id": "mine-1"}
+    )
+    assert (named.headers["x-request-id"], named.parse().id) == ("mine-1", "cmpl-mine-1")
+    odd = await client.completions.with_raw_response.create(
+        model="small", prompt="a", max_tokens=3, extra_headers={"X-Request-Id": "x y"}
+    )
+    assert odd.headers["x-request-id"] != "x y"
+    assert named.parse().system_fingerprint == odd.parse().system_fingerprint
+
+
+async def test_usage_may_come_with_every_chunk(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="small",
+        prompt="SAY:abcdefgh",
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 9

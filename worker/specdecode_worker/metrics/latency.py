@@ -1,0 +1,48 @@
+"""How long things take: requests, tokens, steps and the phases of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+from prometheus_client.core import SummaryMetricFamily
+
+from specdecode_worker.contract import Metric, Report
+from specdecode_worker.metrics.counts import Counts
+from specdecode_worker.metrics.families import counter, histogram
+
+_REPORTED = {
+    "ttft": (Metric.time_to_first_token_seconds, "From arrival to the first token."),
+    "ttit": (Metric.inter_token_latency_seconds, "From one token to the next."),
+    "e2e": (Metric.e2e_request_latency_seconds, "From arrival to the last token."),
+    "queue": (Metric.request_queue_time_seconds, "From arrival to the first step."),
+}
+
+
+def latency(report: Report, counts: Counts) -> Iterator[Family]:
+    for cell in report.latency:
+        name, text = _REPORTED[cell.name]
+        yield histogram(name, text, report.model, cell.edges, cell.counts, cell.sum)
+    counted = (
+        (Metric.request_prompt_tokens, "Tokens of the prompt of a request.", counts.prompt_tokens),
+        (Metric.request_generation_tokens, "Tokens of the answer to a request.", counts.generation_tokens),
+        (
+            Metric.request_time_per_output_token_seconds,
+            "Mean time of a request's tokens behind the first, as its client sees them.",
+            counts.seconds_per_token,
+        ),
+    )
+    for name, text, found in counted:
+        yield histogram(name, text, report.model, found.edges, found.counts, found.sum)
+    yield from _steps(report)
+
+
+def _steps(report: Report) -> Iterator[Family]:
+    steps = SummaryMetricFamily(Metric.iteration_seconds, "Wall time of engine steps.", labels=("model_name",))
+    count, seconds = sum(cell.count for cell in report.steps), sum(cell.wall_seconds for cell in report.steps)
+    steps.add_metric((report.model,), count, seconds)
+    yield steps
+    if report.phases is not None:
+        phases = [((phase,), value) for phase, value in report.phases.model_dump().items()]
+        text = "Where the time of steps went."
+        yield counter(Metric.step_phase_seconds, text, report.model, ("phase",), phases)

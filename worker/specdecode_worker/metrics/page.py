@@ -1,0 +1,31 @@
+"""The text of /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from specdecode_worker.contract import Report
+from specdecode_worker.metrics.counts import Counts
+from specdecode_worker.metrics.latency import latency
+from specdecode_worker.metrics.load import load
+from specdecode_worker.metrics.speculation import speculation
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(report: Report, counts: Counts) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Once([*speculation(report, counts), *load(report), *latency(report, counts)]))
+    return generate_latest(registry)
+
+
+class _Once(Collector):
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families

@@ -1,0 +1,78 @@
+"""What was drafted and kept, by task and depth; with which draft; what the guard holds back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+
+from specdecode_worker.contract import OTHER_TASK, Metric, Report
+from specdecode_worker.metrics.counts import Counts
+from specdecode_worker.metrics.families import Samples, counter, gauge
+
+
+def speculation(report: Report, counts: Counts) -> Iterator[Family]:
+    yield from _by_task(report, counts)
+    yield _ranked(report)
+    text = "Steps of a sequence that decoded without a draft."
+    yield counter(Metric.num_plain_steps, text, report.model, (), [((), report.plain_steps)])
+    yield _drafts(report)
+    yield from _guard(report)
+
+
+def _by_task(report: Report, counts: Counts) -> Iterator[Family]:
+    totals = (
+        (Metric.num_drafts, "Steps of a sequence that verified a draft.", report.drafts, "drafts"),
+        (Metric.num_draft_tokens, "Drafted tokens that were verified.", report.draft_tokens, "draft_tokens"),
+        (Metric.num_accepted_tokens, "Drafted tokens that were kept.", report.accepted_tokens, "accepted"),
+    )
+    for name, text, total, attribute in totals:
+        named = {t: int(getattr(c, attribute)) for t, c in counts.by_task.items() if t != OTHER_TASK}
+        rest = max(0, total - sum(named.values()))
+        samples: Samples = (((task,), value) for task, value in (named | {OTHER_TASK: rest}).items())
+        yield counter(name, text, report.model, ("task",), samples)
+    positions = (
+        ((task, str(position)), value)
+        for task, counted in counts.by_task.items()
+        for position, value in sorted(counted.per_position.items())
+    )
+    text = "Drafted tokens that were kept, by position in the draft."
+    yield counter(Metric.num_accepted_tokens_per_pos, text, report.model, ("task", "position"), positions)
+
+
+def _ranked(report: Report) -> Family:
+    """Summed over drafts, greedy and sampled requests, and both kinds of parents; the report has them apart."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for cell in report.acceptance:
+        for rank, count in enumerate(cell.ranks):
+            found[cell.task, str(cell.depth), "miss" if rank == len(cell.ranks) - 1 else str(rank)] += count
+    text = "Places of the target's token in the draft's ordering, wherever the parent was right."
+    return counter(Metric.num_ranked, text, report.model, ("task", "depth", "rank"), found.items())
+
+
+def _drafts(report: Report) -> Family:
+    samples = (
+        ((draft.name, draft.method, draft.hash, draft.uri, draft.problem or ""), 1.0)
+        for draft in (report.draft, *report.named_drafts)
+    )
+    text = "1 for every draft that is loaded; problem says why one that was asked for is not."
+    return gauge(Metric.draft_info, text, report.model, ("draft", "method", "hash", "uri", "problem"), samples)
+
+
+def _guard(report: Report) -> Iterator[Family]:
+    suppressed = sum(cell.suppressed for cell in report.guard)
+    text = "Loads at which the guard holds speculation back."
+    yield gauge(Metric.guard_suppressed, text, report.model, (), [((), suppressed)])
+    cells = [((str(cell.concurrency), str(cell.context)), cell) for cell in report.guard]
+    text = "1 where the guard holds speculation back, 0 where it lets it run, by bucket of the plan."
+    state: Samples = ((load, cell.suppressed) for load, cell in cells)
+    yield gauge(Metric.guard_state, text, report.model, ("concurrency", "context"), state)
+    seconds: Samples = (
+        ((*load, how), value)
+        for load, cell in cells
+        for how, value in (("speculative", cell.speculative), ("plain", cell.plain))
+        if value is not None
+    )
+    text = "What the guard compares: seconds per token with speculation and without."
+    yield gauge(Metric.guard_time_per_token_seconds, text, report.model, ("concurrency", "context", "mode"), seconds)
