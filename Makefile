@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench lossless soak requirements
+.PHONY: help venv demo demo-down check lint test crds images bench lossless soak fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ lossless: venv ## speculative text equals plain text, on 200 prompts of the embe
 
 soak: venv ## five minutes of load with misbehaving clients, plans and drafts swapped every few seconds
 	SOAK_SECONDS=300 $(BIN)/pytest -s tests/serving/test_soak.py
+
+fuzz: venv ## 10,000 requests made of the worker's OpenAPI document; 500 of them are part of `make test`
+	FUZZ_CASES=10000 $(BIN)/pytest --timeout=0 tests/serving/test_fuzz.py
 
 crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd

@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
     """A service over a process with the fake engine, loaded."""
     config = worker_config(model_folder)
-    plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "),))
+    plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "), TaskMatch(name="chat")))
     engine = EngineClient(config, plan, build=fake_engine.build)
     made = Service(config, engine, Lifecycle(), plan)
     made.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))

@@ -9,8 +9,9 @@ Imported by name in the spawned process (its folder is on sys.path), so it lives
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import small_model
 
@@ -25,6 +26,7 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.engine.messages import Loaded, Logprobs, Submit, Tokens
+from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
 TOKENS_PER_STEP = 3
@@ -94,8 +96,6 @@ class FakeEngine:
             raise ValueError("planted: no depth of 13")
         self._plan = plan
 
-    load_draft = None
-
     def calibration_loads(self) -> tuple[int, ...]:
         return ()
 
@@ -108,25 +108,21 @@ class FakeEngine:
     def forget_traffic(self) -> None:
         pass
 
-    def set_draft(self, name: str, loaded: object) -> list[Tokens]:
-        raise AssertionError("nothing loads here")
-
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._knobs = knobs
 
-    def load_draft(self, draft: DraftConfig, name: str) -> Callable[[], None]:
+    def load_draft(self, config: DraftConfig, name: str = "") -> Any:
         time.sleep(LOAD_SECONDS)
-        if draft.uri == "file:///misfit":
-            raise ValueError("planted: fc.weight is [8, 24], the target needs [8, 96]")
-        state = DraftState(name=name, method=draft.method, hash=f"of {draft.uri}", uri=draft.uri or "")
+        if config.uri == "file:///misfit":
+            raise ModelError("planted: fc.weight is [8, 24], the target needs [8, 96]")
+        return DraftState(name=name, method=config.method, hash=f"of {config.uri}", uri=config.uri or "")
 
-        def take_over() -> None:
-            if name:
-                self._named[name] = state
-            else:
-                self._draft = state
-
-        return take_over
+    def set_draft(self, name: str, loaded: Any) -> list[Tokens]:
+        if name:
+            self._named[name] = loaded
+        else:
+            self._draft = loaded
+        return []
 
     def _advance(self, key: str) -> Tokens:
         submit, at = self._requests[key]

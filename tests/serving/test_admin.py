@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ import pytest
 
 from specdecode_worker.contract import Plan, Report, Route
 from specdecode_worker.server.lifecycle import Departure, State
+from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
 
 PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}
@@ -16,7 +19,14 @@ PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "
 
 @pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", Route.report), ("PUT", Route.plan), ("DELETE", Route.synthetic), ("POST", Route.drain)]
+    ("method", "path"),
+    [
+        ("GET", Route.report),
+        ("PUT", Route.plan),
+        ("PUT", Route.draft),
+        ("DELETE", Route.synthetic),
+        ("POST", Route.drain),
+    ],
 )
 async def test_nothing_without_the_token(
     admin: httpx.AsyncClient, service: Service, method: str, path: str, header: dict[str, str]
@@ -88,3 +98,44 @@ async def test_drain_refuses_new_requests_after_the_delay(
     refused = await client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_draft_has_taken_over_when_the_answer_comes(admin: httpx.AsyncClient, service: Service) -> None:
+    body = {"uri": "file:///better", "method": "eagle3"}
+    asking = asyncio.create_task(admin.put(Route.draft, json=body))
+    served = 0
+    while not asking.done():
+        prompt = Prompt([65])
+        request = CompletionRequest(model="small", prompt=["A"], max_tokens=4)
+        (generation,) = service.start(request, [prompt], "other")
+        await generation.whole()
+        generation.close()
+        served += 1
+    assert served > 1, "requests wait for the swap"
+    assert asking.result().status_code == 200
+    assert asking.result().json()["draft"]["uri"] == "file:///better"
+    assert (await service.report()).draft.hash == "of file:///better"
+    assert (await admin.get(Route.draft)).json() == asking.result().json()
+
+
+async def test_a_further_draft_is_swapped_by_its_name(admin: httpx.AsyncClient, service: Service) -> None:
+    assert (await admin.put(Route.draft, json={"method": "ngram", "name": "code"})).status_code == 200
+    report = await service.report()
+    assert [(draft.name, draft.method) for draft in report.named_drafts] == [("code", "ngram")]
+    assert report.draft.hash == "d"
+
+
+async def test_a_draft_that_must_not_run_is_refused_with_the_reason(admin: httpx.AsyncClient, service: Service) -> None:
+    misfit = await admin.put(Route.draft, json={"uri": "file:///misfit"})
+    assert misfit.status_code == 409
+    assert "fc.weight is [8, 24]" in misfit.json()["error"]["message"]
+    for body, param in (
+        ({}, None),
+        ({"method": "ngram", "uri": "file:///x"}, None),
+        ({"uri": "file:///x", "method": "magic"}, "method"),
+        ({"uri": "file:///x", "depth": 3}, "depth"),
+        ({"uri": "file:///x", "name": "No Name"}, "name"),
+    ):
+        wrong = await admin.put(Route.draft, json=body)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param), wrong.text
+    assert (await service.report()).draft.hash == "d"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 from worker_process import HERE, WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import Env, Plan, WorkerConfig
+from specdecode_worker.termination import ENV_PATH
 
 PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
@@ -108,16 +110,22 @@ def test_what_does_not_finish_is_cut_with_an_error(start: Start, how: str) -> No
     assert '"code":"engine_error"' in stuck.result().text
 
 
-def test_a_killed_engine_ends_the_server_with_an_error(start: Start) -> None:
+def test_a_killed_engine_ends_the_server_with_an_error(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_PATH, str(tmp_path / "words"))
     worker = start()
-    stuck = in_background(
-        lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
-    )
-    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 1)
+    body = {**SILENT, "stream": True, "n": 2}
+    stuck = in_background(lambda: httpx.post(worker.public + "/v1/completions", json=body, timeout=30))
+    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 2)
     os.kill(worker.engine_pid, signal.SIGKILL)
     worker.wait_until(lambda: worker.get("/health").status_code == 503)
     assert worker.exit_code() == 1
-    assert "exit code -9" in stuck.result().text
+    *_, last, end = stuck.result().text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_error", "an error object ends the stream"
+    assert end == ""
+    assert "exit code -9" in last
+    assert "exit code -9" in (tmp_path / "words").read_text()
 
 
 def test_the_engine_dies_with_its_server(start: Start) -> None:
@@ -136,12 +144,13 @@ def test_a_client_that_hangs_up_frees_its_slot(start: Start) -> None:
     def running() -> int:
         return int(httpx.get(worker.admin + "/v1/report").json()["running"])
 
-    for stream in (True, False):
-        body = httpx.Request("POST", worker.public + "/v1/completions", json={**SILENT, "stream": stream})
+    for stream, choices in ((True, 1), (False, 1), (True, 3), (False, 3)):
+        sent = {**SILENT, "stream": stream, "n": choices}
+        body = httpx.Request("POST", worker.public + "/v1/completions", json=sent)
         with socket.create_connection((body.url.host, body.url.port or 80)) as connection:
             head = f"POST {body.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body.content)}\r\n\r\n"
             connection.sendall(head.encode() + body.content)
-            worker.wait_until(lambda: running() == 1)
+            worker.wait_until(lambda choices=choices: running() == choices)
         worker.wait_until(lambda: running() == 0)
 
 
@@ -161,9 +170,11 @@ def test_an_idle_engine_burns_no_cpu(start: Start) -> None:
 def test_a_model_that_does_not_load_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
     config = WorkerConfig.model_validate_json(config_json(model_folder)).model_dump()
     config["model"]["dtype"] = "float32"
-    with fake(WorkerConfig.model_validate(config).model_dump_json(), tmp_path / "log") as worker:
+    environment = {ENV_PATH: str(tmp_path / "words")}
+    with fake(WorkerConfig.model_validate(config).model_dump_json(), tmp_path / "log", environment) as worker:
         assert worker.exit_code() == 1
         assert "planted: the weights do not load" in worker.log
+    assert "planted: the weights do not load" in (tmp_path / "words").read_text()
 
 
 def test_sigterm_while_loading_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
@@ -208,6 +219,28 @@ def test_with_a_token_the_admin_port_asks_for_it(model_folder: Path, tmp_path: P
         authorized = httpx.get(worker.admin + "/v1/report", headers={"Authorization": "Bearer secret"})
         assert authorized.status_code == 200
         assert httpx.get(worker.public + "/v1/report").status_code == 404, "the public port has no admin routes"
+
+
+def test_with_api_keys_the_public_port_asks_for_one(model_folder: Path, tmp_path: Path) -> None:
+    with fake(config_json(model_folder), tmp_path / "log", {Env.api_keys: "first  second\n"}) as worker:
+        worker.wait_ready()
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert worker.get(path).status_code == 200, path
+        for sent in (
+            {},
+            {"Authorization": "Bearer third"},
+            {"Authorization": "Basic first"},
+            {"Authorization": "first"},
+        ):
+            for path in ("/v1/completions", "/tokenize"):
+                refused = httpx.post(worker.public + path, json=PROMPT, headers=sent)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert httpx.get(worker.public + "/v1/models", headers=sent).status_code == 401
+        for key in ("first", "second"):
+            served = httpx.post(
+                worker.public + "/v1/completions", json=PROMPT, headers={"Authorization": f"Bearer {key}"}
+            )
+            assert served.status_code == 200
 
 
 RUDE = {

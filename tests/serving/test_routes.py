@@ -9,7 +9,9 @@ from typing import Any
 import fake_engine
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
+from specdecode_worker.server.routes import public_app
 from specdecode_worker.server.service import Service
 
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
@@ -205,6 +207,52 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/other")).status_code == 404
 
 
+async def test_a_task_is_named_by_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:
+    for header, metadata, prompt, task in (
+        ("code", {"task": "chat"}, "x", "code"),
+        ("unheard", {"task": "code"}, "def f", "other"),
+        (None, {"task": "chat"}, "def f", "chat"),
+        (None, {"task": "unheard"}, "def f", "code"),
+        (None, {"task": 3}, "x", "other"),
+        (None, None, "def f", "code"),
+    ):
+        before = {name: counts.drafts for name, counts in service.counts.by_task.items()}
+        headers = {} if header is None else {"X-Specdecode-Task": header}
+        body = {**PROMPT, "prompt": prompt, "metadata": metadata, "max_tokens": 3}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        after = {name: counts.drafts for name, counts in service.counts.by_task.items()}
+        assert [name for name in after if after[name] > before.get(name, 0)] == [task], (header, metadata)
+
+
+async def test_information_about_the_model_and_the_program(client: httpx.AsyncClient) -> None:
+    card = (await client.get("/v1/models")).json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("small", fake_engine.MAX_MODEL_LEN)
+    assert (await client.get("/version")).json()["version"]
+    assert (await client.get("/v1/models/small")).json() == card
+
+
+async def test_tokenize_and_detokenize_undo_each_other(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "é<|end|>", "return_token_strs": True}
+    found = (await client.post("/tokenize", json=body)).json()
+    assert (found["count"], found["max_model_len"]) == (3, fake_engine.MAX_MODEL_LEN)
+    assert found["token_strs"] == ["\u00c3", "\u00a9", "<|end|>"]
+    back = await client.post("/detokenize", json={"model": "small", "tokens": found["tokens"]})
+    assert back.json() == {"prompt": "é<|end|>"}
+    for wrong, status in (
+        ({"tokens": [258]}, 400), ({"tokens": ["a"]}, 400), ({"tokens": [1], "model": "other"}, 404), ({}, 400),
+    ):  # fmt: skip
+        assert (await client.post("/detokenize", json=wrong)).status_code == status, wrong
+
+
+async def test_the_description_names_every_route(client: httpx.AsyncClient, service: Service) -> None:
+    described = (await client.get("/openapi.json")).json()
+    served = {(route.path.replace(":path", ""), m.lower()) for route in public_app(service).routes
+              if isinstance(route, APIRoute) for m in route.methods}  # fmt: skip
+    named = {(path, method) for path, methods in described["paths"].items() for method in methods}
+    assert named == served - {("/openapi.json", "get")}
+    assert described["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]["maximum"] == 257
+
+
 async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -> None:
     silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
     waiting = [asyncio.create_task(client.post("/v1/completions", json=silent)) for _ in range(8)]
@@ -212,7 +260,7 @@ async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -
         await asyncio.sleep(0.01)
     refused = await client.post("/v1/completions", json=PROMPT)
     assert refused.status_code == 429
-    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["retry-after"] == "1", "nobody has left yet, so nothing is known of the pace"
     assert refused.json()["error"]["type"] == "rate_limit_error"
     for task in waiting:
         task.cancel()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -127,10 +129,10 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as refused:
         client.completions.create(model="small", prompt="x" * 300)
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.chat.completions.create(model="small", messages=MESSAGES, logprobs=True)
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.chat.completions.create(model="small", messages=MESSAGES, n=3)
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.chat.completions.create(model="small", messages=MESSAGES, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="at most 260 answers"):
+        client.completions.create(model="small", prompt=["a"] * 64, n=5)
 
 
 def test_a_prompt_as_long_as_the_context_is_served(client: openai.OpenAI) -> None:
@@ -153,6 +155,45 @@ def test_who_hangs_up_frees_slot_and_blocks(client: openai.OpenAI, worker: Worke
         assert report(worker).kv_tokens_used == 0
     finally:
         httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+
+
+def steps(worker: WorkerProcess) -> float:
+    """How many the engine has taken."""
+    lines = worker.get("/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("specdecode_iteration_seconds_count"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_on_several_answers_costs_one_more_step(
+    client: openai.OpenAI, worker: WorkerProcess, stream: bool
+) -> None:
+    knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
+    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    body = {"model": "small", "prompt": "long", "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    request = httpx.Request("POST", worker.public + "/v1/completions", json=body)
+    try:
+        with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
+            head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request.content)}\r\n\r\n"
+            connection.sendall(head.encode() + request.content)
+            worker.wait_until(lambda: report(worker).running == 3, 20)
+            before = steps(worker)
+        worker.wait_until(lambda: report(worker).running == 0, 20)
+        # The step under way when the client left, and the one that began before the word reached the engine.
+        assert steps(worker) - before <= 2
+        assert report(worker).kv_tokens_used == 0
+    finally:
+        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+
+
+def test_more_answers_change_no_first_one(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "small", "prompt": "several", "seed": 11, "temperature": 2.0, "max_tokens": 30}
+    alone = client.completions.create(**asked)
+    several = client.completions.create(**asked, n=3)
+    assert several.choices[0].text == alone.choices[0].text
+    assert len({choice.text for choice in several.choices}) == 3
+    assert [choice.text for choice in client.completions.create(**asked, n=3).choices] == [
+        choice.text for choice in several.choices
+    ]
 
 
 def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) -> None:

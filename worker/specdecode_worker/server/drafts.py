@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from specdecode_worker.contract import DRAFT_FREE, DraftConfig, Method, TaskName, Written
+from specdecode_worker.contract import DRAFT_FREE, DraftConfig, Method, Written
 
 
 class NewDraft(Written):
@@ -14,7 +14,7 @@ class NewDraft(Written):
 
     method: Method = "eagle3"
     uri: str | None = None
-    name: TaskName | Literal[""] = ""
+    name: str = Field(default="", pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=32)
     """Of a further draft; empty is the first."""
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ def add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return JSONResponse(document(service.config.model.served_name))
+        return JSONResponse(document(service.config.model.served_name, service.limits))
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -86,6 +86,11 @@ class Service:
         assert self._model is not None
         return self._model
 
+    @property
+    def limits(self) -> Limits | None:
+        """The model's; None while it loads."""
+        return None if self._model is None else self._model.limits
+
     def check_model_name(self, name: str | None) -> None:
         """Raises ModelNotFound. Who names none means the one there is."""
         served = self.config.model.served_name

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdecode_worker.server.openapi.objects import ANSWERS, COUNT, TEXT
-from specdecode_worker.server.openapi.schemas import PREFIX, schemas_of
+from specdecode_worker.server.openapi.schemas import PREFIX, schemas_of, within
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -14,6 +14,7 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from specdecode_worker.server.sampling import Limits
 from specdecode_worker.server.version import VERSION
 
 Json = dict[str, Any]
@@ -43,9 +44,11 @@ _HEADERS: list[Json] = [
 ]
 
 
-def document(served_name: str) -> Json:
-    """For the model that this worker serves."""
+def document(served_name: str, limits: Limits | None) -> Json:
+    """For the model that this worker serves; ``limits`` are known once it has loaded."""
     schemas = schemas_of(CompletionRequest, ChatRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
+    if limits is not None:
+        schemas = within(schemas, limits.vocab_size, limits.max_model_len)
     for name in ("CompletionRequest", "ChatRequest"):
         schemas[name]["properties"]["model"] = {"enum": [served_name], "description": "the model that is served"}
     for name in ("TokenizeRequest", "TokenizeChatRequest", "DetokenizeRequest"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_worker.server.requests.checked import Checked
+from specdecode_worker.server.requests.checked import MAX_ID, Checked
 from specdecode_worker.server.requests.neutral import NEUTRAL, WITHOUT_EFFECT
 
 Json = dict[str, Any]
+_NULL: Json = {"type": "null"}
 PREFIX = "#/components/schemas/"
 
 
@@ -34,8 +35,25 @@ def _whole(schema: Json) -> Json:
     return {**schema, "properties": properties}
 
 
+def within(schema: Any, vocab_size: int, max_model_len: int) -> Any:
+    """``schema`` with the bounds of the model that is served: ids of its vocabulary, answers of its length."""
+    if isinstance(schema, list):
+        return [within(one, vocab_size, max_model_len) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: within(one, vocab_size, max_model_len) for key, one in schema.items()}
+    if found.get("maximum") == MAX_ID:
+        found["maximum"] = vocab_size - 1
+    for name in ("max_tokens", "max_completion_tokens"):
+        for one in found.get(name, {}).get("anyOf", ()):
+            if one.get("type") == "integer":
+                one["maximum"] = max_model_len - 1
+    return found
+
+
 def _or_null(schema: Json) -> Json:
     """The default stays beside it, which is where a reader looks."""
-    inner = {key: value for key, value in schema.items() if key != "default"}
+    inner = {key: value for key, value in schema.items() if key not in ("default", "title")}
     told = {key: value for key, value in schema.items() if key == "default" and value is not None}
-    return {"anyOf": [inner, {"type": "null"}], **told}
+    options = inner["anyOf"] if inner.keys() == {"anyOf"} else [inner]
+    return {"anyOf": [*(one for one in options if one != _NULL), _NULL], **told}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests.checked import Checked
@@ -60,6 +61,27 @@ class ChatMessage(Checked):
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is missing")
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """By role, which one flat object cannot say."""
+        fields = handler.resolve_ref_schema(handler(core_schema))["properties"]
+
+        def turn(roles: list[str], required: list[str], *optional: str) -> dict[str, Any]:
+            named = {name: fields[name] for name in (*required, *optional)}
+            return {
+                "type": "object",
+                "required": ["role", *required],
+                "properties": {"role": {"enum": roles}, **named},
+                "additionalProperties": False,
+            }
+
+        calls = turn(["assistant"], ["tool_calls"], "content", "name")
+        calls["properties"]["tool_calls"] = {**fields["tool_calls"], "minItems": 1}
+        said = turn(["system", "developer", "user", "assistant"], ["content"], "name")
+        result = turn(["tool"], ["content", "tool_call_id"], "name")
+        result["properties"]["tool_call_id"] = {"type": "string"}
+        return {"anyOf": [said, calls, result]}
 
     def rendered(self) -> dict[str, Any]:
         """As chat templates expect it. They ask whether ``tool_calls`` is there, so an empty list must not be."""

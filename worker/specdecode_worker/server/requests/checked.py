@@ -16,4 +16,6 @@ class Checked(BaseModel):
         """What one field cannot know of another. Raises BadRequest that names the field."""
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_ID = 2**31 - 1
+"""Of any vocabulary; the one that is served has fewer."""
+TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]

@@ -26,11 +26,15 @@ def _prompt_list(value: Any) -> Any:
     return value
 
 
+Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[
     list[str | list[int]],
     Field(min_length=1, max_length=MAX_PROMPTS),
-    BeforeValidator(_prompt_list, json_schema_input_type=str | Ids | list[str] | list[Ids]),
+    BeforeValidator(
+        _prompt_list,
+        json_schema_input_type=Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+    ),
 ]
 
 

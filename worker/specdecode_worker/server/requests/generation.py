@@ -51,7 +51,9 @@ class GenerationRequest(Checked):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, le=2)
-    logit_bias: dict[BiasedToken, Bias] = Field(default={}, max_length=MAX_BIASES)
+    logit_bias: dict[BiasedToken, Bias] = Field(
+        default={}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
+    )
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Stops = Field(default=[])
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)

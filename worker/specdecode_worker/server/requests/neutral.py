@@ -53,10 +53,17 @@ def honoured(fields: dict[str, Any], known: Container[str]) -> dict[str, Any]:
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name in known or name not in NEUTRAL:
-            kept[name] = value
+            kept[name] = _whole(value)
         elif not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             raise unsupported(f"{name} is not supported with this value; leave it out", name)
     return kept
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 5.0 is as whole as 5. Fields of real numbers take whole ones too."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def unsupported(message: str, name: str) -> BadRequest:

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field
 from specdecode_worker.server.requests.checked import Checked
 
 MAX_TOOLS = 128
+JSON_OBJECT = "json-object"
+"""Format, in the API's description, of a text that is one."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -55,7 +57,7 @@ class NamedToolChoice(Checked):
 
 class CalledFunction(Checked):
     name: FunctionName
-    arguments: Annotated[str, AfterValidator(_object)]
+    arguments: Annotated[str, AfterValidator(_object), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
 class ToolCall(Checked):

@@ -1,0 +1,100 @@
+"""Requests made of the worker's own OpenAPI document, those that fit it and those that do not, against a real worker.
+
+FUZZ_CASES says how many (`make fuzz`: 10,000). Whatever comes, the worker answers as the document says, and lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+import schemathesis
+import small_model
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi import checks
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.server.requests.tools import JSON_OBJECT
+
+CASES = int(os.environ.get("FUZZ_CASES", "500"))
+SHARES = {
+    ("/v1/completions", "POST"): 0.4,
+    ("/v1/chat/completions", "POST"): 0.4,
+    ("/tokenize", "POST"): 0.08,
+    ("/detokenize", "POST"): 0.08,
+    ("/v1/models/{name}", "GET"): 0.04,
+}
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+]
+
+
+# What the description can only name: a text that is itself JSON.
+schemathesis.openapi.format(JSON_OBJECT, st.dictionaries(st.text(), st.integers() | st.text()).map(json.dumps))
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("target")
+    small_model.write_target(folder)
+    # Little room, so that answers are short and the bounds are met.
+    words = ["--model", f"file://{folder}", "--served-model-name", "small", "--dtype", "float32", "--device", "cpu"]
+    words += ["--threads", "1", "--max-model-len", "96", "--max-num-seqs", "4", "--max-waiting", "4"]
+    with real(words, folder / "log") as started:
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def schema(worker: WorkerProcess) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_dict(worker.get("/openapi.json").json())
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(("path", "method"), SHARES, ids=lambda part: part)
+def test_whatever_comes_is_answered_as_described(
+    worker: WorkerProcess, schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode
+) -> None:
+    operation = schema[path][method]
+
+    statuses: Counter[int] = Counter()
+
+    def ask(case: schemathesis.Case) -> None:
+        response = case.call(base_url=worker.public, timeout=60)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+        assert worker.process.poll() is None, worker.log
+
+    _given(operation.as_strategy(generation_mode=mode), round(CASES * SHARES[path, method] / 2))(ask)()
+    assert worker.get("/health").status_code == 200
+    if mode is GenerationMode.POSITIVE:
+        assert statuses[200] > statuses.total() / 4, f"the description promises too much: {statuses}"
+    report = httpx.get(worker.admin + "/v1/report").json()
+    assert (report["running"], report["waiting"], report["kv_tokens_used"]) == (0, 0, 0)
+
+
+def _given(cases: object, count: int) -> Callable[[Callable[[schemathesis.Case], None]], Callable[[], None]]:
+    def decorate(ask: Callable[[schemathesis.Case], None]) -> Callable[[], None]:
+        quick = settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            derandomize=CASES <= 500,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        tested: Callable[[], None] = quick(given(case=cases)(ask))  # type: ignore[arg-type]
+        return tested
+
+    return decorate

@@ -1,0 +1,35 @@
+"""Single tokens as bytes, in both ways in which vocabularies write them."""
+
+from __future__ import annotations
+
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.vocabulary import Vocabulary
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
+    tokenizer = byte_level()
+    joined = b"".join(tokenizer.vocabulary.bytes_of(token) for token in tokenizer.encode(text))
+    assert joined.decode() == text
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return Tokenizer(model, None)
+
+
+def test_sentencepiece_writes_spaces_and_bytes() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "<0x0A>": 1, "é": 2}, unk_token="é"))
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    words.add_special_tokens(["</s>"])
+    found = Vocabulary(words)
+    assert [found.bytes_of(token) for token in (0, 1, 2, 3, 99)] == [b" a", b"\n", "é".encode(), b"</s>", b""]
+    assert (found.piece_of(0), found.piece_of(99)) == ("▁a", "")
