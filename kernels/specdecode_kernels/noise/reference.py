@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
+MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = 0xFFFFFFFF
 ROUNDS = 10
 
 GUMBEL_STREAM = 0
@@ -20,6 +20,8 @@ COIN_STREAM = 1
 """Uniform coins of multi-round sampling: one per (position, node), never used twice."""
 RESIDUAL_STREAM = 2
 """Gumbel noise of the token drawn from the residual, when no child of a node was accepted."""
+PROPOSAL_STREAM = 3
+"""Gumbel noise of the proposals that multi-round sampling draws from the draft."""
 
 
 def philox(
@@ -30,14 +32,14 @@ def philox(
     k0, k1 = key
     for _ in range(ROUNDS):
         # int64 wraps modulo 2^64, so an arithmetic shift and a mask give the high word of an unsigned product.
-        p0, p1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
+        p0, p1 = c0 * MULTIPLIER[0], c2 * MULTIPLIER[1]
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & _LOW) ^ c1 ^ k0,
-            p1 & _LOW,
-            ((p0 >> 32) & _LOW) ^ c3 ^ k1,
-            p0 & _LOW,
+            ((p1 >> 32) & LOW) ^ c1 ^ k0,
+            p1 & LOW,
+            ((p0 >> 32) & LOW) ^ c3 ^ k1,
+            p0 & LOW,
         )
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        k0, k1 = (k0 + WEYL[0]) & LOW, (k1 + WEYL[1]) & LOW
     return c0, c1, c2, c3
 
 
@@ -50,8 +52,8 @@ def uniform(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int) ->
     quad = torch.arange(-(-vocab_size // 4), device=device)[None, :]
     position, seed = position_R[:, None], seed_R[:, None]
     words = philox(
-        (quad, position & _LOW, (position >> 32) & _LOW, torch.full_like(position, stream)),
-        (seed & _LOW, (seed >> 32) & _LOW),
+        (quad, position & LOW, (position >> 32) & LOW, torch.full_like(position, stream)),
+        (seed & LOW, (seed >> 32) & LOW),
     )
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     return (bits.to(torch.float64) + 0.5) * 2.0**-32
