@@ -1,4 +1,4 @@
-"""The distribution that a request asked for, without the sorts that nobody asked for."""
+"""The same as the reference, to the bit on a CPU, without the work that no row asks for."""
 
 from __future__ import annotations
 
@@ -7,22 +7,103 @@ import math
 import torch
 from torch import Tensor
 
+_LARGE = 4096
+"""A row of so many tokens costs more than a turn of a loop."""
+_SAFE = 1e-4
+"""Below this, 1 - top_p is too near to the rounding of sums for a bound to be read from it."""
 
-def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, *, truncated: bool) -> Tensor:
+
+def adjusted(
+    logits_RV: Tensor,
+    *,
+    bias: tuple[Tensor, Tensor] | None = None,
+    blocked: tuple[Tensor, Tensor] | None = None,
+    prompt_RV: Tensor | None = None,
+    counts_RV: Tensor | None = None,
+    repetition_R: Tensor | None = None,
+    frequency_R: Tensor | None = None,
+    presence_R: Tensor | None = None,
+) -> Tensor:
+    """As reference.adjusted; None stands for what no row asks for. ``logits_RV`` itself is left as it is.
+
+    ``bias`` is (token ids, values), ``blocked`` (token ids, whether they are blocked now), all [R, K]; a token that
+    stands twice in a row of ``blocked`` must say the same twice, one in ``bias`` adds twice.
+    """
+    logits = torch.empty_like(logits_RV, dtype=torch.promote_types(logits_RV.dtype, torch.float32)).copy_(logits_RV)
+    if bias is not None:
+        logits.scatter_add_(1, bias[0], bias[1].to(logits.dtype))
+    if blocked is not None:
+        logits.scatter_(1, blocked[0], logits.gather(1, blocked[0]).masked_fill_(blocked[1], -math.inf))
+    if repetition_R is not None:
+        assert prompt_RV is not None
+        assert counts_RV is not None
+        repetition_R1 = repetition_R.to(logits.dtype)[:, None]
+        repeated = torch.where(logits > 0, logits / repetition_R1, logits * repetition_R1)
+        logits = torch.where(prompt_RV | (counts_RV > 0), repeated, logits)
+    if frequency_R is not None:
+        assert counts_RV is not None
+        logits -= frequency_R.to(logits.dtype)[:, None] * counts_RV.to(logits.dtype)
+    if presence_R is not None:
+        assert counts_RV is not None
+        logits -= presence_R.to(logits.dtype)[:, None] * (counts_RV > 0)
+    return logits
+
+
+def processed(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor | None = None,
+    *,
+    truncated: bool,
+) -> Tensor:
     """As reference.processed for rows of temperature > 0. ``truncated`` is the host's word that some row cuts."""
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
-    return torch.log_softmax(_cut(scaled, top_k_R, top_p_R) if truncated else scaled, dim=-1)
+    if truncated:
+        by_row = scaled.device.type == "cpu" and scaled.shape[1] >= _LARGE
+        scaled = (_cut_by_row if by_row else _cut)(
+            scaled, top_k_R, top_p_R, torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
+        )
+    return torch.log_softmax(scaled, dim=-1)
 
 
-def _cut(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Top-k, then top-p over what it left: one sort serves both, since what top-k cuts stands last already. The sort
-    is most of what sampling costs on a CPU; a partial one would break ties otherwise in other batches."""
+def _cut_by_row(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Row after row, each for what it asks: on a CPU a full sort costs more than the rest of sampling together."""
+    top_p, log_min_p = top_p_R.to(logits_RV.dtype).tolist(), min_p_R.to(logits_RV.dtype).log().tolist()
+    for row_V, k, p, log_least in zip(logits_RV, top_k_R.tolist(), top_p, log_min_p, strict=True):
+        if log_least > -math.inf:
+            row_V.masked_fill_(row_V < row_V.max() + log_least, -math.inf)
+        if 0 < k < len(row_V):
+            row_V.masked_fill_(row_V < row_V.topk(k).values[-1], -math.inf)
+        if p < 1:
+            row_V.masked_fill_(_beyond(row_V, p), -math.inf)
+    return logits_RV
+
+
+def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
+    """What top-p cuts. All tokens of less than (1 - p) / V have less than 1 - p together, so none of them is kept, and
+    only the others are sorted. Half of that bound leaves room for rounding. The order of equals is the reference's."""
+    mass_V = torch.softmax(logits_V, dim=-1)
+    bound = (1 - top_p) / len(logits_V) / 2 if 1 - top_p > _SAFE else 0.0
+    candidates_C = torch.nonzero(mass_V >= bound)[:, 0]
+    order_C = torch.sort(logits_V[candidates_C], descending=True, stable=True).indices
+    mass_C = mass_V[candidates_C[order_C]]
+    kept_C = mass_C.cumsum(-1) - mass_C < top_p
+    kept_C[0] = True
+    return torch.ones_like(logits_V, dtype=torch.bool).index_fill_(0, candidates_C[order_C[kept_C]], False)
+
+
+def _cut(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """One sort for all rows, and no size that depends on the data: nothing to wait for on an accelerator."""
     size = logits_RV.shape[-1]
+    floor_R1 = logits_RV.amax(-1, keepdim=True) + min_p_R.to(logits_RV.dtype).log()[:, None]
+    logits_RV = logits_RV.masked_fill(logits_RV < floor_R1, -math.inf)
     ordered, order = torch.sort(logits_RV, dim=-1, descending=True, stable=True)
     k_R = torch.where((top_k_R <= 0) | (top_k_R > size), size, top_k_R)
-    kept = ordered.masked_fill(ordered < ordered.gather(-1, (k_R - 1)[:, None]), -math.inf)
-    mass = torch.softmax(kept, dim=-1)
+    logits_RV = logits_RV.masked_fill_(logits_RV < ordered.gather(-1, (k_R - 1)[:, None]), -math.inf)
+    mass = torch.softmax(logits_RV, dim=-1).gather(-1, order)
     cut = (mass.cumsum(-1) - mass >= top_p_R[:, None].to(mass.dtype)) & (top_p_R < 1)[:, None]
     cut[:, 0] = False
-    return torch.empty_like(logits_RV).scatter_(-1, order, kept.masked_fill_(cut, -math.inf))
+    return logits_RV.masked_fill_(torch.zeros_like(cut).scatter_(-1, order, cut), -math.inf)

@@ -1,4 +1,9 @@
-"""What temperature, top-k and top-p make of logits, in plain torch."""
+"""What a request's parameters make of logits, in plain torch: first what moves single tokens, then what cuts.
+
+Order and meaning are vLLM's (vllm/v1/sample/sampler.py, vllm/model_executor/layers/utils.py): blocked tokens, bias,
+repetition, frequency and presence penalties; then temperature, min-p, top-k, top-p. Each row stands alone: nothing
+that another row asks for may change a bit of it.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,55 @@ import torch
 from torch import Tensor
 
 
-def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+def adjusted(
+    logits_RV: Tensor,
+    *,
+    bias_RV: Tensor,
+    blocked_RV: Tensor,
+    prompt_RV: Tensor,
+    counts_RV: Tensor,
+    repetition_R: Tensor,
+    frequency_R: Tensor,
+    presence_R: Tensor,
+) -> Tensor:
+    """[R, V] logits (fp32 at least) after everything that greedy decoding feels too.
+
+    ``blocked`` (bool) tokens cannot be chosen. ``prompt`` (bool) says which tokens stand in the prompt, ``counts`` how
+    often each stands in the answer so far. The repetition penalty (1 is none) divides positive and multiplies negative
+    logits of tokens seen in either; ``frequency`` is subtracted per occurrence in the answer, ``presence`` once.
+    """
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    logits = (logits_RV.to(wide) + bias_RV.to(wide)).masked_fill(blocked_RV, -math.inf)
+    repetition_R1 = repetition_R.to(wide)[:, None]
+    repeated = torch.where(logits > 0, logits / repetition_R1, logits * repetition_R1)
+    logits = torch.where(prompt_RV | (counts_RV > 0), repeated, logits)
+    logits = logits - frequency_R.to(wide)[:, None] * counts_RV.to(wide)
+    return logits - presence_R.to(wide)[:, None] * (counts_RV > 0)
+
+
+def processed(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor | None = None
+) -> Tensor:
     """[R, V] log-probabilities (fp32 at least), -inf where a token is cut.
 
-    ``temperature`` 0 is greedy: all mass on the first largest logit. ``top_k`` 0 and ``top_p`` 1 cut nothing. Order
-    as in vLLM: temperature, then top-k, then top-p over what top-k left. Top-p keeps the fewest tokens, best first,
-    whose mass reaches p; ties with the k-th logit are all kept.
+    ``temperature`` 0 is greedy: all mass on the first largest logit. ``min_p`` 0 or None, ``top_k`` 0 and ``top_p`` 1
+    cut nothing. Min-p keeps what has at least that share of the best token's probability. Top-p keeps the fewest
+    tokens, best first, whose share of what min-p and top-k left reaches p; ties with the k-th logit are all kept.
     """
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     logits = logits_RV.to(wide)
     greedy_R = temperature_R == 0
     scaled = logits / torch.where(greedy_R, 1.0, temperature_R).to(wide)[:, None]
-    kept = _top_p(_top_k(scaled, top_k_R), top_p_R)
+    kept = _top_p(_top_k(_min_p(scaled, min_p_R), top_k_R), top_p_R)
     best = torch.full_like(logits, -math.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
     return torch.where(greedy_R[:, None], best, torch.log_softmax(kept, dim=-1))
+
+
+def _min_p(logits_RV: Tensor, min_p_R: Tensor | None) -> Tensor:
+    if min_p_R is None:
+        return logits_RV
+    floor_R1 = logits_RV.amax(-1, keepdim=True) + min_p_R.to(logits_RV.dtype).log()[:, None]
+    return logits_RV.masked_fill(logits_RV < floor_R1, -math.inf)
 
 
 def _top_k(logits_RV: Tensor, top_k_R: Tensor) -> Tensor:
@@ -32,8 +72,8 @@ def _top_k(logits_RV: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def _top_p(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    ordered, order = torch.sort(logits_RV, dim=-1, descending=True, stable=True)
-    mass = torch.softmax(ordered, dim=-1)
+    order = torch.sort(logits_RV, dim=-1, descending=True, stable=True).indices
+    mass = torch.softmax(logits_RV, dim=-1).gather(-1, order)
     before = mass.cumsum(-1) - mass
     cut = (before >= top_p_R[:, None].to(before.dtype)) & (top_p_R < 1)[:, None]
     cut[:, 0] = False
