@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, gumbel, uniform
+from specdecode_kernels.noise.op import gumbel
+from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, uniform
 from specdecode_kernels.verify.reference import Accepted, walk
 
 __all__ = ["Accepted", "multi_round", "walk"]
@@ -20,9 +21,17 @@ def multi_round(
     seed_B: Tensor,
     position_B: Tensor,
     depth: int,
+    *,
+    drawn_BN: Tensor | None = None,
+    width: int | None = None,
 ) -> Accepted:
-    """As reference.multi_round for every row of a batch of trees of at most this depth; padding's parent is -1."""
+    """As reference.multi_round for every row of a batch of trees of at most this depth; padding's parent is -1.
+
+    ``drawn_BN`` says behind which nodes ``logq_BNV`` is what children were drawn from (None: all); the others' children
+    are deterministic. No node has more than ``width`` children (None: any number).
+    """
     rows = torch.arange(len(parents_BN), device=parents_BN.device)
+    children_BNW = _children(parents_BN, parents_BN.shape[1] - 1 if width is None else width)
     at_B = torch.zeros_like(rows)
     bonus_B = torch.full_like(rows, -1)
     path: list[Tensor] = []
@@ -31,8 +40,10 @@ def multi_round(
         alive_B = bonus_B < 0
         p_BV = logp_BNV[rows, at_B].exp()
         q_BV = None if logq_BNV is None else logq_BNV[rows, at_B].exp()
+        if q_BV is not None and drawn_BN is not None:
+            q_BV = q_BV.masked_fill(~drawn_BN[rows, at_B, None], 0.0)
         coins_BN = uniform(seed_B, here_B, parents_BN.shape[1], COIN_STREAM)
-        taken_B, p_BV = _try_children(parents_BN, tokens_BN, at_B, p_BV, q_BV, coins_BN)
+        taken_B, p_BV = _try_children(children_BNW[rows, at_B], tokens_BN, p_BV, q_BV, coins_BN)
         stops_B = alive_B & (taken_B < 0)
         drawn_B = (p_BV.log() + gumbel(seed_B, here_B, p_BV.shape[-1], RESIDUAL_STREAM)).argmax(-1)
         bonus_B = torch.where(stops_B, drawn_B, bonus_B)
@@ -43,18 +54,35 @@ def multi_round(
     return Accepted(path_BD, (path_BD >= 0).sum(-1), bonus_B, at_B)
 
 
+def _children(parents_BN: Tensor, width: int) -> Tensor:
+    """[B, N, W] the children of every node in order of rank, -1 where there is none."""
+    nodes = parents_BN.shape[1]
+    same_BNN = (parents_BN[:, :, None] == parents_BN[:, None, :]).tril(-1)
+    rank_BN = same_BNN.sum(-1)
+    children = parents_BN.new_full((len(parents_BN), nodes + 1, max(width, 1)), -1)
+    node_BN = torch.arange(nodes, device=parents_BN.device).expand_as(parents_BN)
+    row_BN = torch.arange(len(parents_BN), device=parents_BN.device)[:, None].expand_as(parents_BN)
+    # The root and padding are children of the last row, which nobody reads.
+    parent_BN = torch.where(parents_BN < 0, nodes, parents_BN)
+    children[row_BN, parent_BN, rank_BN.clamp(max=children.shape[2] - 1)] = node_BN
+    return children[:, :nodes]
+
+
 def _try_children(
-    parents_BN: Tensor, tokens_BN: Tensor, at_B: Tensor, p_BV: Tensor, q_BV: Tensor | None, coins_BN: Tensor
+    children_BW: Tensor, tokens_BN: Tensor, p_BV: Tensor, q_BV: Tensor | None, coins_BN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the child accepted at ``at_B``, -1 for none; what is left of p then)."""
-    taken_B = torch.full_like(at_B, -1)
-    for node in range(1, parents_BN.shape[1]):
-        tried_B = (parents_BN[:, node] == at_B) & (taken_B < 0)
-        x_B1 = tokens_BN[:, node, None].clamp(min=0)
+    """(the child accepted, -1 for none; what is left of p then)."""
+    taken_B = torch.full_like(children_BW[:, 0], -1)
+    for child_B in children_BW.unbind(1):
+        tried_B = (child_B >= 0) & (taken_B < 0)
+        child_B1 = child_B.clamp(min=0)[:, None]
+        x_B1 = tokens_BN.gather(1, child_B1).clamp(min=0)
         p_x = p_BV.gather(1, x_B1)[:, 0]
-        chance_B = p_x if q_BV is None else p_x / q_BV.gather(1, x_B1)[:, 0]
-        accepts_B = tried_B & (coins_BN[:, node] < chance_B)
-        taken_B = torch.where(accepts_B, node, taken_B)
+        # A child to which q gives nothing was not drawn from it.
+        q_x = torch.zeros_like(p_x) if q_BV is None else q_BV.gather(1, x_B1)[:, 0]
+        chance_B = torch.where(q_x > 0, p_x / q_x, p_x)
+        accepts_B = tried_B & (coins_BN.gather(1, child_B1)[:, 0] < chance_B)
+        taken_B = torch.where(accepts_B, child_B, taken_B)
         p_left, q_left = residual(p_BV, q_BV, x_B1)
         refused_B1 = (tried_B & ~accepts_B)[:, None]
         p_BV = torch.where(refused_B1, p_left, p_BV)
@@ -64,10 +92,16 @@ def _try_children(
 
 def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, Tensor | None]:
     """What is left of p, and of q, once x was refused."""
+    without_x = p_BV.scatter(1, x_B1, 0.0)
     if q_BV is None:
-        p_BV = p_BV.scatter(1, x_B1, 0.0)
-    else:
-        p_BV = (p_BV - q_BV).clamp(min=0)
-        q_BV = q_BV.scatter(1, x_B1, 0.0)
-        q_BV = q_BV / q_BV.sum(-1, keepdim=True)
-    return p_BV / p_BV.sum(-1, keepdim=True), q_BV
+        return normalised(without_x, p_BV), None
+    drawn_B1 = q_BV.gather(1, x_B1) > 0
+    left = torch.where(drawn_B1, (p_BV - q_BV).clamp(min=0), without_x)
+    q_left = q_BV.scatter(1, x_B1, 0.0)
+    return normalised(left, p_BV), normalised(q_left, q_left)
+
+
+def normalised(x_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
+    """Rounding may leave nothing where next to nothing was left: such a row falls back."""
+    total_B1 = x_BV.sum(-1, keepdim=True)
+    return torch.where(total_B1 > 0, x_BV / total_B1, otherwise_BV)

@@ -59,8 +59,9 @@ def multi_round(
 
     At each node its children are tried in turn. With ``logq_NV`` (the draft's distribution at each node, from which
     its children were sampled without replacement) child x is accepted with chance min(1, p(x)/q(x)), else p becomes
-    the normalised positive part of p - q and q loses x. Without it proposals are deterministic: x is accepted with
-    chance p(x), else p loses x. When none is left the token is drawn from what remains of p, at an accepted leaf
+    the normalised positive part of p - q and q loses x. Without it, and where q gives nothing to x (a draft of fewer
+    tokens than siblings), the proposal is deterministic: x is accepted with chance p(x), else p loses x. When none is
+    left the token is drawn from what remains of p, at an accepted leaf
     from the whole of p. ``position`` is the root's. Coins are drawn per node, so none is used twice.
     """
     accepted: list[int] = []
@@ -74,7 +75,7 @@ def multi_round(
         taken = -1
         for child in torch.nonzero(parents_N == node).flatten().tolist():
             x = int(tokens_N[child])
-            chance = p_V[x] if q_V is None else p_V[x] / q_V[x]
+            chance = p_V[x] / q_V[x] if q_V is not None and q_V[x] > 0 else p_V[x]
             if coins_N[child] < chance:
                 taken = child
                 break
@@ -88,11 +89,14 @@ def multi_round(
 
 def _residual(p_V: Tensor, q_V: Tensor | None, x: int) -> tuple[Tensor, Tensor | None]:
     """What is left of p, and of q, once x was refused."""
-    p_V = p_V.clone() if q_V is None else (p_V - q_V).clamp(min=0)
-    if q_V is not None:
-        q_V = q_V.clone()
-        q_V[x] = 0
-        q_V = q_V / q_V.sum()
-    else:
-        p_V[x] = 0
-    return p_V / p_V.sum(), q_V
+    without_x = torch.ones_like(p_V)
+    without_x[x] = 0
+    if q_V is None or q_V[x] == 0:
+        return _normalised(p_V * without_x, p_V), q_V
+    return _normalised((p_V - q_V).clamp(min=0), p_V), _normalised(q_V * without_x, q_V * without_x)
+
+
+def _normalised(x_V: Tensor, otherwise_V: Tensor) -> Tensor:
+    """Rounding may leave nothing where next to nothing was left."""
+    total = x_V.sum()
+    return x_V / total if total > 0 else otherwise_V

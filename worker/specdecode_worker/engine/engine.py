@@ -18,6 +18,7 @@ from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
 from specdecode_worker.engine.keeping import keep_chunks, keep_paths
 from specdecode_worker.engine.launched import Launched
+from specdecode_worker.engine.laws import check_tokens
 from specdecode_worker.engine.messages import Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.recorder import Read, Recorder, size_of
@@ -27,8 +28,11 @@ from specdecode_worker.engine.scheduler import Row, Scheduler
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.statistics import Statistics
 from specdecode_worker.engine.target import Pass, Target
-from specdecode_worker.speculation.accept import Outcome, accept
+from specdecode_worker.engine.told import tell_emitted, tell_prompts
+from specdecode_worker.speculation.accept import Outcome
 from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.history import Texts
+from specdecode_worker.speculation.sampler import Sampler, SamplerOf
 from specdecode_worker.speculation.synthetic import Synthetic
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
@@ -42,6 +46,7 @@ class Parts:
     drafts: Roster
     state: DeviceState
     pilot: Pilot
+    sampler: SamplerOf = Coupling
 
 
 class Engine:
@@ -64,7 +69,7 @@ class Engine:
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
-        self._state, self._pilot = parts.state, parts.pilot
+        self._state, self._pilot, self._make_sampler = parts.state, parts.pilot, parts.sampler
         self._recorder = Recorder(Statistics())
         self._synthetic = Synthetic()
         self._requests: dict[str, Request] = {}
@@ -95,6 +100,7 @@ class Engine:
                 f"{self.max_model_len} together; shorten the prompt or lower max_tokens"
             )
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
+        check_tokens(request.law, self._target.vocab_size)
         self._account(time.monotonic())
         self._requests[request.id] = request
         self._scheduler.add(request)
@@ -161,16 +167,15 @@ class Engine:
         choosing = [row for row in rows if row.chooses]
         forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
         roots_C = self._target.roots(choosing)
-        coupling = self._coupling(choosing, forest, roots_C)
-        ranked_BNK = self._drafts.propose(choosing, forest, coupling) if choosing else None
+        sampler = self._sampler_of(choosing, forest, roots_C)
+        ranked_BNK = self._drafts.propose(choosing, forest, sampler) if choosing else None
         drafted = time.monotonic()
         step = self._target.pack(rows)
-        logits_RV, aux_TA = self._target.forward(step, self._drafts.reads)
+        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
         kept_depths = tuple(self._synthetic.kept_depth(row.tree.drafted_depth) for row in choosing)
         outcome = None
         if choosing:
-            chosen_R = coupling.choose(logits_RV, step.batch_R, step.depth_R)
-            outcome = self._accept(step, forest, chosen_R, ranked_BNK, kept_depths)
+            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
         self._keep(rows, step, roots_C, forest, outcome, aux_TA)
         return Launched(
             rows=rows,
@@ -179,6 +184,8 @@ class Engine:
             size=size_of(rows, len(forest.levels)),
             outcome=outcome,
             ranked_BNK=ranked_BNK,
+            emitted_told=tell_emitted(choosing, forest, logits_RV, outcome),
+            prompts_told=tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE),
             kept_depths=kept_depths,
             began_seconds=began,
             draft_seconds=drafted - began,
@@ -188,13 +195,15 @@ class Engine:
         """Reads a step back: what it emitted, up to each request's end."""
         reads: list[Read | None] = list(step.read())
         reads += [None] * (len(step.rows) - len(reads))
+        prompts = step.read_prompts()
         seconds, now = self._finish_step(step)
         found = []
         emitted = 0
-        for row, epoch, read in zip(step.rows, step.epochs, reads, strict=True):
+        for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             if row.request.finish is not None or row.request.epoch != epoch:
                 continue  # over, or preempted: its tokens will come out again
             row.request.advance(row.most_tokens, row.count if row.is_chunk or read is None else len(read.tokens))
+            row.request.prompt_logprobs += prompts.get(index, ())
             if read is not None:
                 emitted += len(read.tokens)
                 found.append(self._emit(row, read, now))
@@ -239,25 +248,28 @@ class Engine:
                 request.blocks_known = len(request.blocks)
         return rows
 
-    def _coupling(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Coupling:
-        depth = max(forest.depth, len(forest.levels) - 1)
-        return Coupling([row.request.law for row in choosing], roots_C, depth, self._target.vocab_size)
+    def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
+        requests = [row.request for row in choosing]
+        slots_C = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
+        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
+        texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
+        return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
 
     def _accept(
         self,
+        sampler: Sampler,
         step: Pass,
         forest: Forest,
-        chosen_R: Tensor,
+        logits_RV: Tensor,
         ranked_BNK: Tensor | None,
         kept_depths: tuple[int, ...],
     ) -> Outcome:
-        """Spreads the choices over [row, node] and walks them. A row's tokens are what the pass has just read."""
-        chosen_BN = torch.full_like(forest.parents_BN, -1)
-        chosen_BN[step.batch_R, step.node_R] = chosen_R
+        """A row's tokens are what the pass has just read."""
         tokens_BN = torch.full_like(forest.parents_BN, -2)
         tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
-        kept_B = torch.tensor(kept_depths, device=chosen_R.device) if self._synthetic.cuts else None
-        return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_B)
+        kept_B = torch.tensor(kept_depths, device=logits_RV.device) if self._synthetic.cuts else None
+        at = step.batch_R, step.node_R, step.depth_R
+        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
 
     def _keep(
         self,
@@ -290,6 +302,8 @@ class Engine:
         self._recorder.walked(row, read, taken, now)
         if request.finish is not None:
             self._end(request, now)
+        prompt_logprobs = tuple(request.prompt_logprobs)
+        request.prompt_logprobs.clear()
         return Tokens(
             request_id=request.id,
             tokens=tuple(taken),
@@ -297,6 +311,8 @@ class Engine:
             drafts=request.drafts,
             draft_tokens=request.draft_tokens,
             accepted=request.accepted,
+            logprobs=read.logprobs[: len(taken)],
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _end(self, request: Request, now: float) -> None:

@@ -25,6 +25,7 @@ from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import load_llama, weights_hash
 from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.speculation.sampler import SAMPLERS
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve
         drafts=drafts,
         state=state,
         pilot=Pilot(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
+        sampler=SAMPLERS[config.sampler],
     )
     return Engine(
         parts,

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdecode_worker.engine.costs import StepSize
+from specdecode_worker.engine.messages import Logprobs
 from specdecode_worker.engine.pilot import Choice
 from specdecode_worker.engine.recorder import Read
 from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.told import ToldRows
 from specdecode_worker.speculation.accept import Outcome
 
 
@@ -24,6 +26,8 @@ class Launched:
     size: StepSize
     outcome: Outcome | None
     ranked_BNK: Tensor | None
+    emitted_told: ToldRows | None = None
+    prompts_told: ToldRows | None = None
     kept_depths: tuple[int, ...]
     began_seconds: float
     draft_seconds: float
@@ -38,13 +42,20 @@ class Launched:
         # The draft's orderings are many numbers and matter where something was drafted in the shadow.
         shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
         ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
+        told = self.emitted_told.read() if self.emitted_told is not None else {}
+        texts = [[token for token in row if token >= 0] for row in emitted]
         return [
             Read(
-                tokens=[token for token in emitted[b] if token >= 0],
+                tokens=texts[b],
                 path=path[b],
                 ranks=ranks[b],
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
                 kept_depth=self.kept_depths[b],
+                logprobs=tuple(told.get(b, ())[: len(texts[b])]),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]
+
+    def read_prompts(self) -> dict[int, list[Logprobs]]:
+        """By index of the row: logprobs of prompts that were asked for."""
+        return self.prompts_told.read() if self.prompts_told is not None else {}

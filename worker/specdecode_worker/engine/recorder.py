@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.engine.costs import StepSize
+from specdecode_worker.engine.messages import Logprobs
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.statistics import Sort, Statistics
@@ -23,6 +24,8 @@ class Read:
     ranked_NK: list[list[int]] | None
     """The draft's orderings by node, where the row drafted in the shadow."""
     kept_depth: int
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each token, where the request asked."""
 
 
 class Recorder:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specdecode_worker.engine.drafts.progress import DraftProgress
-from specdecode_worker.engine.messages import FinishReason, Submit
-from specdecode_worker.speculation.coupling import Law
+from specdecode_worker.engine.laws import law_of
+from specdecode_worker.engine.messages import FinishReason, Logprobs, Submit
+from specdecode_worker.speculation.law import Law
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +41,14 @@ class Request:
     accepted: int = 0
     last_emit_seconds: float = 0.0
     finish: FinishReason | None = None
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    """Collected chunk by chunk until the first token takes them along."""
 
     @classmethod
     def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
         sampling = submit.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
-        law = Law(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p)
+        law = law_of(submit, eos_token_ids)
         return cls(submit=submit, law=law, stops=stops, tokens=list(submit.prompt), arrived_seconds=arrived_seconds)
 
     @property
@@ -74,11 +77,13 @@ class Request:
                 break
             taken.append(token)
             self.emitted += 1
-            if token in self.stops:
+            if token in self.stops and self.emitted >= self.submit.sampling.min_tokens:
                 self.finish = "stop"
             elif self.emitted >= self.submit.sampling.max_tokens:
                 self.finish = "length"
         self.tokens += taken
+        if self.law.blocks and self.emitted >= self.law.min_tokens:
+            self.law = replace(self.law, min_tokens=0)
         return taken
 
     def advance(self, most: int, committed: int) -> None:
@@ -93,5 +98,6 @@ class Request:
         self.slot, self.blocks, self.blocks_known = -1, [], 0
         self.prefilled = self.prefill_end = self.cached = 0
         self.in_flight.clear()
+        self.prompt_logprobs.clear()
         self.draft = DraftProgress(self.draft.draft)
         self.epoch += 1

@@ -42,14 +42,19 @@ class Target:
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 
-    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None]:
-        """(logits [R, V], the states [T, A] that drafts read, None when they read none)."""
+    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(logits [R, V], the states [T, A] that drafts read, None when they read none, last hidden states [T, H])."""
         packed = step.packed
         out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), reads)
         hidden = out.hidden_TE
         if len(step.logit_rows_R) != len(hidden):
             hidden = hidden[step.logit_rows_R]
-        return self._model.logits(hidden) if len(hidden) else hidden, out.aux_TA
+        return self.logits(hidden) if len(hidden) else hidden, out.aux_TA, out.hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Of last hidden states."""
+        logits_TV: Tensor = self._model.logits(hidden_TE)
+        return logits_TV
 
     def pack(self, rows: Sequence[Row]) -> Pass:
         """Chunks read their tokens from the prompt, trees theirs from behind the root, both by slot and index."""

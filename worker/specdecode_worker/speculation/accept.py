@@ -34,34 +34,38 @@ def accept(
     ranked_BNK: Tensor | None,
     kept_depth_B: Tensor | None = None,
 ) -> Outcome:
-    """``tokens_BN`` are the verified nodes' tokens, ``chosen_BN`` the target's choice behind each of them.
-    ``kept_depth_B`` (a synthetic knob) cuts accepted paths short; the text stays the same, and the token behind a cut
-    is a miss wherever it was ranked."""
+    """The walk along ``chosen_BN``, the target's choice behind each node; ``tokens_BN`` are the verified nodes' tokens.
+    The rest is as in ``outcome``."""
     found = walk(forest.parents_BN, tokens_BN, chosen_BN, forest.depth)
-    cut_B = torch.zeros_like(found.count_B, dtype=torch.bool)
+    return outcome(found, chosen_BN.gather(1, nodes_of(found.path_BD)), ranked_BNK, kept_depth_B)
+
+
+def outcome(
+    found: Accepted, emitted_BD: Tensor, ranked_BNK: Tensor | None, kept_depth_B: Tensor | None = None
+) -> Outcome:
+    """``emitted_BD`` holds the token behind every node of the accepted path, the root first; what stands behind the
+    bonus is not read. ``kept_depth_B`` (a synthetic knob) cuts accepted paths short: the token behind a cut comes out
+    all the same, only its node is not kept, and it is a miss wherever it was ranked."""
+    path_BD, count_B = found.path_BD, found.count_B
+    step_D = torch.arange(emitted_BD.shape[1], device=emitted_BD.device)
+    cut_B = torch.zeros_like(count_B, dtype=torch.bool)
     if kept_depth_B is not None:
-        cut_B = found.count_B >= kept_depth_B
-        found = _shortened(found, chosen_BN, torch.minimum(found.count_B, kept_depth_B))
-    nodes_BD = torch.cat((torch.zeros_like(found.bonus_B)[:, None], found.path_BD.clamp(min=0)), dim=1)
-    emitted_BD = chosen_BN.gather(1, nodes_BD)
-    step_D = torch.arange(forest.depth + 1, device=nodes_BD.device)
-    on_path = step_D <= found.count_B[:, None]
+        cut_B = count_B >= kept_depth_B
+        count_B = torch.minimum(count_B, kept_depth_B)
+        path_BD = torch.where(step_D[:-1] < count_B[:, None], path_BD, -1)
+    on_path = step_D <= count_B[:, None]
     emitted_BD = torch.where(on_path, emitted_BD, -1)
     rank_BD = torch.full_like(emitted_BD, -1)
     if ranked_BNK is not None:
-        rank_BD = torch.where(on_path, _ranks(ranked_BNK, nodes_BD, emitted_BD), -1)
-        missed = cut_B[:, None] & (step_D == found.count_B[:, None]) & (rank_BD >= 0)
+        rank_BD = torch.where(on_path, _ranks(ranked_BNK, nodes_of(path_BD), emitted_BD), -1)
+        missed = cut_B[:, None] & (step_D == count_B[:, None]) & (rank_BD >= 0)
         rank_BD = torch.where(missed, MAX_RANKS, rank_BD)
-    return Outcome(emitted_BD, found.count_B, found.path_BD, rank_BD)
+    return Outcome(emitted_BD, count_B, path_BD, rank_BD)
 
 
-def _shortened(found: Accepted, chosen_BN: Tensor, count_B: Tensor) -> Accepted:
-    step_D = torch.arange(found.path_BD.shape[1], device=count_B.device)
-    path_BD = torch.where(step_D < count_B[:, None], found.path_BD, -1)
-    last_B = torch.zeros_like(count_B)
-    if path_BD.shape[1]:
-        last_B = torch.where(count_B > 0, path_BD.gather(1, (count_B - 1).clamp(min=0)[:, None])[:, 0], 0)
-    return Accepted(path_BD, count_B, chosen_BN.gather(1, last_B[:, None])[:, 0], last_B)
+def nodes_of(path_BD: Tensor) -> Tensor:
+    """The root and the path's nodes; the root again as padding."""
+    return torch.nn.functional.pad(path_BD.clamp(min=0), (1, 0))
 
 
 def _ranks(ranked_BNK: Tensor, nodes_BD: Tensor, emitted_BD: Tensor) -> Tensor:

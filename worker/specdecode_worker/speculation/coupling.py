@@ -6,87 +6,107 @@ position and serves the draft's proposals and the target's choice at every node 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.noise.op import gumbel
-from specdecode_kernels.sample.op import processed
+from specdecode_worker.speculation.accept import Outcome, accept
+from specdecode_worker.speculation.history import Texts
+from specdecode_worker.speculation.law import Law
+from specdecode_worker.speculation.processing import Processing
+from specdecode_worker.speculation.rows import Nodes
+from specdecode_worker.speculation.trees import Forest
 
+Pick = Callable[[Tensor], Tensor]
+"""From scores [R, V] what is taken of each row: the best, or the best few."""
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """How one request is sampled, as the host knows it. ``temperature`` 0 is greedy."""
-
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
+_SCORES_AT_ONCE = 100_000
+"""On a CPU: rows of so many scores together stay in cache from one operation to the next."""
 
 
 class Coupling:
-    """Choices of one step for a batch. ``root_B`` are the roots' positions (a device tensor: they may lag on the
-    host), ``depth`` the deepest node from which a token is chosen."""
+    """Choices of one step for a batch; a `Sampler` (see sampler.py)."""
 
-    def __init__(self, laws: Sequence[Law], root_B: Tensor, depth: int, vocab_size: int) -> None:
-        device = root_B.device
-        rows = [b for b, law in enumerate(laws) if not law.greedy]
-        self._any, self._all = bool(rows), len(rows) == len(laws)
-        if not rows:
-            return
-        self._truncated = any(law.truncated for law in laws)
-        sampled = torch.tensor(rows, device=device)
-        self._row_of_B = torch.full((len(laws),), -1, device=device)
-        self._row_of_B[sampled] = torch.arange(len(rows), device=device)
-        self._temperature = torch.tensor([laws[b].temperature for b in rows], dtype=torch.float32, device=device)
-        self._top_k = torch.tensor([laws[b].top_k for b in rows], device=device)
-        self._top_p = torch.tensor([laws[b].top_p for b in rows], dtype=torch.float32, device=device)
-        seed = torch.tensor([laws[b].seed for b in rows], device=device)
-        position = root_B[sampled, None] + 1 + torch.arange(depth + 1, device=device)
-        seeds = seed[:, None].expand_as(position)
-        noise = gumbel(seeds.flatten(), position.flatten(), vocab_size)
-        self._noise_SDV = noise.view(*position.shape, vocab_size)
-
-    def choose(self, logits_RV: Tensor, batch_R: Tensor, depth_R: Tensor) -> Tensor:
-        """[R] the tokens that plain decoding emits behind these nodes."""
-        chosen_R = logits_RV.argmax(-1)
-        if not self._any:
-            return chosen_R
-        row_R = self._row_of_B[batch_R]
-        law_R = row_R.clamp(min=0)
-        noisy_R = (self._law(logits_RV, law_R) + self._noise_SDV[law_R, depth_R]).argmax(-1)
-        return noisy_R if self._all else torch.where(row_R >= 0, noisy_R, chosen_R)
+    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
+        self._laws = Processing(laws, texts, forest, vocab_size)
+        if self._laws.sampled.any:
+            depth = max(forest.depth, len(forest.levels) - 1)
+            self._row_of_B, self._noise_SDV = _noise(laws, texts.roots_B, depth, vocab_size)
 
     def propose(
-        self, logits_RV: Tensor, target_ids_V: Tensor | None, batch_R: Tensor, depth_R: Tensor, sharpness: float, k: int
+        self,
+        logits_RV: Tensor,
+        target_ids_V: Tensor | None,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        sharpness: float,
+        k: int,
     ) -> Tensor:
-        """[R, k] target ids, best first: the top of the draft's logits, plus the target's noise where sampled.
-
-        ``target_ids_V`` maps the draft's vocabulary (None: the same). ``sharpness`` multiplies the draft's logits at
-        temperature > 0: it was fitted so that agreement is highest.
-        """
-        scores = logits_RV
-        if self._any:
-            row_R = self._row_of_B[batch_R]
-            law_R = row_R.clamp(min=0)
-            noise = self._noise_SDV[law_R, depth_R]
-            noise = noise if target_ids_V is None else noise[:, target_ids_V]
-            noisy = self._law(scores * sharpness, law_R) + noise
-            scores = noisy if self._all else torch.where((row_R >= 0)[:, None], noisy, scores.to(noisy.dtype))
-        best = scores.topk(k, dim=-1).indices
+        """[R, k] the top of the draft's logits, plus the target's noise where sampled. ``sharpness`` multiplies the
+        draft's logits there: it was fitted so that agreement is highest."""
+        at = Nodes(batch_R, node_R, depth_R)
+        best = self._picked(logits_RV, target_ids_V, at, sharpness, lambda scores: scores.topk(k, dim=-1).indices)
         return best if target_ids_V is None else target_ids_V[best]
 
-    def _law(self, logits_RV: Tensor, row_R: Tensor) -> Tensor:
-        return processed(
-            logits_RV, self._temperature[row_R], self._top_k[row_R], self._top_p[row_R], truncated=self._truncated
-        )
+    def choose(self, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
+        """[R] the tokens that plain decoding emits behind these nodes."""
+        return self._picked(logits_RV, None, Nodes(batch_R, node_R, depth_R), 1.0, _first)
+
+    def accept(
+        self,
+        forest: Forest,
+        tokens_BN: Tensor,
+        logits_RV: Tensor,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        ranked_BNK: Tensor | None,
+        kept_depth_B: Tensor | None,
+    ) -> Outcome:
+        chosen_BN = torch.full_like(forest.parents_BN, -1)
+        chosen_BN[batch_R, node_R] = self.choose(logits_RV, batch_R, node_R, depth_R)
+        return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_depth_B)
+
+    def _picked(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
+        if not self._laws.special.any:
+            return pick(logits_RV)
+        part = self._laws.special.of(at.batch_R)
+        mine, nodes = part.of(logits_RV), part.nodes(at)
+        size = max(_SCORES_AT_ONCE // mine.shape[1], 1) if mine.device.type == "cpu" else max(len(mine), 1)
+        pieces = [slice(start, start + size) for start in range(0, len(mine), size)] or [slice(0)]
+        found = [self._special(mine[piece], ids_V, nodes[piece], sharpness, pick) for piece in pieces]
+        return part.merge(found[0] if len(found) == 1 else torch.cat(found), lambda: pick(logits_RV))
+
+    def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
+        """As ``_picked`` for rows that are sampled, or greedy with adjusted logits."""
+        if not self._laws.sampled.any:
+            return pick(self._laws.adjusted(logits_RV, ids_V, at))
+        part = self._laws.sampled.of(at.batch_R)
+        noisy = self._noisy(part.of(logits_RV), ids_V, part.nodes(at), sharpness)
+        return part.merge(pick(noisy), lambda: pick(self._laws.adjusted(logits_RV, ids_V, at)))
+
+    def _noisy(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float) -> Tensor:
+        """log p + g; rows of greedy laws, where they run along, read somebody's noise to no effect."""
+        noise = self._noise_SDV[self._row_of_B[at.batch_R], at.depth_R]
+        logits = logits_RV if sharpness == 1 else logits_RV * sharpness
+        logp = self._laws.logp(self._laws.adjusted(logits, ids_V, at), at)
+        return logp + (noise if ids_V is None else noise[:, ids_V])
+
+
+def _first(scores_RV: Tensor) -> Tensor:
+    return scores_RV.argmax(-1)
+
+
+def _noise(laws: Sequence[Law], roots_B: Tensor, depth: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """([B] the row of a sampled sequence, [S, D, V] noise behind the nodes of each depth of the S sampled ones)."""
+    rows = [b for b, law in enumerate(laws) if not law.greedy]
+    sampled = torch.tensor(rows, device=roots_B.device)
+    row_of_B = torch.zeros(len(laws), dtype=torch.int64, device=roots_B.device)
+    row_of_B[sampled] = torch.arange(len(rows), device=roots_B.device)
+    seed = torch.tensor([laws[b].seed for b in rows], device=roots_B.device)
+    position = roots_B[sampled, None] + 1 + torch.arange(depth + 1, device=roots_B.device)
+    noise = gumbel(seed[:, None].expand_as(position).flatten(), position.flatten(), vocab_size)
+    return row_of_B, noise.view(*position.shape, vocab_size)

@@ -43,6 +43,14 @@ class Tree:
         return tuple(mask - (1 << 64) if mask >> 63 else mask for mask in masks)
 
     @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Per node, the nodes from below the root to it, itself included."""
+        paths: list[tuple[int, ...]] = [()]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            paths.append((*paths[parent], node))
+        return tuple(paths)
+
+    @cached_property
     def main_path(self) -> tuple[int, ...]:
         """Nodes of rank 0 all along, from the root."""
         path = [0]
@@ -131,6 +139,19 @@ def forest_of(trees: tuple[Tree, ...], device: torch.device) -> Forest:
         depth=max(tree.depth for tree in trees),
         all_chains=all(tree.is_chain for tree in trees),
     )
+
+
+@lru_cache(maxsize=256)
+def paths_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
+    """[B, N, D] the nodes below the root on the path to every node, itself included, padded with the root's 0; N
+    counts shadow nodes too."""
+    nodes = max(len(tree.parents) for tree in trees)
+    depth = max(tree.drafted_depth for tree in trees)
+    rows = [
+        [[*path, *[0] * (depth - len(path))] for path in (*tree.paths, *[()] * (nodes - len(tree.parents)))]
+        for tree in trees
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(len(trees), nodes, depth)
 
 
 def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:

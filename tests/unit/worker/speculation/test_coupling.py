@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.speculation.coupling import Coupling, Law
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.history import Texts
+from specdecode_worker.speculation.law import Law
+from specdecode_worker.speculation.trees import PLAIN, Forest
 
 V = 23
 GREEDY = Law(seed=1, temperature=0, top_k=0, top_p=1)
@@ -25,9 +28,18 @@ def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
     return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
 
 
+def coupling_of(laws: list[Law], roots: list[int], depth: int) -> Coupling:
+    """A step of trees of ``depth``; no law here asks what stands in the texts, or how the trees branch."""
+    roots_B = torch.tensor(roots)
+    tokens_SP = torch.zeros(len(laws), max(roots) + depth + 2, dtype=torch.int64)
+    texts = Texts(tokens_SP, torch.arange(len(laws)), roots_B, max(roots) + 1)
+    forest = Forest((PLAIN,) * len(laws), (), torch.full((len(laws), 1), -1), depth, all_chains=True)
+    return Coupling(laws, texts, forest, V)
+
+
 def chosen(laws: list[Law], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
     batch_R, depth_R = grid(len(laws), depth)
-    return Coupling(laws, torch.tensor(roots), depth, V).choose(logits_RV, batch_R, depth_R)
+    return coupling_of(laws, roots, depth).choose(logits_RV, batch_R, depth_R, depth_R)
 
 
 def test_greedy_takes_the_argmax_whoever_is_beside_it() -> None:
@@ -49,9 +61,10 @@ def test_a_choice_is_the_same_alone_and_in_a_batch(laws: list[Law]) -> None:
 def test_noise_belongs_to_the_absolute_position(law: Law) -> None:
     """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of one position."""
     logits_RV = logits(60)
-    deep = Coupling([law], torch.tensor([5]), 2, V).choose(logits_RV, torch.zeros(60).long(), torch.full((60,), 2))
-    here = Coupling([law], torch.tensor([7]), 0, V).choose(logits_RV, torch.zeros(60).long(), torch.zeros(60).long())
-    beside = Coupling([law], torch.tensor([6]), 0, V).choose(logits_RV, torch.zeros(60).long(), torch.zeros(60).long())
+    none, two = torch.zeros(60).long(), torch.full((60,), 2)
+    deep = coupling_of([law], [5], 2).choose(logits_RV, none, two, two)
+    here = coupling_of([law], [7], 0).choose(logits_RV, none, none, none)
+    beside = coupling_of([law], [6], 0).choose(logits_RV, none, none, none)
     assert torch.equal(deep, here)
     assert not torch.equal(here, beside), "another position has other noise"
 
@@ -76,10 +89,10 @@ def test_what_top_k_cuts_is_never_chosen() -> None:
 def test_a_perfect_draft_proposes_what_the_target_chooses(laws: list[Law]) -> None:
     """Greedy or sampled: with the target's own logits the first proposal is the target's token, always."""
     batch_R, depth_R = grid(len(laws), 30)
-    coupling = Coupling(laws, torch.arange(len(laws)) + 3, 30, V)
+    coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
     logits_RV = logits(len(batch_R))
-    ranked_RK = coupling.propose(logits_RV, None, batch_R, depth_R, 1.0, 4)
-    assert torch.equal(ranked_RK[:, 0], coupling.choose(logits_RV, batch_R, depth_R))
+    ranked_RK = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 4)
+    assert torch.equal(ranked_RK[:, 0], coupling.choose(logits_RV, batch_R, depth_R, depth_R))
     assert all(len(set(row)) == 4 for row in ranked_RK.tolist()), "siblings are different tokens"
 
 
@@ -88,22 +101,22 @@ def test_a_draft_of_fewer_words_proposes_target_ids(laws: list[Law]) -> None:
     """Its column i is the target's token ids[i]: noise must be read there, and proposals named so."""
     ids = torch.arange(0, V, 2)
     batch_R, depth_R = grid(len(laws), 30)
-    coupling = Coupling(laws, torch.arange(len(laws)) + 3, 30, V)
+    coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
     narrow = logits(len(batch_R))[:, ids]
     wide = torch.full((len(batch_R), V), -1e9, dtype=torch.float64)
     wide[:, ids] = narrow
     untruncated = [law for law in laws if not law.truncated]
-    found = coupling.propose(narrow, ids, batch_R, depth_R, 1.0, 4)
+    found = coupling.propose(narrow, ids, batch_R, depth_R, depth_R, 1.0, 4)
     assert set(found.flatten().tolist()) <= set(ids.tolist())
     if len(untruncated) == len(laws):
-        assert torch.equal(found, coupling.propose(wide, None, batch_R, depth_R, 1.0, 4))
+        assert torch.equal(found, coupling.propose(wide, None, batch_R, depth_R, depth_R, 1.0, 4))
 
 
 def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> None:
     batch_R, depth_R = grid(1, 60)
-    coupling = Coupling([FREE], torch.tensor([3]), 60, V)
+    coupling = coupling_of([FREE], [3], 60)
     logits_RV = logits(61)
-    sharp = coupling.propose(logits_RV, None, batch_R, depth_R, 1e6, 1)[:, 0]
-    plain = coupling.propose(logits_RV, None, batch_R, depth_R, 1.0, 1)[:, 0]
+    sharp = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1e6, 1)[:, 0]
+    plain = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 1)[:, 0]
     assert torch.equal(sharp, logits_RV.argmax(-1))
     assert not torch.equal(plain, sharp)

@@ -14,7 +14,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level
 
 Expand = Callable[[int, Level], Tensor]
@@ -37,7 +37,7 @@ class Drafter(Protocol):
         """Follows prefill chunks, whose aux states are ``aux_TA`` [T, A]."""
         ...
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Drafts the forest's trees and writes their tokens behind the roots in ``state.tokens_SP``.
 
         [B, N, K]: the best target ids behind every node that was expanded, best first, -1 elsewhere; N counts

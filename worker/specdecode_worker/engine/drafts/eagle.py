@@ -24,7 +24,7 @@ from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import RING, DeviceState
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 
@@ -86,7 +86,7 @@ class EagleDrafter:
                 row.request.draft.start = max(row.start, 1)
             row.request.draft.lag = 1
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Lagging drafts of rows that draft nothing catch up before the ring forgets what they need."""
         drafting = [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, forest.trees[b])]
         if not drafting:
@@ -99,7 +99,7 @@ class EagleDrafter:
             if depth:
                 packed = level_pass(self._state, rows, level, depth, forest, self._last_position)
                 hidden_RE = self._forward(hidden_RE, packed)
-            return self._rank(level, depth, hidden_RE, coupling)
+            return self._rank(level, depth, hidden_RE, sampler)
 
         return grow(rows, forest, self._state, expand)
 
@@ -129,8 +129,8 @@ class EagleDrafter:
     def _forward(self, hidden_TE: Tensor, packed: Packed) -> Tensor:
         return self._head(hidden_TE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
-    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, coupling: Coupling) -> Tensor:
+    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, sampler: Sampler) -> Tensor:
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         logits = self._head.logits(hidden_RE)
         k = min(MAX_RANKS, logits.shape[-1])
-        return coupling.propose(logits, self._target_ids, level.batch_R, level.depth_R, sharpness, k)
+        return sampler.propose(logits, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)

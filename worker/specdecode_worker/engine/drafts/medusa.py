@@ -19,7 +19,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level
 
 
@@ -49,7 +49,7 @@ class MedusaDrafter:
         for row in rows:
             row.request.draft.lag = 1
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         if not forest.levels:
             return None
         slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)
@@ -65,6 +65,6 @@ class MedusaDrafter:
             sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
             logits_RV = logits_DBV[depth][level.batch_R]
             k = min(MAX_RANKS, logits_RV.shape[-1])
-            return coupling.propose(logits_RV, self._target_ids, level.batch_R, level.depth_R, sharpness, k)
+            return sampler.propose(logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)
 
         return grow(rows, forest, self._state, expand)

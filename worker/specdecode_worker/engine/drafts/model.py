@@ -22,7 +22,7 @@ from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level
 
 LONGEST_CATCH_UP = 1024
@@ -56,7 +56,7 @@ class ModelDrafter:
                 row.request.draft.start = row.start
             row.request.draft.lag = 1
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         drafting = [b for b, row in enumerate(rows) if not row.is_chunk and forest.trees[b].drafted_depth]
         if not drafting:
             return None
@@ -68,7 +68,7 @@ class ModelDrafter:
                 hidden_RE = self._forward(level_pass(self._state, rows, level, depth, forest, self._last_position))
             else:
                 hidden_RE = hidden_RE[level.source_R]
-            return self._rank(level, depth, hidden_RE, coupling)
+            return self._rank(level, depth, hidden_RE, sampler)
 
         return grow(rows, forest, self._state, expand)
 
@@ -86,7 +86,7 @@ class ModelDrafter:
     def _forward(self, packed: Packed) -> Tensor:
         return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
 
-    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, coupling: Coupling) -> Tensor:
+    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, sampler: Sampler) -> Tensor:
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         logits = self._model.logits(hidden_RE)[:, : self._vocab_size]
-        return coupling.propose(logits, None, level.batch_R, level.depth_R, sharpness, MAX_RANKS)
+        return sampler.propose(logits, None, level.batch_R, level.node_R, level.depth_R, sharpness, MAX_RANKS)

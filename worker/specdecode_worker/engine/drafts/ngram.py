@@ -18,7 +18,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 
@@ -44,7 +44,7 @@ class NgramDrafter:
         for row in rows:
             row.request.draft.lag = 1
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         if not forest.levels:
             return None
         slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)

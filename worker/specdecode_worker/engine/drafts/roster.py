@@ -21,7 +21,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 FIRST = ""
@@ -103,17 +103,17 @@ class Roster:
                 parts = [states_TA[begins[b] : begins[b] + rows[b].count] for b in mine]
                 loaded.drafter.prefill([rows[b] for b in mine], torch.cat(parts))
 
-    def propose(self, rows: Sequence[Row], forest: Forest, coupling: Coupling) -> Tensor | None:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """As Drafter.propose, each row by its own draft."""
         names = [self._name(row.request) for row in rows]
         used = sorted(set(names) & self._drafts.keys())
         if len(used) == 1 and len(set(names)) == 1:
-            return self._drafts[used[0]].drafter.propose(rows, forest, coupling)
+            return self._drafts[used[0]].drafter.propose(rows, forest, sampler)
         found: Tensor | None = None
         for name in used:
             own = tuple(tree if n == name else PLAIN for tree, n in zip(forest.trees, names, strict=True))
             mine = forest_of(own, forest.parents_BN.device)
-            ranked_BNK = self._drafts[name].drafter.propose(rows, mine, coupling)
+            ranked_BNK = self._drafts[name].drafter.propose(rows, mine, sampler)
             found = _merged(found, ranked_BNK)
         return found
 
