@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p: op and reference against sorting a list."""
+"""Temperature, min-p, top-k and top-p: op and reference against sorting a list."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from torch import Tensor
 
 from specdecode_kernels.sample import op, reference
 
-Row = tuple[float, int, float]
-"""(temperature, top-k, top-p)."""
+Row = tuple[float, int, float, float]
+"""(temperature, top-k, top-p, min-p)."""
 TEMPERATURES = st.sampled_from((0.0, 0.3, 0.7, 1.0, 1.9))
 TOP_K = st.sampled_from((0, 1, 2, 5, 1000))
+MIN_P = st.sampled_from((0.0, 0.0, 0.01, 0.2, 1.0))
 TOP_P = st.sampled_from((1.0, 0.95, 0.5, 0.1, 1e-6))
 SMALL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 
 
-def by_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Log-probabilities: sort, keep the k best and their equals, then the fewest that reach p; all by hand."""
+def by_definition(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """Log-probabilities: sort, drop what is too far below the best, keep the k best and their equals, then the fewest
+    that reach p; all by hand."""
     if temperature == 0:
         return [0.0 if i == logits.index(max(logits)) else -math.inf for i in range(len(logits))]
     scaled = [x / temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
-    if 0 < top_k < len(scaled):
+    if min_p > 0:
+        order = [i for i in order if scaled[i] - scaled[order[0]] >= math.log(min_p)]
+    if 0 < top_k < len(order):
         order = [i for i in order if scaled[i] >= scaled[order[top_k - 1]]]
     if top_p < 1:
         order = order[: _fewest([math.exp(scaled[i] - scaled[order[0]]) for i in order], top_p)]
@@ -45,9 +49,11 @@ def _fewest(weights: list[float], p: float) -> int:
     return len(weights)
 
 
-def columns(rows: list[Row], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    return torch.tensor(temperature, dtype=dtype), torch.tensor(top_k), torch.tensor(top_p, dtype=dtype)
+def columns(rows: list[Row], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    reals = (torch.tensor(column, dtype=dtype) for column in (temperature, top_p, min_p))
+    temperature_R, top_p_R, min_p_R = reals
+    return temperature_R, torch.tensor(top_k), top_p_R, min_p_R
 
 
 def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,7 +68,7 @@ def wanted_of(logits: Tensor, rows: list[Row]) -> Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(TEMPERATURES, TOP_K, TOP_P), min_size=1, max_size=5),
+    st.lists(st.tuples(TEMPERATURES, TOP_K, TOP_P, MIN_P), min_size=1, max_size=5),
     st.integers(1, 40),
     st.integers(0, 10_000),
     st.sampled_from((torch.float64, torch.float32)),
@@ -74,27 +80,52 @@ def test_reference_is_what_sorting_gives(rows: list[Row], vocab: int, seed: int,
     torch.testing.assert_close(found.double(), wanted_of(logits, rows), rtol=SMALL[dtype], atol=SMALL[dtype])
 
 
+SAMPLED = st.tuples(st.sampled_from((0.3, 1.0, 1.9)), TOP_K, TOP_P, MIN_P)
+
+
+def _op_is_the_reference(rows: list[Row], logits: Tensor) -> None:
+    """To the bit: whatever is skipped, and whatever the rows beside ask for."""
+    truncated = any(k > 0 or p < 1 or least > 0 for _, k, p, least in rows)
+    found = op.processed(logits, *columns(rows, torch.float32), truncated=truncated)
+    wanted = reference.processed(logits, *columns(rows, torch.float32))
+    assert found.dtype == wanted.dtype == torch.promote_types(logits.dtype, torch.float32)
+    assert torch.equal(found, wanted)
+    for row in range(len(rows)):
+        one = slice(row, row + 1)
+        alone = op.processed(logits[one], *columns(rows[one], torch.float32), truncated=truncated)
+        assert torch.equal(found[one], alone)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from((0.3, 1.0, 1.9)), TOP_K, TOP_P), min_size=1, max_size=5),
+    st.lists(SAMPLED, min_size=1, max_size=5),
     st.booleans(),
     st.integers(1, 40),
     st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
 )
 def test_op_is_the_reference(rows: list[Row], cuts: bool, vocab: int, dtype: torch.dtype) -> None:
-    """To the bit: without a row that cuts, the sorts are skipped, and with one, a single sort serves both."""
-    rows = rows if cuts else [(temperature, 0, 1.0) for temperature, *_ in rows]
-    truncated = any(k > 0 or p < 1 for _, k, p in rows)
-    logits = logits_of(len(rows), vocab, 3, dtype)
-    found = op.processed(logits, *columns(rows, torch.float32), truncated=truncated)
-    wanted = reference.processed(logits, *columns(rows, torch.float32))
-    assert found.dtype == wanted.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.equal(found, wanted)
+    rows = rows if cuts else [(temperature, 0, 1.0, 0.0) for temperature, *_ in rows]
+    _op_is_the_reference(rows, logits_of(len(rows), vocab, 3, dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(SAMPLED | st.tuples(st.just(1.0), st.just(0), st.floats(0.5, 0.999999), MIN_P), min_size=1, max_size=4),
+    st.integers(4096, 5000),
+    st.integers(0, 10_000),
+    st.sampled_from((0.01, 1.0, 3.0)),
+    st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
+)
+def test_op_is_the_reference_where_rows_are_cut_one_by_one(
+    rows: list[Row], vocab: int, seed: int, spread: float, dtype: torch.dtype
+) -> None:
+    """Flat and steep logits; in bfloat16 many are equal."""
+    _op_is_the_reference(rows, logits_of(len(rows), vocab, seed, dtype) * spread)
 
 
 def test_equals_of_the_kth_stay_and_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0], [1.0, 3.0, 3.0, 2.0, 0.0]])
-    found = reference.processed(logits, *columns([(1.0, 2, 1.0), (0.0, 0, 1.0)])).exp()
+    found = reference.processed(logits, *columns([(1.0, 2, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])).exp()
     assert (found[0] > 0).tolist() == [False, True, True, True, False]
     assert found[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
 
@@ -102,35 +133,52 @@ def test_equals_of_the_kth_stay_and_greedy_takes_the_first_of_equals() -> None:
 def test_top_p_cuts_what_top_k_left() -> None:
     """0.4 / (0.4 + 0.3) already reaches 0.55: of the two that top-k leaves, one stays."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    kept = reference.processed(logits, *columns([(1.0, 2, 0.55)]))
-    alone = reference.processed(logits, *columns([(1.0, 0, 0.55)]))
+    kept = reference.processed(logits, *columns([(1.0, 2, 0.55, 0.0)]))
+    alone = reference.processed(logits, *columns([(1.0, 0, 0.55, 0.0)]))
     assert torch.isfinite(kept).sum() == 1
     assert torch.isfinite(alone).sum() == 2
 
 
-def _cut_before_temperature(logits: Tensor, t: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    cut = reference.processed(logits, torch.ones_like(t), k, p)
+def test_min_p_cuts_before_top_p_counts() -> None:
+    """Of 0.5, 0.3, 0.15 and 0.05 min-p 0.4 leaves 0.625 and 0.375: the first alone reaches 0.6 of that, not of all."""
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
+    both = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.4)]))
+    alone = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.0)]))
+    assert torch.isfinite(both).sum() == 1
+    assert torch.isfinite(alone).sum() == 2
+
+
+def _cut_before_temperature(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
+    cut = reference.processed(logits, torch.ones_like(t), k, p, m)
     return torch.log_softmax(cut / t[:, None], dim=-1)
 
 
-def _not_normalised(logits: Tensor, t: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    kept = reference.processed(logits, t, k, p)
+def _not_normalised(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
+    kept = reference.processed(logits, t, k, p, m)
     return torch.where(torch.isfinite(kept), torch.log_softmax(logits / t[:, None], dim=-1), kept)
 
 
-def _one_short(logits: Tensor, t: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    return reference.processed(logits, t, (k - 1).clamp(min=1), p)
+def _one_short(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
+    return reference.processed(logits, t, (k - 1).clamp(min=1), p, m)
 
 
-def _top_p_first(logits: Tensor, t: Tensor, k: Tensor, p: Tensor) -> Tensor:
+def _top_p_first(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
     nothing = torch.zeros_like(k)
     kept = reference.processed(logits, t, nothing, p)
-    return reference.processed(kept, torch.ones_like(t), k, torch.ones_like(p))
+    return reference.processed(kept, torch.ones_like(t), k, torch.ones_like(p), m)
 
 
-@pytest.mark.parametrize("planted", [_cut_before_temperature, _not_normalised, _one_short, _top_p_first])
+def _min_p_of_the_whole(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
+    """A floor under probabilities instead of under their share of the best."""
+    floored = (logits / t[:, None]).masked_fill(torch.softmax(logits / t[:, None], -1) < m[:, None], -math.inf)
+    return reference.processed(floored, torch.ones_like(t), k, p)
+
+
+@pytest.mark.parametrize(
+    "planted", [_cut_before_temperature, _not_normalised, _one_short, _top_p_first, _min_p_of_the_whole]
+)
 def test_planted_bugs_are_seen(planted: Callable[..., Tensor]) -> None:
-    rows: list[Row] = [(0.5, 4, 0.8), (1.9, 6, 0.9), (0.7, 3, 1.0), (1.3, 5, 0.6)]
+    rows: list[Row] = [(0.5, 4, 0.8, 0.0), (1.9, 6, 0.9, 0.2), (0.7, 3, 1.0, 0.0), (1.3, 5, 0.6, 0.1), (1.5, 0, 1, 0.3)]
     logits = logits_of(len(rows), 12, 1)
     assert torch.allclose(reference.processed(logits, *columns(rows)), wanted_of(logits, rows))
     assert not torch.allclose(planted(logits, *columns(rows)), wanted_of(logits, rows))

@@ -80,22 +80,24 @@ def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple
     return path, chosen[at]
 
 
-def rounds(trees: Trees, b: int, *, drawn: bool) -> tuple[list[int], int]:
-    """Multi-round sampling of one tree on lists of floats."""
+def rounds(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int], int]:
+    """Multi-round sampling of one tree on lists of floats; ``drawn`` may be said by node."""
     tree, tokens = trees.parents[b], trees.tokens_BN[b].tolist()
     path, at = [], 0
     while True:
         position = trees.position_B[b : b + 1] + 1 + len(path)
         coins = uniform(trees.seed_B[b : b + 1], position, len(tree), COIN_STREAM)[0].tolist()
         p, q = trees.logp_BNV[b, at].exp().tolist(), trees.logq_BNV[b, at].exp().tolist()
+        here = drawn if isinstance(drawn, bool) else drawn[at]
         taken = None
         for child in children_of(tree, at):
             x = tokens[child]
-            if coins[child] < min(1, p[x] / q[x] if drawn else p[x]):
+            from_q = here and q[x] > 0
+            if coins[child] < min(1, p[x] / q[x] if from_q else p[x]):
                 taken = child
                 break
-            p = [max(a - c, 0) for a, c in zip(p, q, strict=True)] if drawn else [*p[:x], 0.0, *p[x + 1 :]]
-            p, q = ([v / sum(r) for v in r] for r in (p, [*q[:x], 0.0, *q[x + 1 :]]))
+            p = [max(a - c, 0) for a, c in zip(p, q, strict=True)] if from_q else [*p[:x], 0.0, *p[x + 1 :]]
+            p, q = ([v / (sum(r) or 1) for v in r] for r in (p, [*q[:x], 0.0, *q[x + 1 :]]))
         if taken is None:
             noise = gumbel(trees.seed_B[b : b + 1], position, VOCABULARY, RESIDUAL_STREAM)[0]
             return path, int((torch.tensor(p, dtype=torch.float64).log() + noise).argmax())
@@ -154,6 +156,35 @@ def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, draw
             int(case.position_B[b]),
         )
         assert one == rounds(case, b, drawn=drawn) == found[b]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.data())
+def test_nodes_with_drawn_and_with_deterministic_children_go_together(case: Trees, data: st.DataObject) -> None:
+    """Behind every node by itself; whatever q is said to be where nothing was drawn from it."""
+    shape = case.tokens_BN.shape
+    drawn_BN = torch.tensor(data.draw(st.lists(st.booleans(), min_size=shape.numel(), max_size=shape.numel())))
+    drawn_BN = drawn_BN.view(shape)
+    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, case.logq_BNV, case.seed_B, case.position_B)
+    width = max(len(children_of(tree, node)) for tree in case.parents for node in range(len(tree)))
+    found = unpadded(op.multi_round(*args, case.depth, drawn_BN=drawn_BN, width=width))
+    for b in range(len(case.parents)):
+        assert found[b] == rounds(case, b, drawn=drawn_BN[b].tolist())
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_siblings_that_q_could_not_give_count_as_deterministic(known: int) -> None:
+    """q cut to fewer tokens than there are siblings: those behind were not drawn, and p/q would take them always."""
+    case = make(((-1, 0, 0, 0),) * 80, 3)
+    best = case.logq_BNV[:, 0].topk(3, dim=-1)
+    case.tokens_BN[:, 1:] = best.indices
+    cut = case.logq_BNV.masked_fill(case.logq_BNV < best.values[:, None, known - 1 : known], -torch.inf)
+    case = replace(case, logq_BNV=torch.log_softmax(cut, dim=-1))
+    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, case.logq_BNV, case.seed_B, case.position_B)
+    found = unpadded(op.multi_round(*args, case.depth))
+    assert found == [rounds(case, b, drawn=True) for b in range(len(case.parents))]
+    assert any(path == [known + 1] for path, _ in found), "one of them is taken now and then"
+    assert any(path == [] for path, _ in found), "and not always"
 
 
 @settings(max_examples=40, deadline=None)
@@ -217,10 +248,7 @@ def _late_position(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
 
 
 def _not_normalised(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
-    def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        return (p_BV.scatter(1, x_B1, 0.0) if q_BV is None else (p_BV - q_BV).clamp(min=0)), q_BV
-
-    patch.setattr(op, "residual", residual)
+    patch.setattr(op, "normalised", lambda left, otherwise: left)
     return case
 
 
