@@ -91,7 +91,8 @@ class Target:
         """[C] index of the last committed token of every row that chooses."""
         lengths, device = self._state.length_S, self._state.length_S.device
         ahead = [row.count - 1 if row.is_chunk else 0 for row in choosing]
-        slots, ahead_C = torch.tensor([[row.request.slot for row in choosing], ahead], device=device)
+        slots_C = [row.request.slot for row in choosing]
+        slots, ahead_C = torch.tensor([slots_C, ahead], dtype=torch.int64, device=device)
         roots_C: Tensor = lengths[slots] + ahead_C
         return roots_C
 
