@@ -4,8 +4,10 @@ comparison is exact."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +38,11 @@ from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.coupling import Coupling
 from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.speculation.sampler import SamplerOf
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -147,6 +153,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         blocks: int = 200,
         budget: int = 512,
         pipelined: bool = False,
+        sampler: SamplerOf = Coupling,
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
@@ -165,6 +172,7 @@ def make_engine(pair: Pair) -> EngineMaker:
             drafts=roster,
             state=state,
             pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
+            sampler=sampler,
         )
         identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
         return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)

@@ -1,0 +1,71 @@
+"""Plain decoding by definition: one dense pass over all tokens for every next one, and the reference of every
+processor. No engine, no cache, no packing, no batch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_kernels.noise.reference import gumbel
+from specdecode_kernels.sample.reference import adjusted, processed
+from specdecode_worker.engine.messages import Submit
+from specdecode_worker.models.llama import Llama
+
+
+class PlainDecoding:
+    """Texts of requests, and the chances of their next tokens."""
+
+    def __init__(self, target: Llama) -> None:
+        self._target = target
+        self.text = lru_cache(maxsize=None)(self._text)
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[T, V] behind every token."""
+        hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), _dense).hidden_TE
+        return self._target.logits(hidden)
+
+    def logp(self, request: Submit, answer: list[int]) -> Tensor:
+        """[1, V] log-probabilities of the token behind ``answer``; all on one token where greedy."""
+        sampling = request.sampling
+        moved = _adjusted(self.logits([*request.prompt, *answer])[-1:], request, answer)
+        cuts = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
+        return processed(moved, torch.tensor([sampling.temperature]), *cuts)
+
+    def _text(self, request: Submit) -> list[int]:
+        answer: list[int] = []
+        seed = torch.tensor([request.sampling.seed])
+        while len(answer) < request.sampling.max_tokens:
+            logp = self.logp(request, answer)
+            noise = gumbel(seed, torch.tensor([len(request.prompt) + len(answer)]), logp.shape[-1])
+            answer.append(int((logp + noise).argmax()))
+            if answer[-1] in request.sampling.stop_token_ids and len(answer) >= request.sampling.min_tokens:
+                break
+        return answer
+
+
+def _adjusted(logits: Tensor, request: Submit, answer: list[int]) -> Tensor:
+    sampling, words = request.sampling, range(logits.shape[-1])
+    bias = torch.zeros_like(logits)
+    for token, value in sampling.logit_bias:
+        bias[0, token] = value
+    blocked = torch.zeros_like(logits, dtype=torch.bool)
+    blocked[0, list(sampling.stop_token_ids)] = len(answer) < sampling.min_tokens
+    return adjusted(
+        logits,
+        bias_RV=bias,
+        blocked_RV=blocked,
+        prompt_RV=torch.tensor([[token in request.prompt for token in words]]),
+        counts_RV=torch.tensor([[answer.count(token) for token in words]]),
+        repetition_R=torch.tensor([sampling.repetition_penalty]),
+        frequency_R=torch.tensor([sampling.frequency_penalty]),
+        presence_R=torch.tensor([sampling.presence_penalty]),
+    )
+
+
+def _dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    groups = q_THD.shape[1] // k_TKD.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
+    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)

@@ -1,0 +1,114 @@
+"""``--sampler mss`` in the engine: greedy text is plain text, and what is sampled has the target's law."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plain_decoding import PlainDecoding
+from scipy.stats import chi2
+
+from specdecode_worker.contract import SyntheticKnobs, TreeShape
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.speculation import multi_round
+from specdecode_worker.speculation.multi_round import MultiRound
+
+SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
+PROMPT = (7, 19, 3, 44)
+REQUESTS, CUT, TOKENS = 2400, 3, 3
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Any) -> PlainDecoding:
+    return PlainDecoding(pair.target)
+
+
+def submit(index: int, **sampling: Any) -> Submit:
+    fields = {"max_tokens": TOKENS + 1, "seed": index, "temperature": 1.0, "top_k": CUT, **sampling}
+    return Submit(request_id=str(index), prompt=PROMPT, sampling=Sampling(**fields), task=f"t{index % len(SHAPES)}")
+
+
+def run(engine: Any, requests: list[Submit]) -> list[list[int]]:
+    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+    engine.check()
+    return list(found.values())
+
+
+def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> float:
+    """Chi-square of the first three tokens against the chances that dense passes give."""
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        grown = {}
+        for begin, chance in chances.items():
+            p = plain.logp(request, list(begin))[0].exp()
+            grown |= {(*begin, int(t)): chance * float(p[t]) for t in torch.nonzero(p)[:, 0]}
+        chances = grown
+    seen = dict.fromkeys(chances, 0)
+    for answer in answers:
+        if tuple(answer[:TOKENS]) not in seen:
+            return 0.0
+        seen[tuple(answer[:TOKENS])] += 1
+    pairs = [(seen[key], chance * len(answers)) for key, chance in chances.items()]
+    rare = [sum(column) for column in zip(*(pair for pair in pairs if pair[1] < 5), strict=True)]
+    cells = [pair for pair in pairs if pair[1] >= 5] + ([(rare[0], rare[1])] if rare else [])
+    return float(chi2.sf(sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1))
+
+
+def sampled(make_engine: Any, plan_of: Any, *, cuts: bool = False, **sampling: Any) -> list[list[int]]:
+    engine = make_engine("copy", max_num_seqs=48, blocks=200, sampler=MultiRound)
+    engine.set_plan(plan_of(SHAPES))
+    if cuts:
+        engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.5)))
+    return run(engine, [submit(i, **sampling) for i in range(REQUESTS)])
+
+
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut-short"])
+def test_sampled_text_has_the_targets_law(make_engine: Any, lossless: Any, plain: PlainDecoding, cuts: bool) -> None:
+    plan_of, *_ = lossless
+    answers = sampled(make_engine, plan_of, cuts=cuts)
+    assert p_value(plain, answers, submit(0)) > 1e-3
+
+
+def test_with_penalties_too(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+    plan_of, *_ = lossless
+    fields: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
+    answers = sampled(make_engine, plan_of, **fields)
+    assert p_value(plain, answers, submit(0, **fields)) > 1e-3
+
+
+def test_a_law_that_is_off_is_seen(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proposals are judged as if they had been drawn from a sharper law."""
+    plan_of, *_ = lossless
+    right = multi_round.multi_round
+
+    def planted(parents: Any, tokens: Any, logp: Any, logq: Any, *rest: Any, **flags: Any) -> Any:
+        sharper = None if logq is None else torch.log_softmax(2 * logq, dim=-1)
+        return right(parents, tokens, logp, sharper, *rest, **flags)
+
+    monkeypatch.setattr(multi_round, "multi_round", planted)
+    assert p_value(plain, sampled(make_engine, plan_of), submit(0)) < 1e-6
+
+
+def test_greedy_text_is_plain_text_beside_sampled_requests(
+    make_engine: Any, lossless: Any, plain: PlainDecoding
+) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine("copy", sampler=MultiRound)
+    engine.set_plan(plan_of(SHAPES))
+    fields: dict[str, Any] = {"max_tokens": 30, "top_k": 0, "frequency_penalty": 0.5}
+    requests = [submit(i, temperature=0.0 if i % 2 else 0.9, **fields) for i in range(8)]
+    found = run(engine, requests)
+    for request, answer in zip(requests, found, strict=True):
+        assert len(answer) == 30
+        assert (answer == plain.text(request)) or request.sampling.temperature > 0
+    report = engine.report()
+    assert report.accepted_tokens > 0
+    assert run(engine, requests) == found, "the same seed, batch and shapes give the same text"

@@ -1,0 +1,118 @@
+"""With every processor on, speculative text is plain text, token for token: the processors follow the tree's paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plain_decoding import PlainDecoding
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.speculation import history
+from specdecode_worker.speculation.columns import Columns
+
+TOKENS, VOCABULARY = 30, 61
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "min_p": {"min_p": 0.15},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.9},
+    "repetition": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": ((5, 3.0), (9, -100.0), (17, 2.0), (33, 1.5))},
+    "min_tokens": {"min_tokens": 14, "stop_token_ids": tuple(range(0, VOCABULARY, 3))},
+}
+PROCESSORS["all"] = {name: value for fields in PROCESSORS.values() for name, value in fields.items()}
+PROCESSORS["all"] |= {"top_k": 30, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.4}
+ONLY_SAMPLED = ("min_p",)
+CASES = [(name, sampled) for name in PROCESSORS for sampled in (False, True) if sampled or name not in ONLY_SAMPLED]
+SHAPES = [TreeShape.parse(text) for text in ("chain:4", "tree:4,2,1", "tree:2,2,2", "0,0,1,1,2", "none", "chain:1")]
+
+
+def request(index: int, name: str | None, *, sampled: bool, task: int = 0) -> Submit:
+    generator = torch.Generator().manual_seed(index)
+    prompt = torch.randint(0, VOCABULARY, (1 + 11 * index % 40,), generator=generator).tolist()
+    fields = dict(PROCESSORS[name]) if name else {}
+    sampling = Sampling(
+        max_tokens=TOKENS, seed=700 + index, temperature=(1.0, 0.7, 1.3)[index % 3] if sampled else 0.0, **fields
+    )
+    return Submit(request_id=f"{index}", prompt=tuple(prompt), sampling=sampling, task=f"t{task}")
+
+
+def run(engine: Any, requests: Sequence[Submit]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    for submit in requests:
+        engine.add(submit)
+    while not engine.idle:
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+    engine.check()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Any) -> PlainDecoding:
+    return PlainDecoding(pair.target)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize(("name", "sampled"), CASES, ids=lambda v: v if isinstance(v, str) else ("greedy", "seeded")[v])
+def test_alone(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, name: str, sampled: bool
+) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine("copy", max_num_seqs=1)
+    engine.set_plan(plan_of([shape]))
+    requests = [request(i, name, sampled=sampled) for i in range(3)]
+    wanted = {r.request_id: plain.text(r) for r in requests}
+    assert run(engine, requests) == wanted
+    without = [plain.text(request(i, None, sampled=sampled)) for i in range(3)]
+    assert list(wanted.values()) != without, "the processor must change something"
+    report = engine.report()
+    assert 1 + report.accepted_tokens / report.drafts >= 1.2, "paths must be walked to test anything"
+
+
+MIXED = [(i, name, bool(i % 2) or name in ONLY_SAMPLED) for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
+
+
+def mixed_batch() -> list[Submit]:
+    """Every processor at once, greedy beside sampled, each with a shape of its own, and one that asks for nothing."""
+    return [request(i, name, sampled=sampled, task=i % len(SHAPES)) for i, name, sampled in MIXED]
+
+
+@pytest.mark.parametrize("draft", ["copy", "eagle"])
+def test_a_mixed_batch(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine(draft, max_num_seqs=10)
+    engine.set_plan(plan_of(SHAPES))
+    assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
+def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
+    """After a preemption what was said is read as a prompt, and still counts as the answer."""
+    plan_of, *_ = lossless
+    engine = make_engine("copy", max_num_seqs=5, blocks=12, budget=24, pipelined=pipelined)
+    engine.set_plan(plan_of(SHAPES))
+    assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+    assert engine.preemptions > 0, "the test must make the blocks run out"
+
+
+@pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late"])
+def test_planted_bugs_are_seen(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_of, *_ = lossless
+    engine = make_engine("copy", max_num_seqs=10)
+    engine.set_plan(plan_of(SHAPES))
+    right = history.paths_of
+    if bug == "blind-to-the-tree":
+        monkeypatch.setattr(history, "paths_of", lambda *args: torch.zeros_like(right(*args)))
+    elif bug == "prompt-is-answer":
+        nothing = property(lambda self: torch.zeros(len(self._laws), dtype=torch.int64))
+        monkeypatch.setattr(Columns, "prompt_tokens_B", nothing)
+    else:
+        late = property(lambda self: torch.tensor([law.min_tokens + 2 if law.blocks else 0 for law in self._laws]))
+        monkeypatch.setattr(Columns, "min_tokens_B", late)
+    assert run(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
