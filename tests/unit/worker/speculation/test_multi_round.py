@@ -1,0 +1,103 @@
+"""Multi-round sampling as a sampler: what it draws, what it remembers, and greedy requests beside sampled ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.speculation.history import Texts
+from specdecode_worker.speculation.law import Law
+from specdecode_worker.speculation.multi_round import MultiRound
+from specdecode_worker.speculation.trees import Forest, forest_of, tree_of
+
+V, CPU = 7, torch.device("cpu")
+TREE = tree_of(TreeShape.levels(3, 1))
+FREE = Law(seed=0, temperature=1.0, top_k=0, top_p=1.0)
+GREEDY = replace(FREE, temperature=0.0)
+
+
+def texts(batch: int) -> Texts:
+    return Texts(torch.zeros(batch, 20, dtype=torch.int64), torch.arange(batch), torch.full((batch,), 4), 5)
+
+
+def forest(batch: int) -> Forest:
+    return forest_of((TREE,) * batch, CPU)
+
+
+def logits(rows: int, seed: int = 0) -> Tensor:
+    return 1.5 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def roots(batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.zeros(batch, dtype=torch.int64)
+    return torch.arange(batch), none, none
+
+
+def test_siblings_are_drawn_without_replacement() -> None:
+    """The first has the draft's law, the second that law without the first."""
+    batch = 4000
+    laws = [replace(FREE, seed=seed) for seed in range(batch)]
+    q = torch.softmax(logits(1)[0], -1)
+    trees = Forest((TREE,) * batch, (), torch.full((batch, 1), -1), 0, all_chains=False)
+    sampler = MultiRound(laws, texts(batch), trees, V)
+    found = sampler.propose(logits(1).expand(batch, -1), None, *roots(batch), 3.0, 3)
+    assert all(len(set(row)) == 3 for row in found.tolist())
+    assert chisquare(torch.bincount(found[:, 0], minlength=V), (q * batch)).pvalue > 1e-3
+    best = int(q.argmax())
+    second = torch.bincount(found[found[:, 0] == best, 1], minlength=V)
+    rest = q.clone()
+    rest[best] = 0
+    kept = [token for token in range(V) if token != best]
+    assert chisquare(second[kept], rest[kept] / rest.sum() * second.sum()).pvalue > 1e-3
+
+
+def test_greedy_requests_behave_as_under_coupling() -> None:
+    laws = [GREEDY, replace(GREEDY, logit_bias=((3, 2.0),)), FREE]
+    mss = MultiRound(laws, texts(3), forest(3), V)
+    coupled = Coupling(laws, texts(3), forest(3), V)
+    proposed = [s.propose(logits(3), None, *roots(3), 1.0, 4) for s in (mss, coupled)]
+    assert torch.equal(proposed[0][:2], proposed[1][:2])
+    at = torch.arange(3).repeat_interleave(7), torch.arange(7).repeat(3), torch.tensor(TREE.depths).repeat(3)
+    tokens = torch.randint(0, V, (3, 7), generator=torch.Generator().manual_seed(2))
+    found = [s.accept(forest(3), tokens, logits(21), *at, None, None) for s in (mss, coupled)]
+    assert torch.equal(found[0].emitted_BD[:2], found[1].emitted_BD[:2])
+    assert torch.equal(found[0].path_BD[:2], found[1].path_BD[:2])
+    alone = MultiRound(laws[:2], texts(2), forest(2), V)
+    rows = at[0] < 2
+    only = alone.accept(forest(2), tokens[:2], logits(21)[rows], *(column[rows] for column in at), None, None)
+    assert torch.equal(only.emitted_BD, found[1].emitted_BD[:2])
+
+
+def test_what_is_certain_is_accepted_and_a_draft_that_is_right_always_is() -> None:
+    """p equal to q: the first child is taken with chance p/q = 1."""
+    batch = 200
+    laws = [replace(FREE, seed=seed) for seed in range(batch)]
+    chain = forest_of((tree_of(TreeShape.chain(1)),) * batch, CPU)
+    sampler = MultiRound(laws, texts(batch), chain, V)
+    proposed = sampler.propose(logits(batch), None, *roots(batch), 1.0, 1)
+    tokens = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), proposed), dim=1)
+    at = torch.arange(batch).repeat_interleave(2), torch.arange(2).repeat(batch), torch.arange(2).repeat(batch)
+    behind = torch.stack((logits(batch), logits(batch, 1)), dim=1).flatten(0, 1)
+    found = sampler.accept(chain, tokens, behind, *at, None, None)
+    assert found.count_B.tolist() == [1] * batch
+    assert torch.equal(found.emitted_BD[:, 0], proposed[:, 0])
+    unasked = MultiRound(laws, texts(batch), chain, V)
+    assert unasked.accept(chain, tokens, behind, *at, None, None).count_B.sum() < batch, "a point mass is not that law"
+
+
+def test_a_draft_of_fewer_words_is_judged_by_the_targets_ids() -> None:
+    ids = torch.tensor([1, 4, 6])
+    laws = [replace(FREE, seed=seed) for seed in range(50)]
+    sampler = MultiRound(laws, texts(50), forest(50), V)
+    proposed = sampler.propose(logits(50)[:, :3], ids, *roots(50), 1.0, 3)
+    assert sorted(set(proposed.flatten().tolist())) == ids.tolist()
+    logq_BNV, drawn_BN = sampler._proposed(forest(50), torch.zeros(50, 7, V, dtype=torch.float64))
+    assert logq_BNV is not None
+    assert drawn_BN is not None
+    assert torch.equal(torch.isfinite(logq_BNV[:, 0]).sum(0).nonzero()[:, 0], ids)
+    assert drawn_BN.sum(0).tolist() == [50, 0, 0, 0, 0, 0, 0]
