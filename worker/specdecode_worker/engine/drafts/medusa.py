@@ -65,6 +65,8 @@ class MedusaDrafter:
             sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
             logits_RV = logits_DBV[depth][level.batch_R]
             k = min(MAX_RANKS, logits_RV.shape[-1])
-            return sampler.propose(logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)
+            return sampler.propose(
+                logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k
+            )
 
         return grow(rows, forest, self._state, expand)
