@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.config import eagle3_config, eagle_config, llama_config, medusa_config
 from specdecode_worker.models.drafts import WeightMethod, check_draft, load_draft
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.headers import INDEX, describe
@@ -154,6 +154,44 @@ def test_junk_in_config(kind: str, changes: dict[str, Any], dropped: set[str], w
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in dropped}))
         loads(kind, folder, whole)
+
+
+WRONG: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    0.5,
+    10**400,
+    float("nan"),
+    "",
+    "x",
+    [],
+    ["x"],
+    [10**9],
+    [None],
+    {},
+    {"x": {}},
+]
+
+
+@pytest.mark.parametrize("field", [*FIELDS, *(f"rope_scaling.{name}" for name in SCALES)])
+def test_every_field_takes_every_wrong_value(field: str) -> None:
+    """Read, or refused with the field's name or what it broke: nothing else, whichever network it is read for."""
+    target = llama_config(SHAPE)
+    for value in WRONG:
+        for kind in ("linear", "llama3", "yarn"):
+            scaling = dict.fromkeys(SCALES, 8.0) | {"rope_type": kind, "low_freq_factor": 1.0}
+            scaling["original_max_position_embeddings"] = 8
+            if "." in field:
+                raw = SHAPE | {"rope_scaling": scaling | {field.split(".")[1]: value}}
+            else:
+                raw = SHAPE | {"medusa_num_heads": 2, "rope_scaling": scaling, field: value}
+            for read in (llama_config, eagle3_config, eagle_config, medusa_config):
+                with suppress(ModelError):
+                    read(raw, *([] if read is llama_config else [target]))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kind", KINDS)
