@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
-from specdecode_worker.engine.keeping import keep_chunks, keep_paths
+from specdecode_worker.engine.keeping import keep_chunks, keep_paths, tell_rows
 from specdecode_worker.engine.launched import Launched
 from specdecode_worker.engine.laws import check_tokens
 from specdecode_worker.engine.messages import Submit, Tokens
@@ -75,6 +75,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._launched: deque[Launched] = deque()
         self._ahead = 1 if pipelined else 0
+        if self._scheduler.prefix_caching:
+            self._state.keep_block_states(self._scheduler.blocks)
         self._pass_seconds = 0.0
         self._collected_seconds = self._accounted_seconds = time.monotonic()
 
@@ -89,7 +91,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        return self._scheduler.preemptions
+        return self._scheduler.counters.preemptions
 
     def add(self, submit: Submit) -> None:
         """Queues a request. Raises ValueError for one that can never run; the server has checked before."""
@@ -101,6 +103,7 @@ class Engine:
             )
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
         check_tokens(request.law, self._target.vocab_size)
+        self._drafts.follow(request)
         self._account(time.monotonic())
         self._requests[request.id] = request
         self._scheduler.add(request)
@@ -123,7 +126,9 @@ class Engine:
         """Lets a draft that was loaded beside the others take over between two steps; what was in flight comes out
         first. Running requests go on with it."""
         found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
+        before, reads = self._drafts.state(name).hash, self._drafts.reads
         self._drafts.replace(name, loaded, self._requests.values())
+        self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
         self._pilot.draft_changed(self._drafts.state().hash)
         return found
 
@@ -221,6 +226,8 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             kv_tokens_total=self._scheduler.kv_tokens_total,
             kv_tokens_used=self._scheduler.kv_tokens_used,
+            kv_tokens_cached=self._scheduler.kv_tokens_cached,
+            counters=self._scheduler.counters,
             plan=self._pilot.plan_state,
             synthetic=self._synthetic.knobs,
             guard=self._pilot.guard_cells(),
@@ -239,13 +246,9 @@ class Engine:
         self._account(now)
         rows = tuple(self._scheduler.next_batch(self._pilot.trees))
         for row in rows:
-            request = row.request
-            if row.start == 0:
-                self._state.admit(request.slot, request.tokens)
-                self._recorder.admitted(request, now)
-            if request.blocks_known < len(request.blocks):
-                self._state.set_blocks(request.slot, request.blocks)
-                request.blocks_known = len(request.blocks)
+            if row.begins:
+                self._recorder.admitted(row.request, now)
+        tell_rows(self._state, rows)
         return rows
 
     def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
@@ -291,6 +294,8 @@ class Engine:
         for row in rows:
             row.request.in_flight.append(row.most_tokens)
             row.request.draft.launched(0 if row.is_chunk and follows else row.most_tokens)
+            if row.is_chunk:
+                self._scheduler.publish(row.request, row.start + row.count)
 
     def _emit(self, row: Row, read: Read, now: float) -> Tokens:
         request = row.request
@@ -299,6 +304,7 @@ class Engine:
             request.draft_tokens += row.tree.verified - 1
             request.accepted += len(read.tokens) - 1
         taken = request.take(read.tokens)
+        self._scheduler.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.walked(row, read, taken, now)
         if request.finish is not None:
             self._end(request, now)
@@ -308,6 +314,7 @@ class Engine:
             request_id=request.id,
             tokens=tuple(taken),
             finish=request.finish,
+            cached_tokens=request.cached_tokens,
             drafts=request.drafts,
             draft_tokens=request.draft_tokens,
             accepted=request.accepted,

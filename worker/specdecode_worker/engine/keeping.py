@@ -1,4 +1,5 @@
-"""What stays of a step on the device: accepted keys, tokens and states move to where they belong, lengths advance."""
+"""What the device learns before a step, and what stays of it: accepted keys, tokens and states move to where they
+belong, lengths advance."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.packed import slots_of
 from specdecode_worker.engine.scheduler import Row
@@ -16,6 +18,17 @@ from specdecode_worker.speculation.accept import Outcome
 from specdecode_worker.speculation.trees import Forest
 
 
+def tell_rows(state: DeviceState, rows: Sequence[Row]) -> None:
+    """Tokens and prefix of requests that begin, and blocks that were taken since."""
+    for row in rows:
+        request = row.request
+        if row.begins:
+            state.admit(request.slot, request.tokens, request.blocks[: request.prefix // BLOCK_SIZE])
+        if request.blocks_known < len(request.blocks):
+            state.set_blocks(request.slot, request.blocks)
+            request.blocks_known = len(request.blocks)
+
+
 def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Tensor | None) -> None:
     """Prefill chunks: their keys are in place, their last aux states are kept for the draft."""
     for begin, row in zip(step.packed.query_start, rows, strict=False):
@@ -23,7 +36,8 @@ def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Ten
             end = row.start + row.count
             state.length_S[row.request.slot] = end
             if aux_TA is not None:
-                state.keep_last_aux(row.request.slot, end, aux_TA[begin : begin + row.count])
+                aux = aux_TA[begin : begin + row.count]
+                state.keep_last_aux(row.request.slot, row.request.blocks, end, aux)
 
 
 def keep_paths(

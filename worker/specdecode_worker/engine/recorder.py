@@ -44,6 +44,7 @@ class Recorder:
         """Its first chunk runs; after a preemption this is not its first."""
         if request.epoch == 0:
             self.statistics.queue.add(now - request.arrived_seconds)
+            self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
 
     def walked(self, row: Row, read: Read, taken: list[int], now: float) -> None:
         """A row that chose tokens, of which ``taken`` count (a stop may drop the rest)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_worker.contract import MAX_REPORT_BYTES, DraftState, GuardCell, PlanState, Report, SyntheticKnobs
+from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
 
 
@@ -30,6 +31,8 @@ class Moment:
     waiting: int
     kv_tokens_total: int
     kv_tokens_used: int
+    kv_tokens_cached: int
+    counters: Counters
     plan: PlanState
     synthetic: SyntheticKnobs | None
     guard: tuple[GuardCell, ...]
@@ -56,6 +59,11 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             waiting_request_seconds=statistics.waiting_request_seconds,
             kv_tokens_total=moment.kv_tokens_total,
             kv_tokens_used=moment.kv_tokens_used,
+            kv_tokens_cached=moment.kv_tokens_cached,
+            preemptions=moment.counters.preemptions,
+            prefill_chunks=moment.counters.prefill_chunks,
+            prefix_query_tokens=moment.counters.prefix_query_tokens,
+            prefix_hit_tokens=moment.counters.prefix_hit_tokens,
             drafts=statistics.drafts,
             draft_tokens=statistics.draft_tokens,
             accepted_tokens=statistics.accepted_tokens,

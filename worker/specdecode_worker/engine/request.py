@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.drafts.progress import DraftProgress
 from specdecode_worker.engine.laws import law_of
 from specdecode_worker.engine.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.speculation.law import Law
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """``blocks`` hold the beginning of a text; in the last ``drafted`` of them its draft finds valid keys of its own.
+    ``has_state``: what drafts read of the target at the prefix's last token is kept too."""
+
+    blocks: Sequence[int] = ()
+    drafted: int = 0
+    has_state: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +33,10 @@ class Request:
     stops: frozenset[int]
     tokens: list[int]
     arrived_seconds: float
+    order: int = 0
+    """By arrival, the first is 1."""
+    last_turn: int = 0
+    """Orders those who decode by turns, where they are more than a step has tokens."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     blocks_known: int = 0
@@ -31,6 +47,16 @@ class Request:
     """Positions of ``tokens`` given to a prefill chunk so far, launched ones included."""
     prefill_end: int = 0
     """Prefill is over here: the tokens known at admission (prompt, and what was emitted before a preemption)."""
+    prefix: int = 0
+    """Tokens whose keys were found in the cache at admission. Their blocks are others' too, and not written to."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found at the first admission."""
+    digests: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were asked for."""
+    published: int = 0
+    """Blocks, from the first, that others can find."""
+    marked: int = 0
+    """Blocks, from the first, of which it is settled whether the draft's keys in them are valid."""
     cached: int = 0
     in_flight: deque[int] = field(default_factory=deque)
     """Most tokens that each launched and uncollected step can commit."""
@@ -69,6 +95,31 @@ class Request:
         """Fewest keys that the device holds once all launched steps have run: each commits one or more."""
         return self.cached + len(self.in_flight)
 
+    @property
+    def drafted(self) -> int:
+        """Draft slots below this hold keys of true states, if they are not older than the draft's start.
+
+        While steps in flight hide where the draft stands, it is what it must be at least.
+        """
+        return self.cached + 1 if self.draft.caught_up else self.cached_bound - self.draft.lag + 1
+
+    def unseen(self, first_slot: int) -> int:
+        """Slots up to the root that the draft may have yet to see; its first slot is ``first_slot``.
+
+        None of them lies in the prefix: those blocks are others' too, and not written to.
+        """
+        return min(self.draft.lag, self.cached_least + 1 - max(self.prefix, first_slot))
+
+    def admit(self, slot: int, hit: Hit) -> None:
+        """It runs from now on, behind what was found of it."""
+        self.slot, self.blocks = slot, list(hit.blocks)
+        self.published = self.marked = len(hit.blocks)
+        self.prefix = self.prefilled = self.cached = len(hit.blocks) * BLOCK_SIZE
+        self.prefill_end = len(self.tokens)
+        self.draft.resume(self.prefix, hit.drafted * BLOCK_SIZE, has_state=hit.has_state)
+        if self.epoch == 0:
+            self.cached_tokens = self.prefix
+
     def take(self, tokens: list[int]) -> list[int]:
         """Keeps what counts of newly emitted ``tokens``: up to a stop token, itself included, or the limit."""
         taken = []
@@ -96,7 +147,8 @@ class Request:
     def forget_cache(self) -> None:
         """Back to the queue: everything known so far becomes what is prefilled again."""
         self.slot, self.blocks, self.blocks_known = -1, [], 0
-        self.prefilled = self.prefill_end = self.cached = 0
+        self.prefilled = self.prefill_end = self.cached = self.prefix = 0
+        self.published = self.marked = 0
         self.in_flight.clear()
         self.prompt_logprobs.clear()
         self.draft = DraftProgress(self.draft.draft)

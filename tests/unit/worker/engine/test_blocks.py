@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.engine.blocks import PADDING_BLOCK, BlockPool
+from specdecode_worker.engine.prefixes import extend_digests, root_digest
 
 TURNS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.booleans()), max_size=60)
 """(sequence, blocks wanted, give all back instead)."""
@@ -78,5 +79,137 @@ def test_books_that_do_not_balance_are_caught() -> None:
     taken = pool.take(2)
     assert taken is not None
     for owned in ([], taken[:1], [*taken, taken[0]]):
-        with pytest.raises(AssertionError, match="two owners"):
+        with pytest.raises(AssertionError, match="more owners than it knows of, or fewer"):
             pool.check(owned)
+
+
+def digests(text: str) -> list[bytes]:
+    """One for each letter, all letters before it included."""
+    return [text[: i + 1].encode() for i in range(len(text))]
+
+
+def hold(pool: BlockPool, text: str) -> list[int]:
+    """A sequence of one block a letter; what is known of it is shared, the rest is taken and made known."""
+    own = digests(text)
+    blocks = pool.prefixes.find(own)
+    pool.share(blocks)
+    more = pool.take(len(own) - len(blocks), after=blocks[-1] if blocks else None)
+    assert more is not None
+    for i, block in enumerate(more, start=len(blocks)):
+        pool.register(block, own[i], own[i - 1] if i else b"")
+    return [*blocks, *more]
+
+
+def known(pool: BlockPool, text: str) -> int:
+    return len(pool.prefixes.find(digests(text)))
+
+
+TEXTS = st.text("ab", min_size=1, max_size=6)
+
+
+@given(st.integers(7, 20), st.lists(st.tuples(st.integers(0, 3), TEXTS, st.booleans()), max_size=60))
+def test_shared_and_cached_blocks_balance_whatever_comes(count: int, turns: list[tuple[int, str, bool]]) -> None:
+    pool = BlockPool(count)
+    owned: dict[int, list[int]] = {}
+    for sequence, text, over in turns:
+        pool.give_back(owned.pop(sequence, []))
+        if not over and len(text) <= pool.available:
+            owned[sequence] = hold(pool, text)
+            assert known(pool, text) == len(text)
+        everyone = [block for blocks in owned.values() for block in blocks]
+        pool.check(everyone)
+        assert (pool.used, pool.total) == (len(set(everyone)), pool.free + pool.cached + pool.used)
+    for blocks in owned.values():
+        pool.give_back(blocks)
+    pool.check([])
+    assert pool.available == pool.total
+    assert sorted(pool.take(count - 1) or []) == list(range(1, count)), "what is cached can be taken, all of it"
+
+
+def test_two_that_begin_alike_share_and_the_block_stays_until_both_are_gone() -> None:
+    pool = BlockPool(10)
+    one, two = hold(pool, "abc"), hold(pool, "abd")
+    assert one[:2] == two[:2]
+    assert (pool.used, pool.free) == (4, 5)
+    pool.give_back(one)
+    assert (pool.used, pool.cached) == (3, 1)
+    pool.check(two)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give_back(one)
+
+
+def test_nothing_is_forgotten_while_there_are_free_blocks() -> None:
+    pool = BlockPool(8)
+    pool.give_back(hold(pool, "abc"))
+    assert pool.take(4) is not None
+    assert known(pool, "abc") == 3
+    assert pool.take(1) is not None
+    assert known(pool, "abc") == 2, "the end first: without its beginning it could not be found"
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    pool = BlockPool(7)
+    for text in ("ab", "cd", "ef", "ab"):  # the first is used again
+        pool.give_back(hold(pool, text))
+    assert pool.free == 0
+    left = []
+    for _ in range(6):
+        assert pool.take(1) is not None
+        left.append([known(pool, text) for text in ("ab", "cd", "ef")])
+    assert left == [[2, 1, 2], [2, 0, 2], [2, 0, 1], [2, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_what_continues_a_text_goes_before_it_even_when_it_is_younger() -> None:
+    """Another owner computed the beginning for itself, so the known one was not used when its end was."""
+    pool = BlockPool(6)
+    pool.give_back(hold(pool, "a"))
+    own = pool.take(2)
+    assert own is not None
+    pool.register(own[0], b"a", b"")
+    pool.register(own[1], b"ab", b"a")
+    assert own[0] not in pool.prefixes, "the text has its block already"
+    pool.give_back(own)
+    assert known(pool, "ab") == 2
+    pool.take(pool.free + 1)
+    assert known(pool, "ab") == 1
+
+
+def test_what_is_owned_is_not_forgotten() -> None:
+    pool = BlockPool(6)
+    mine = hold(pool, "abc")
+    pool.give_back(hold(pool, "d"))
+    assert pool.take(3) is None
+    assert pool.take(2) is not None
+    assert known(pool, "abc") == 3
+    assert known(pool, "d") == 0
+    pool.give_back(mine)
+
+
+def test_marks_are_each_drafts_own_and_go_with_the_block() -> None:
+    pool = BlockPool(5)
+    blocks = hold(pool, "ab")
+    index = pool.prefixes
+    index.mark(blocks[0], "one")
+    index.mark(blocks[1], "two")
+    assert [index.is_marked(blocks[0], draft) for draft in ("one", "two", "three")] == [True, False, False]
+    index.forget_marks("one")
+    assert not index.is_marked(blocks[0], "one")
+    assert index.is_marked(blocks[1], "two")
+    pool.give_back(blocks)
+    pool.take(4)
+    assert not index.is_marked(blocks[1], "two")
+
+
+def test_digests_depend_on_every_token_before_and_on_the_target() -> None:
+    def of(tokens: list[int], salt: str = "t") -> list[bytes]:
+        found: list[bytes] = []
+        extend_digests(found, tokens, 1, root_digest(salt), 2)
+        extend_digests(found, tokens, len(tokens) // 2, root_digest(salt), 2)
+        return found
+
+    text = [1, 2, 3, 4, 5, 6, 7]
+    assert len(of(text)) == 3
+    for i in range(6):
+        other = [*text[:i], 9, *text[i + 1 :]]
+        assert [a == b for a, b in zip(of(text), of(other), strict=True)] == [block < i // 2 for block in range(3)]
+    assert not set(of(text)) & set(of(text, "another target"))

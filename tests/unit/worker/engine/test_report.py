@@ -17,6 +17,7 @@ from specdecode_worker.contract import (
 )
 from specdecode_worker.engine.costs import StepSize
 from specdecode_worker.engine.report import Moment, build_report
+from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Sort, Statistics
 
 MOMENT = Moment(
@@ -27,6 +28,8 @@ MOMENT = Moment(
     waiting=3,
     kv_tokens_total=640,
     kv_tokens_used=64,
+    kv_tokens_cached=32,
+    counters=Counters(preemptions=5, prefill_chunks=6, prefix_query_tokens=70, prefix_hit_tokens=48),
     plan=PlanState(uid="u", version=4),
     synthetic=SyntheticKnobs(step_time=(StepTime(seconds=0.1),)),
     guard=(),

@@ -108,7 +108,7 @@ class EagleDrafter:
         requests = [rows[b].request for b in drafting]
         counts = [self._reachable(request) for request in requests]
         for request, count in zip(requests, counts, strict=True):
-            if request.draft.lag > count:  # the ring has forgotten what lies between: the draft begins anew
+            if request.unseen(1) > count:  # the ring has forgotten what lies between: the draft begins anew
                 request.draft.start = max(request.cached_least + 1 - count, 1)
             request.draft.reached_root(len(request.in_flight))
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
@@ -118,7 +118,7 @@ class EagleDrafter:
 
     def _reachable(self, request: Request) -> int:
         """Slots up to the root that can be run from the states that the ring still holds."""
-        return min(request.draft.lag, RING, max(request.cached_least - request.draft.features_from, 1))
+        return min(request.unseen(1), RING, max(request.cached_least - request.draft.features_from, 1))
 
     def _runs_now(self, row: Row, tree: Tree) -> bool:
         return tree.drafted_depth > 0 or (row.request.draft.lag >= RING - MAX_RANKS and self.ready(row.request))

@@ -74,9 +74,9 @@ class ModelDrafter:
 
     def _catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
         requests = [rows[b].request for b in drafting]
-        counts = [min(request.draft.lag, LONGEST_CATCH_UP, request.cached_least + 1) for request in requests]
+        counts = [min(request.unseen(0), LONGEST_CATCH_UP) for request in requests]
         for request, count in zip(requests, counts, strict=True):
-            if request.draft.lag > count:
+            if request.unseen(0) > count:
                 request.draft.start = request.cached_least + 1 - count
             request.draft.reached_root(len(request.in_flight))
         first_B, _, _ = catch_up_runs(self._state, requests, counts)

@@ -19,6 +19,15 @@ class DraftProgress:
     features_from: int = 0
     """The ring holds what this draft reads of the target from this position on."""
 
+    def resume(self, prefix: int, drafted: int, *, has_state: bool) -> None:
+        """The request goes on behind ``prefix`` cached tokens; over the last ``drafted`` of them the draft's own keys
+        are valid. ``has_state``: the state of the prefix's last token was put into the ring."""
+        self.lag, self.caught_up = 1, 0
+        self.start = max(prefix - drafted, 1)
+        self.features_from = max(prefix - 1, 0)
+        if prefix and not has_state:
+            self.start = self.features_from = prefix + 1
+
     def launched(self, most: int) -> None:
         """A step that the draft did not follow may commit ``most`` positions."""
         self.lag += most

@@ -81,6 +81,12 @@ class Roster:
         """Which draft each task uses, by name."""
         self._by_task = {task.name: task.draft for task in tasks if task.draft}
 
+    def follow(self, request: Request) -> None:
+        """Names the draft of a request, so that what is found of it in the cache can be told to be that draft's."""
+        loaded = self._of(request)
+        if loaded is not None:
+            self._follow(request, loaded.state.hash)
+
     def ready(self, request: Request) -> bool:
         """Whether a draft can propose for it in the next step. A request that changed its draft is followed anew."""
         loaded = self._of(request)
@@ -145,7 +151,8 @@ class Roster:
         if request.draft.draft == identity:
             return
         behind = max(request.cached_bound, request.prefilled) + 1
-        request.draft = DraftProgress(identity, lag=behind, features_from=request.draft.features_from)
+        start = max(request.prefix, 1)  # behind it nothing of this draft's is known
+        request.draft = DraftProgress(identity, lag=behind, start=start, features_from=request.draft.features_from)
 
 
 def _merged(one: Tensor | None, two: Tensor | None) -> Tensor | None:

@@ -1,0 +1,150 @@
+"""Plays the engine to a scheduler: launches rows and collects them at once or a step later, with drawn numbers of
+tokens. Remembers what every place of every block holds, so that a key that is read and was never written, or was
+overwritten, is seen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from small_engine import request
+
+from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Limits, Row, Scheduler
+from specdecode_worker.speculation.trees import PLAIN, Tree
+
+GARBAGE = -1
+
+
+def text_of(prompt: Sequence[int], new: int) -> list[int]:
+    """The one text that follows a prompt; prompts that begin alike do not go on alike."""
+    random = Random(repr(list(prompt)))
+    return [*prompt, *(random.randint(0, 99) for _ in range(new))]
+
+
+def keys_of(text: Sequence[int]) -> list[int]:
+    """What stands for the key of each position: it depends on all tokens up to there."""
+    keys, key = [], 0
+    for token in text:
+        key = hash((key, token)) & 0x7FFFFFFF
+        keys.append(key)
+    return keys
+
+
+@dataclass
+class Device:
+    """Runs batches of a scheduler; checks every one of them."""
+
+    limits: Limits
+    blocks: int
+    trees: Sequence[Tree] = (PLAIN,)
+    ahead: int = 0
+    random: Random = field(default_factory=Random)
+    caching: bool = True
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks)
+        self.scheduler = Scheduler(self.limits, self.pool, prefix_caching=self.caching)
+        self.launched: deque[list[tuple[Row, int, int]]] = deque()
+        self.admitted: list[str] = []
+        self.finished: list[str] = []
+        self._texts: dict[str, list[int]] = {}
+        self._keys: dict[str, list[int]] = {}
+        self._cells: dict[tuple[int, int], int] = {}
+        self._lengths: dict[tuple[str, int], int] = {}
+
+    def arrive(self, name: str, prompt: Sequence[int], new: int = 30, **sampling: int) -> Request:
+        one = request(name, prompt, max_tokens=new, **sampling)
+        self._texts[name] = text_of(prompt, new + 80)
+        self._keys[name] = keys_of(self._texts[name])
+        self.scheduler.add(one)
+        return one
+
+    def step(self) -> list[Row]:
+        rows = self.scheduler.next_batch(lambda requests: [self.random.choice(self.trees) for _ in requests])
+        self.check(rows)
+        assert rows or self.launched or self.scheduler.idle, "nobody gets on"
+        if rows:
+            self.launched.append([(row, row.request.epoch, self._run(row)) for row in rows])
+        for row in rows:
+            row.request.in_flight.append(row.most_tokens)
+            if row.is_chunk:
+                self.scheduler.publish(row.request, row.start + row.count)
+        if self.launched and (not rows or len(self.launched) > self.ahead):
+            for row, epoch, emitted in self.launched.popleft():
+                self._collect(row, epoch, emitted)
+        self.scheduler.check()
+        return rows
+
+    def check(self, rows: list[Row]) -> None:
+        self.scheduler.check()
+        assert len(rows) == len({row.request.id for row in rows}) <= self.limits.max_num_seqs
+        alone = len(rows) == 1 and not self.limits.chunked_prefill
+        assert alone or sum(row.count for row in rows) <= self.limits.max_num_batched_tokens
+        assert [row.chooses for row in rows] == sorted((row.chooses for row in rows), reverse=True)
+        for row in rows:
+            reach = row.start + row.count if row.is_chunk else row.request.cached_bound + len(row.tree.parents)
+            assert row.request.slot >= 0
+            assert reach <= len(row.request.blocks) * BLOCK_SIZE, "keys have blocks"
+            assert self.limits.chunked_prefill or not row.is_chunk or row.chooses, "prompts run whole"
+        for order in ([one.order for one in self.scheduler.running], [one.order for one in self.scheduler.waiting]):
+            assert order == sorted(order), "first come, first served"
+
+    def drain(self, most: int = 5000) -> None:
+        while not self.scheduler.idle or self.launched:
+            assert most > 0, "requests wait forever"
+            most -= 1
+            self.step()
+        assert self.pool.free + self.pool.cached == self.pool.total, "idle, and a block is not free or cached"
+
+    def _run(self, row: Row) -> int:
+        """What the device does with a row when its turn comes; tokens that come out."""
+        one = row.request
+        name = one.id, one.epoch
+        if row.begins:
+            self._lengths[name] = one.prefix
+            if one.epoch == 0:
+                self.admitted.append(one.id)
+        length, keys = self._lengths[name], self._keys[one.id]
+        assert not row.is_chunk or row.start == length, "chunks follow each other"
+        if row.is_chunk:
+            emitted, kept = int(row.chooses), row.count
+        else:
+            emitted = kept = self.random.randint(1, row.tree.depth + 1)
+        for behind in range(row.count if row.is_chunk else len(row.tree.parents)):
+            place = length + behind
+            self._write(one, place, keys[place] if behind < kept else GARBAGE)
+        self._lengths[name] = length + kept
+        for place in range(length + kept):
+            assert self._cells[self._cell(one, place)] == keys[place], f"{one.id} reads another's key at {place}"
+        return emitted
+
+    def _write(self, one: Request, place: int, key: int) -> None:
+        cell = self._cell(one, place)
+        if self._cells.get(cell) != key:
+            assert cell[0] not in self.pool.prefixes, "a block that others can find is written to"
+            sharing = [other for other in self.scheduler.running if cell[0] in other.blocks]
+            assert sharing == [one], "a shared block is written to"
+        self._cells[cell] = key
+
+    @staticmethod
+    def _cell(one: Request, place: int) -> tuple[int, int]:
+        return one.blocks[place // BLOCK_SIZE], place % BLOCK_SIZE
+
+    def _collect(self, row: Row, epoch: int, emitted: int) -> None:
+        one = row.request
+        if one.finish is not None or one.epoch != epoch:
+            return
+        one.advance(row.most_tokens, row.count if row.is_chunk else emitted)
+        if not row.chooses:
+            return
+        at = len(one.tokens)
+        one.take(self._texts[one.id][at : at + emitted])
+        assert one.tokens == self._texts[one.id][: len(one.tokens)]
+        self.scheduler.publish(one, min(one.cached, len(one.tokens)))
+        if one.finish is not None:
+            self.finished.append(one.id)
+            self.scheduler.release(one)
