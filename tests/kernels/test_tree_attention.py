@@ -102,7 +102,7 @@ def make(
     return Case(sequences, blocks, q, cache, torch.tensor([s.ancestors(row) for s in sequences for row in s.queries]))
 
 
-def prepared(case: Case, *, dense: bool = False, groups: int | None = None) -> Prepared:
+def prepared(case: Case, *, dense: bool = False, groups: int | None = None, one_by_one: bool = True) -> Prepared:
     return prepare(
         blocks=case.blocks,
         block_table_BM=case.table_BM,
@@ -115,11 +115,18 @@ def prepared(case: Case, *, dense: bool = False, groups: int | None = None) -> P
         dense=dense,
         groups=groups or case.q_THD.shape[1] // case.cache_2NPKD.shape[3],
         dtype=case.q_THD.dtype,
+        one_by_one=one_by_one,
     )
 
 
 def by_op(case: Case, *, dense: bool = False) -> Tensor:
-    return attend(case.q_THD, case.cache_2NPKD, prepared(case, dense=dense))
+    """Sequence by sequence, as on a CPU; and all at once, as elsewhere, which must be the same."""
+    alone, together = (
+        attend(case.q_THD, case.cache_2NPKD, prepared(case, dense=dense, one_by_one=one_by_one))
+        for one_by_one in (True, False)
+    )
+    assert close(alone, together)
+    return alone
 
 
 def by_reference(case: Case) -> Tensor:
@@ -244,12 +251,13 @@ def test_ugly_shapes(name: str, scattered: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_hosts_word_that_all_is_seen_changes_nothing(batch: int, scattered: bool) -> None:
-    """Single tokens, and the one newest node of a chain: no mask is needed, and in place none is made."""
+    """Single tokens, and the one newest node of a chain: no mask is needed, and none is made."""
     newest = Sequence(6, 3, (-1, 0, 1), (2,), start=2)
     case = make((newest, tree(11), tree(3))[:batch], kv=2, groups=2, scattered=scattered, dtype=torch.float64)
     assert close(by_op(case, dense=True), by_definition(case))
-    if not scattered:
-        assert all(run.mask is None for run in prepared(case, dense=True).runs)
+    runs = prepared(case, dense=True).runs
+    assert all(run.mask is None for run in runs)
+    assert scattered or all(isinstance(run.rows, slice) for run in runs), "what lies behind each other is not copied"
 
 
 def test_a_draft_asks_from_behind_the_rows_it_wrote_before() -> None:

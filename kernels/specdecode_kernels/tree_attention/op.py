@@ -2,8 +2,9 @@
 
 The prefix and the tree's own keys are one run of slots behind each other, so one masked attention over that run is
 the two passes of the reference merged. What is the same in every layer (which slots, which keys are visible) is made
-once per pass by `prepare`; `attend` is then one gather and one attention a layer. A sequence whose blocks lie behind
-each other is read in place.
+once per pass by `prepare`. On a CPU `attend` is then one attention a sequence and layer: in place where its blocks lie
+behind each other, over a copy where not (a prefix that others own too, a cache that is full). Elsewhere it is one
+gather and one attention of all sequences.
 
 Suffixes as in reference.py; L keys of a sequence, G query heads per key-value head.
 """
@@ -24,10 +25,10 @@ from specdecode_kernels.tree_attention.reference import CAUSAL
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One sequence, read in place: its queries, the cache rows of its keys, and the mask over [G * Q, L] if any."""
+    """One sequence: its queries, the cache rows of its keys, and the mask over [G * Q, L] if any."""
 
     queries: slice
-    rows: slice
+    rows: slice | Tensor
     mask: Tensor | None
 
 
@@ -43,7 +44,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `attend` needs of a pass, for every layer: `runs`, or `gathered` when some sequence is scattered."""
+    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`."""
 
     runs: tuple[Run, ...]
     gathered: Gathered | None
@@ -62,29 +63,33 @@ def prepare(
     dense: bool,
     groups: int,
     dtype: torch.dtype,
+    one_by_one: bool | None = None,
 ) -> Prepared:
     """``blocks``, ``key_bounds`` and ``key_starts`` are the host's view: which blocks each sequence owns, how many
     keys it has at most, and how many of the oldest are hidden; ``prefix_len_B`` is the device's. ``dense`` is the
     host's word that the bounds are exact and every query sees every key from its start. ``groups`` is H / K.
+    ``one_by_one`` reads sequence by sequence; None does so on a CPU.
 
     Query t of a sequence sees its prefix and, behind it, the rows named by ``ancestors``; CAUSAL sees the rows up to
     its own. Every query must see at least one key.
     """
-    in_place = block_table_BM.device.type == "cpu" and all(map(_in_place, blocks))
+    if one_by_one is None:
+        one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None
-    # In place a window is a slice; gathered, it is a mask, and so is the padding between sequences.
-    if not (dense and (in_place or (len(blocks) == 1 and not any(key_starts)))):
+    # Alone, a sequence's window is a slice; beside others it is a mask, and so is the padding between them.
+    if not (dense and (one_by_one or (len(blocks) == 1 and not any(key_starts)))):
         visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
-    if not in_place:
+    if not one_by_one:
         return Prepared((), _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype))
     runs = []
     end = 0
     for owned, count, first, bound in zip(blocks, query_counts, key_starts, key_bounds, strict=True):
-        start, end, row = end, end + count, owned[0] * block_size
+        start, end = end, end + count
         mask = None
         if visible_TL is not None:
             mask = _additive(visible_TL[start:end, first:bound], dtype).repeat(groups, 1)
-        runs.append(Run(slice(start, end), slice(row + first, row + bound), mask))
+        rows = _rows(owned, block_size, first, bound, block_table_BM.device)
+        runs.append(Run(slice(start, end), rows, mask))
     return Prepared(tuple(runs), None)
 
 
@@ -93,8 +98,15 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
     if prepared.gathered is not None:
         return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
-    parts = [_attend_run(q_THD[run.queries], k_RKD[run.rows], v_RKD[run.rows], run.mask) for run in prepared.runs]
+    parts = [
+        _attend_run(q_THD[run.queries], _picked(k_RKD, run.rows), _picked(v_RKD, run.rows), run.mask)
+        for run in prepared.runs
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:
+    return x_RKD[rows] if isinstance(rows, slice) else x_RKD.index_select(0, rows)
 
 
 def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None) -> Tensor:
@@ -144,9 +156,13 @@ def _visible(
     return visible
 
 
-def _in_place(blocks: Sequence[int]) -> bool:
-    """Whether the blocks of a sequence lie behind each other in the cache."""
-    return blocks[-1] - blocks[0] == len(blocks) - 1 and all(b > a for a, b in pairwise(blocks))
+def _rows(blocks: Sequence[int], block_size: int, first: int, bound: int, device: torch.device) -> slice | Tensor:
+    """Cache rows of a sequence's keys from ``first`` on; a slice if their blocks lie behind each other."""
+    read = blocks[: -(-bound // block_size)]
+    if read[-1] - read[0] == len(read) - 1 and all(b > a for a, b in pairwise(read)):
+        return slice(read[0] * block_size + first, read[0] * block_size + bound)
+    key_L = torch.arange(first, bound, device=device)
+    return torch.tensor(read, device=device)[key_L // block_size] * block_size + key_L % block_size
 
 
 def _gathered(
