@@ -154,6 +154,8 @@ def make_engine(pair: Pair) -> EngineMaker:
         budget: int = 512,
         pipelined: bool = False,
         sampler: SamplerOf = Coupling,
+        prefix_caching: bool = True,
+        chunked: bool = True,
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
@@ -167,7 +169,9 @@ def make_engine(pair: Pair) -> EngineMaker:
         roster = Roster(drafts, state, pair.config.hidden_size)
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         parts = Parts(
-            scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+            scheduler=Scheduler(
+                Limits(max_num_seqs, budget, chunked), BlockPool(blocks), prefix_caching=prefix_caching
+            ),
             target=Target(pair.target, target_cache, state),
             drafts=roster,
             state=state,

@@ -149,6 +149,7 @@ class Engine:
         """Counts requests from here on. What steps cost stays known."""
         assert self.idle, "requests are under way"
         self._recorder = Recorder(Statistics(costs=self._recorder.statistics.costs))
+        self._scheduler.forget_traffic()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._synthetic = Synthetic(knobs)

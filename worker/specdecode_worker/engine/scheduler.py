@@ -134,6 +134,10 @@ class Scheduler:
         """The first ``end`` tokens are final, and the step that writes their keys is launched: others may read them."""
         self._reuse.publish(request, end)
 
+    def forget_traffic(self) -> None:
+        """Counts from here on."""
+        self.counters = Counters()
+
     def forget_draft(self, identity: str, *, states: bool) -> None:
         """The keys of this draft are gone; and with ``states`` what was kept of the target for all drafts."""
         self._reuse.forget(identity, states=states)

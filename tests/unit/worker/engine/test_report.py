@@ -68,6 +68,8 @@ def test_every_number_stands_in_its_field() -> None:
     assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (1, 5, 3, 1)
     assert (found.running_request_seconds, found.waiting_request_seconds) == (7, 8)
     assert (found.running, found.waiting, found.kv_tokens_total, found.kv_tokens_used) == (2, 3, 640, 64)
+    assert (found.kv_tokens_cached, found.preemptions, found.prefill_chunks) == (32, 5, 6)
+    assert (found.prefix_query_tokens, found.prefix_hit_tokens) == (70, 48)
     assert (found.boot_id, found.worker, found.model, found.target, found.max_num_seqs) == ("b", "w", "m", "t", 9)
     assert (found.clock_seconds, found.plan, found.synthetic) == (12.5, MOMENT.plan, MOMENT.synthetic)
     assert [histogram.name for histogram in found.latency] == ["ttft", "ttit", "e2e", "queue"]

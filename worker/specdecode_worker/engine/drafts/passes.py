@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.packed import Packed, slots_of, spread
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
@@ -27,7 +28,10 @@ def causal_pass(
     sequence_T, row_T = spread(tuple(counts), device)
     index_T = first_B[sequence_T] + row_T
     table_BM = state.block_table_SM[slots_B]
-    bounds = tuple(max(request.cached_bound, request.prefilled) + 1 for request in requests)
+    # A prompt under way owns blocks for what was launched of it, and its last slot is that of the last such token.
+    bounds = tuple(
+        min(max(request.cached_bound, request.prefilled) + 1, len(request.blocks) * BLOCK_SIZE) for request in requests
+    )
     return Packed(
         tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
         positions_T=index_T.clamp(max=last_position),

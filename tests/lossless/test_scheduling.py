@@ -1,0 +1,188 @@
+"""What the scheduler does cannot be seen in the text: prefixes reused, prompts in chunks, preemption, steps ahead.
+
+The text to compare with comes from an engine that does none of it. Acceptance is held too: a draft that goes on behind
+a prefix must rank every token as it would have without.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from specdecode_worker.contract import Report, TreeShape
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.messages import Sampling, Submit
+
+CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
+TOPICS = 4
+AT_LEAST = 100
+
+
+def ask(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: int = 1) -> Submit:
+    """One of those that begin like every fourth other: a common part of 40 to 60 tokens, and a tail of its own."""
+    topic, own = Random(index % TOPICS), Random(1000 + index)
+    common = [topic.randrange(61) for _ in range(60)][: 40 + index % 20]
+    tail = [own.randrange(61) for _ in range(prompt - len(common))]
+    law = {"temperature": 0.9, "top_p": 0.95} if sampled else {"temperature": 0.0}
+    sampling = Sampling(max_tokens=new, seed=index, **law)
+    return Submit(request_id=str(index), prompt=(*common, *tail), sampling=sampling, task=f"t{index % shapes}")
+
+
+def serve(
+    engine: Engine, requests: list[Submit], between: Callable[[Engine], None] = Engine.check
+) -> tuple[dict[str, list[int]], Counter[str]]:
+    """(texts, cached tokens of each); arrivals are spread, so that they meet others in every state. ``between`` runs
+    before every step."""
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    cached: Counter[str] = Counter()
+    coming = list(reversed(requests))
+    steps = 0
+    while coming or not engine.idle:
+        if coming and steps % 2 == 0:
+            engine.add(coming.pop())
+        steps += 1
+        between(engine)
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+            cached[new.request_id] = new.cached_tokens
+        engine.check()
+    report = engine.report()
+    assert report.kv_tokens_used == 0, "idle, and a block is neither free nor cached"
+    return found, cached
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[Any, list[int]]:
+    return {}
+
+
+@pytest.fixture
+def plainly(make_engine: Any, known: dict[Any, list[int]]) -> Callable[[list[Submit]], dict[str, list[int]]]:
+    """Texts of an engine without draft, reuse, chunks or preemption; the same requests are asked once."""
+
+    def key(one: Submit) -> Any:
+        return one.prompt, one.sampling
+
+    def of(requests: list[Submit]) -> dict[str, list[int]]:
+        missing = [one for one in requests if key(one) not in known]
+        if missing:
+            engine = make_engine(None, blocks=1000, budget=4096, prefix_caching=False, chunked=False)
+            found, _ = serve(engine, missing)
+            report = engine.report()
+            assert (report.preemptions, report.prefix_hit_tokens, report.kv_tokens_cached) == (0, 0, 0)
+            assert report.prefill_chunks == len(missing)
+            known.update({key(one): found[one.request_id] for one in missing})
+        return {one.request_id: known[key(one)] for one in requests}
+
+    return of
+
+
+SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+BATCH = pytest.mark.parametrize("batch", [1, 8])
+
+
+@SAMPLED
+@SHAPES
+@BATCH
+def test_reused_prefixes(make_engine: Any, lossless: Any, plainly: Any, batch: int, shape: Any, sampled: bool) -> None:
+    engine = make_engine("copy", max_num_seqs=batch, blocks=60)
+    engine.set_plan(lossless[0]([shape]))
+    requests = [ask(i, sampled=sampled, new=5) for i in range(AT_LEAST + TOPICS + 4)]
+    found, cached = serve(engine, requests)
+    assert found == plainly(requests)
+    hits = [tokens for tokens in cached.values() if tokens]
+    assert len(hits) >= AT_LEAST
+    report = engine.report()
+    assert report.prefix_hit_tokens == sum(hits) == sum(cell.cached_tokens for cell in report.traffic)
+    assert report.prefix_query_tokens == sum(len(one.prompt) for one in requests)
+    assert report.accepted_tokens > report.drafts / 3, "the draft must be good enough to test anything"
+
+
+@SAMPLED
+@SHAPES
+@BATCH
+def test_prompts_in_chunks(
+    make_engine: Any, lossless: Any, plainly: Any, batch: int, shape: Any, sampled: bool
+) -> None:
+    engine = make_engine("copy", max_num_seqs=batch, budget=20, prefix_caching=False)
+    engine.set_plan(lossless[0]([shape]))
+    requests = [ask(i, sampled=sampled) for i in range(36)]
+    found, _ = serve(engine, requests)
+    assert found == plainly(requests)
+    assert engine.report().prefill_chunks >= AT_LEAST + len(requests)
+
+
+def drive_out(engine: Engine) -> None:
+    """Preempts somebody before every step, whoever it is: many more than blocks that run out would bring."""
+    scheduler = engine._scheduler
+    if scheduler.running and engine.preemptions < AT_LEAST:
+        scheduler._preempt(Random(engine.preemptions).choice(scheduler.running))
+
+
+@SAMPLED
+@BATCH
+def test_preemptions(make_engine: Any, lossless: Any, plainly: Any, batch: int, sampled: bool) -> None:
+    """Once all that was computed is lost with them, once they find what is left of it."""
+    requests = [ask(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
+    preemptions = 0
+    for caching in (False, True):
+        engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching)
+        engine.set_plan(lossless[0]([CHAIN, TREE]))
+        found, _ = serve(engine, requests, between=drive_out)
+        assert found == plainly(requests)
+        preemptions += engine.preemptions
+    assert preemptions >= AT_LEAST
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly: Any, pipelined: bool) -> None:
+    """Sixteen blocks for eight requests of three or four each: hits, chunks and preemptions in one run, of chains,
+    trees and plain steps, greedy and seeded."""
+    engine = make_engine("copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined)
+    engine.set_plan(lossless[0]([CHAIN, TREE, NONE]))
+    requests = [ask(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
+    found, cached = serve(engine, requests, between=drive_out)
+    assert found == plainly(requests)
+    assert engine.preemptions >= AT_LEAST
+    assert sum(tokens > 0 for tokens in cached.values()) >= AT_LEAST
+    assert engine.report().prefill_chunks >= len(requests) + AT_LEAST
+
+
+def ranks(report: Report) -> Counter[Any]:
+    """Where the draft ranked the tokens that came out, and how many steps it took."""
+    found: Counter[Any] = Counter(drafts=report.drafts, accepted=report.accepted_tokens)
+    for cell in report.acceptance:
+        found.update({(cell.depth, cell.parent, rank): n for rank, n in enumerate(cell.ranks)})
+    return found
+
+
+@SAMPLED
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
+def test_a_draft_ranks_the_same_behind_a_hit_as_without(
+    make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
+) -> None:
+    """Its first slot reads the kept state of the block before, all others stand in the blocks that were found."""
+    found = []
+    for caching in (False, True):
+        engine = make_engine(draft, prefix_caching=caching)
+        engine.set_plan(lossless[0]([shape]))
+        serve(engine, [ask(0, sampled=sampled)])
+        before = ranks(engine.report())
+        first = ask(4, sampled=sampled, new=40)
+        text, hit = serve(engine, [first])
+        turn = Submit(
+            request_id="turn", prompt=(*first.prompt, *text["4"], 5, 6), sampling=first.sampling, task=first.task
+        )
+        _, hits = serve(engine, [turn])
+        assert (hit["4"], hits["turn"]) == ((32, 96) if caching else (0, 0))
+        after = ranks(engine.report())
+        after.subtract(before)
+        found.append(after)
+    assert found[0] == found[1]
+    assert found[0]["drafts"] > 20
