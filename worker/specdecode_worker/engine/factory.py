@@ -66,9 +66,10 @@ def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve
         foresees=not pipelined,
     )
     drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
+    identity = _identity(weights_hash(folder), worker)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     parts = Parts(
-        scheduler=Scheduler(Limits(config.max_num_seqs, config.max_num_batched_tokens), BlockPool(blocks)),
+        scheduler=_scheduler(config, blocks, identity.target),
         target=Target(target, cache, state),
         drafts=drafts,
         state=state,
@@ -77,12 +78,17 @@ def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve
     )
     return Engine(
         parts,
-        _identity(weights_hash(folder), worker),
+        identity,
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
         load_draft=loader,
     )
+
+
+def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill)
+    return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target)
 
 
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | Misfit]:
