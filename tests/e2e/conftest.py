@@ -67,7 +67,7 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
     speculation = {
         "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
         "depth": {"min": 0, "max": 4, "initial": 3},
-        "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3},
+        "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3, "maxChangesPerHour": 120},
         "explorePercent": 20,
     }
     watched.apply(resource("shared", speculation))

@@ -88,11 +88,35 @@ class DepthSpec(Api):
     initial: int = Field(default=3, ge=0, le=16, description="Runs until there is a plan for the draft, and in Static.")
 
 
+class TreeSpec(Api):
+    """Bounds of the draft's trees. Chains are trees of width 1."""
+
+    max_nodes: int = Field(default=16, ge=1, le=63, description="Most draft tokens of one step of a sequence.")
+    top_k: int = Field(default=1, ge=1, le=8, description="Most choices that follow one token; 1 allows chains alone.")
+
+
+class ObjectiveSpec(Api):
+    """What users were promised. Shapes and replicas are chosen so that it holds; absent: the most tokens a second."""
+
+    ttit_milliseconds: float | None = Field(
+        default=None, ge=0.1, le=600000, description="Most time per output token after the first, every task's mean."
+    )
+    ttft_milliseconds: float | None = Field(
+        default=None, ge=1, le=600000, description="Most time to the first token, mean."
+    )
+    min_speedup: float | None = Field(
+        default=None, ge=1, le=10, description="Speculation that is not faster than plain decoding by this is stopped."
+    )
+
+
 class HysteresisSpec(Api):
     """What keeps the plan from flapping."""
 
     min_dwell_seconds: int = Field(default=60, ge=0, le=86400, description="Least time between changes of a row.")
     min_gain_percent: float = Field(default=3, ge=0, le=100, description="Least expected gain of a change.")
+    max_changes_per_hour: int = Field(
+        default=6, ge=1, le=3600, description="Most changes of a row in an hour; what loses is stopped in spite of it."
+    )
 
 
 class TaskDepthSpec(Api):
@@ -152,6 +176,10 @@ class SpeculationSpec(Api):
                 "depth must satisfy min <= initial <= max",
             ),
             rule(
+                "self.depth.initial <= self.tree.maxNodes",
+                "depth.initial must not exceed tree.maxNodes",
+            ),
+            rule(
                 "self.tasks.all(one, self.tasks.exists_one(other, other.name == one.name))",
                 "every task needs a name of its own",
             ),
@@ -169,6 +197,8 @@ class SpeculationSpec(Api):
         "stay, status.speculation.recommended says what Auto would run. Auto: follows measurements.",
     )
     depth: DepthSpec = DepthSpec()
+    tree: TreeSpec = TreeSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
     hysteresis: HysteresisSpec = HysteresisSpec()
     explore_percent: float = Field(
         default=1, ge=0, le=20, description="Share of device seconds that may be spent on learning other depths."
@@ -181,6 +211,8 @@ class SpeculationSpec(Api):
             raise ValueError("draft.uri is needed by every method but none, and only by those")
         if not self.depth.min <= self.depth.initial <= self.depth.max:
             raise ValueError("depth must satisfy min <= initial <= max")
+        if self.depth.initial > self.tree.max_nodes:
+            raise ValueError("depth.initial must not exceed tree.maxNodes")
         if len({task.name for task in self.tasks}) < len(self.tasks):
             raise ValueError("every task needs a name of its own")
         return self
@@ -230,6 +262,10 @@ class WorkersSpec(Api):
     update_policy: Literal["OnSpecChange", "Automatic"] = Field(
         default="OnSpecChange",
         description="Automatic: an upgrade of the operator may roll workers; else only a change of this spec does.",
+    )
+    recycle: Literal["Never", "OnCollapse"] = Field(
+        default="Never",
+        description="OnCollapse: a worker whose acceptance collapses, while its peers' does not, is replaced.",
     )
     template: Anything = Field(
         default_factory=dict,

@@ -33,7 +33,7 @@ def rolling_hash(spec: Spec) -> str:
         "method": speculation.method,
         "draft": speculation.draft.uri if speculation.draft else None,
         "required": speculation.required,
-        "workers": spec.workers.model_dump(mode="json", exclude={"update_policy"}, exclude_defaults=True),
+        "workers": spec.workers.model_dump(mode="json", exclude={"update_policy", "recycle"}, exclude_defaults=True),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
     }

@@ -29,6 +29,9 @@ GOOD: list[dict[str, Any]] = [
     {"workers": {"template": {"spec": {"anything": {"goes": [1]}}}, "resources": {"limits": {"cpu": "1"}}}},
     {"model": {"uri": "hf://meta-llama/Llama-3.1-8B-Instruct@main"}},
     {"replicas": 0},
+    {"speculation": {"tree": {"maxNodes": 4, "topK": 2}, "objective": {"ttitMilliseconds": 20, "minSpeedup": 1.1}}},
+    {"speculation": {"tasks": [{"name": "code", "mode": "Off"}, {"name": "sql", "depth": {"min": 2, "max": 8}}]}},
+    {"workers": {"recycle": "OnCollapse"}},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"draft": None}}, "draft.uri is needed by every method but none"),
@@ -42,6 +45,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"depth": {"max": 99}}}, "max"),
     ({"speculation": {"tasks": [{"name": "Not A Label"}]}}, "name"),
     ({"speculation": {"tasks": [{"name": f"t{i}"} for i in range(8)]}}, "tasks"),
+    ({"speculation": {"tasks": [{"name": "a"}, {"name": "a"}]}}, "a name of its own"),
+    ({"speculation": {"tasks": [{"name": "a", "depth": {"min": 3, "max": 2}}]}}, "a task's depth must satisfy"),
+    ({"speculation": {"tasks": [{"name": "a", "depth": {"initial": 3, "max": 2}}]}}, "a task's depth must satisfy"),
+    ({"speculation": {"tasks": [{"name": "a", "mode": "Advisory"}]}}, "mode"),
+    ({"speculation": {"tree": {"maxNodes": 2}}}, "must not exceed tree.maxNodes"),
+    ({"speculation": {"tree": {"topK": 9}}}, "top"),
+    ({"speculation": {"objective": {"minSpeedup": 0.5}}}, "[mM]in_?[sS]peedup"),
+    ({"speculation": {"hysteresis": {"maxChangesPerHour": 0}}}, "[mM]ax_?[cC]hanges"),
+    ({"workers": {"recycle": "Always"}}, "recycle"),
     ({"workers": {"maxNumSeqs": 0}}, "[mM]ax_?[nN]um_?[sS]eqs"),
     ({"replicas": -1}, "replicas"),
 ]
