@@ -13,11 +13,10 @@ from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.measurements import Delta, difference, fleet, over
 from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, TemplateMemory
 from specdecode_operator.pins import Pin
-from specdecode_operator.planning import Chosen
+from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
-from specdecode_operator.planning.rows import Change
 from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
-from specdecode_worker.contract import Buckets, Plan, Report
+from specdecode_worker.contract import Buckets, Plan, Report, TreeShape
 
 LEAST_READING_SECONDS = 2.0
 """Readings closer together than this wait for the next: events cause looks at any time."""
@@ -118,7 +117,7 @@ def _plan(
     """The kept rows and plan, and what changed. Advisory and a pause choose, tell, and change nothing."""
     speculation = deployment.spec.speculation
     chosen = Chosen(rows=kept.rows)
-    if speculation.method != "none" and speculation.mode in ("Auto", "Advisory"):
+    if planning.plans(speculation):
         chosen = planning.choose(
             speculation,
             kept,
@@ -127,7 +126,7 @@ def _plan(
             now=now,
             held_back=_held_back(observed, kept.plan),
         )
-    follows = speculation.mode == "Auto" and not deployment.paused
+    follows = planning.follows(speculation) and not deployment.paused
     rows = steering.unpinned(chosen.rows, kept.rows, pin) if follows else kept.rows
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, kept, found) if advised else None
@@ -162,9 +161,9 @@ def _held_back(observed: Observed, plan: Plan | None) -> set[tuple[int, int]]:
 def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) -> tuple[DecisionRecord, ...]:
     """One record for all rows of a task that moved alike; the row at the present load speaks for them."""
     present = planning.present_row(kept.load, found)
-    groups: dict[tuple[str, int, int], list[Change]] = {}
+    groups: dict[tuple[str, TreeShape, TreeShape], list[Change]] = {}
     for change in changes:
-        groups.setdefault((change.row.task, change.before, change.row.depth), []).append(change)
+        groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
     records = []
     for (task, before, after), group in groups.items():
         first = min(group, key=lambda change: (change.row.concurrency, change.row.context) != present)
@@ -174,8 +173,8 @@ def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) 
                 time=history.when(now),
                 measured=history.measured(kept, task),
                 load=load if len(group) == 1 else f"{load} and {len(group) - 1} other loads",
-                before=_shape(before),
-                after=_shape(after),
+                before=str(before),
+                after=str(after),
                 expected_gain_percent=None if first.gain is None else round(100 * first.gain, 1),
                 reason=first.reason,
             )
@@ -186,13 +185,8 @@ def _records(changes: Iterable[Change], kept: Kept, found: Buckets, now: float) 
 def _recommended(chosen: Chosen, kept: Kept, found: Buckets) -> str | None:
     present = planning.present_row(kept.load, found)
     rows = [row for row in chosen.rows if (row.concurrency, row.context) == present]
-    return next((_shape(row.depth) for row in rows if row.task == kept.load.task), None) or next(
-        (_shape(row.depth) for row in rows), None
-    )
-
-
-def _shape(depth: int) -> str:
-    return f"chain:{depth}" if depth else "none"
+    own = (row for row in rows if row.task == kept.load.task)
+    return next((str(row.shape) for row in (*own, *rows)), None)
 
 
 def _depth_in_use(deployment: Deployment, observed: Observed, kept: Kept, plan: Plan, found: Buckets) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import zip_longest
 from typing import NamedTuple, Self, TypeVar
 
 from specdecode_worker.contract import FEATURES, Buckets, Report, StepCell
@@ -90,20 +91,39 @@ class Moments:
 
 
 class Hits(NamedTuple):
-    """How often the draft's first choice was the target's token, of how many."""
+    """How often the draft's first choice was the target's token, of how many; and how often a later choice was."""
 
     hits: float
     total: float
+    ranks: tuple[float, ...] = ()
+    """Ranks 1, 2, ...; trailing zeros may be left out."""
 
     @property
     def weight(self) -> float:
         return self.total
 
     def plus(self, other: Hits) -> Hits:
-        return Hits(self.hits + other.hits, self.total + other.total)
+        ranks = tuple(mine + theirs for mine, theirs in zip_longest(self.ranks, other.ranks, fillvalue=0.0))
+        return Hits(self.hits + other.hits, self.total + other.total, ranks)
 
     def times(self, factor: float) -> Hits:
-        return Hits(self.hits * factor, self.total * factor)
+        return Hits(self.hits * factor, self.total * factor, tuple(value * factor for value in self.ranks))
+
+
+class TrafficSums(NamedTuple):
+    """What came in and went out."""
+
+    arrivals: float
+    finished: float
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float
+
+    def plus(self, other: TrafficSums) -> TrafficSums:
+        return TrafficSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> TrafficSums:
+        return TrafficSums(*(value * factor for value in self))
 
 
 class RequestSums(NamedTuple):
@@ -125,6 +145,7 @@ class RequestSums(NamedTuple):
 
 NO_HITS = Hits(0, 0)
 NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
+NO_TRAFFIC = TrafficSums(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +167,9 @@ class Delta:
     """Workers' clock, averaged over workers."""
     acceptance: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
     """By (task, depth), along the main path."""
+    siblings: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """The same where the path to the parent passed a sibling."""
+    traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
@@ -171,7 +195,9 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         running=(after.running_request_seconds - before.running_request_seconds) / seconds,
         waiting=(after.waiting_request_seconds - before.waiting_request_seconds) / seconds,
         seconds=seconds,
-        acceptance=_acceptance(before, after),
+        acceptance=_acceptance(before, after, "main"),
+        siblings=_acceptance(before, after, "sibling"),
+        traffic=_difference(_traffic(before), _traffic(after)),
         requests=_requests(before, after),
         steps=_steps(before, after) if same_buckets else {},
     )
@@ -193,6 +219,7 @@ def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
         total,
         at=at,
         output_tokens=sum(delta.output_tokens for delta in found),
+        traffic=reduce(merged, (delta.traffic for delta in found), {}),
         running=sum(delta.running for delta in found),
         waiting=sum(delta.waiting for delta in found),
         seconds=sum(delta.seconds for delta in found) / len(found),
@@ -221,12 +248,14 @@ def _added(one: Delta, two: Delta) -> Delta:
         plain_steps=one.plain_steps + two.plain_steps,
         output_tokens=one.output_tokens + two.output_tokens,
         acceptance=merged(one.acceptance, two.acceptance),
+        siblings=merged(one.siblings, two.siblings),
+        traffic=merged(one.traffic, two.traffic),
         requests=merged(one.requests, two.requests),
         steps=merged(one.steps, two.steps),
     )
 
 
-Sum = TypeVar("Sum", Hits, RequestSums, Moments)
+Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments)
 Key = TypeVar("Key")
 
 
@@ -242,16 +271,26 @@ def _output(report: Report) -> int:
     return sum(cell.output_tokens for cell in report.traffic)
 
 
-def _acceptance(before: Report, after: Report) -> dict[tuple[str, int], Hits]:
+def _acceptance(before: Report, after: Report, parent: str) -> dict[tuple[str, int], Hits]:
     """Greedy and sampled together: the mix that was measured is the mix that is planned for."""
-    return _difference(_main_path(before, after.draft.hash), _main_path(after, after.draft.hash))
+    draft = after.draft.hash
+    return _difference(_hits(before, draft, parent), _hits(after, draft, parent))
 
 
-def _main_path(report: Report, draft: str) -> dict[tuple[str, int], Hits]:
+def _hits(report: Report, draft: str, parent: str) -> dict[tuple[str, int], Hits]:
     found: dict[tuple[str, int], Hits] = {}
     for cell in report.acceptance:
-        if cell.draft == draft and cell.parent == "main":
-            found = merged(found, {(cell.task, cell.depth): Hits(cell.ranks[0], cell.total)})
+        if cell.draft == draft and cell.parent == parent:
+            hits = Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1])))
+            found = merged(found, {(cell.task, cell.depth): hits})
+    return found
+
+
+def _traffic(report: Report) -> dict[str, TrafficSums]:
+    found: dict[str, TrafficSums] = {}
+    for cell in report.traffic:
+        sums = TrafficSums(cell.arrivals, cell.finished, cell.prompt_tokens, cell.cached_tokens, cell.output_tokens)
+        found = merged(found, {cell.task: sums})
     return found
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdecode_operator.api.v1alpha1 import Decision
 from specdecode_operator.measurements import Delta
-from specdecode_worker.contract import Plan, Report
+from specdecode_worker.contract import Plan, Report, TreeShape
 
 MAX_STATE_BYTES = 64 * 1024
 MAX_TEMPLATE_BYTES = 20 * 1024
@@ -41,6 +41,17 @@ class DepthMemory(Lasting):
     at: float
     new_hits: float = 0
     new_total: float = 0
+    parent: Literal["main", "sibling"] = "main"
+    """Whether the path to the parent was rank 0 all along."""
+    ranks: tuple[float, ...] = ()
+    """How often the target's token had rank 1, 2, ...; trailing zeros are left out."""
+
+
+class TrafficMemory(Lasting):
+    """Decayed sums of one task's traffic, in the order of TrafficSums."""
+
+    task: str
+    sums: tuple[float, float, float, float, float]
 
 
 class RequestMemory(Lasting):
@@ -74,6 +85,21 @@ class RowMemory(Lasting):
     patience: float = 0
     probing: bool = False
     """Speculation runs to be measured again; no verdict before there are new steps."""
+    parents: tuple[int, ...] = ()
+    """Of a tree; empty for the chain of ``depth``."""
+    price: float = 0
+    """What a node had to bring in when the row last moved; see planning.price."""
+    moves: tuple[float, ...] = ()
+    """When it moved within the last hour, but for stops and probes."""
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.parents) if self.parents else TreeShape.chain(self.depth)
+
+    def running(self, shape: TreeShape, **more: Any) -> RowMemory:
+        """This row with another shape."""
+        parents = () if shape.is_chain else shape.parents
+        return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
 
 
 class LoadMemory(Lasting):
@@ -130,6 +156,9 @@ class Kept(Lasting):
     rows: tuple[RowMemory, ...] = ()
     acceptance: tuple[DepthMemory, ...] = ()
     requests: tuple[RequestMemory, ...] = ()
+    traffic: tuple[TrafficMemory, ...] = ()
+    prefill: tuple[float, ...] = ()
+    """Decayed moments of the steps with prefill, all kinds together; values as in measurements.Moments."""
     costs: tuple[CostMemory, ...] = ()
     wander: float = 0.0025
     """Relative variance of a kind of step's mean from poll to poll, beyond noise: neighbours, clocks, temperature.

@@ -1,12 +1,12 @@
-"""Chance that a chain's token of each depth is accepted, given that the one before it was; with its error."""
+"""Chance that a drafted token is accepted, given that its parent was; by depth and rank, with its error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from specdecode_operator.measurements import NO_REQUESTS, Hits, RequestSums
+from specdecode_operator.measurements import NO_HITS, NO_REQUESTS, Hits, RequestSums
 from specdecode_operator.memory import DepthMemory, Kept
+from specdecode_operator.planning.trees import Chance, Rates
 
 FIRST_PRIOR = Hits(1, 2)
 DEPTH_WEIGHT = 10.0
@@ -14,13 +14,30 @@ DEPTH_WEIGHT = 10.0
 TASK_WEIGHT = 30.0
 """How many observations all tasks together count for in one task."""
 LEAST_REQUESTS = 20
+LEAST_CHANCE = 0.001
+"""No chance is smaller, and none is surer than its opposite."""
+SIBLING_WEIGHT = 10.0
+"""How many observations the main path counts for beside it: a sibling's children are a little worse."""
+RANK_WEIGHT = 10.0
+FIRST_RANK_SHARE, RANK_FALL = 0.2, 0.5
+"""Of the misses, the share that rank 1 is taken to hit before it was seen, and how it falls from rank to rank: half
+of what a young EAGLE-3 head shows (0.29 for ranks 1 and 2 together, DESIGN section 4)."""
 
 
-class Chance(NamedTuple):
-    """An estimated probability."""
-
-    p: float
-    variance: float
+def rates(kept: Kept, task: str | None, depth: int, top_k: int = 1) -> Rates:
+    """Chances of a tree's nodes down to ``depth`` for ranks below ``top_k``; task None takes all tasks together."""
+    first = chain(kept, task, depth)
+    if top_k == 1:
+        return Rates(tuple((chance,) for chance in first), tuple((chance,) for chance in first))
+    effect = _design_effect(kept, task)
+    main, sibling = [], []
+    for level, chance in enumerate(first, start=1):
+        seen = _seen(kept.acceptance, task, level, "main")
+        beside = _seen(kept.acceptance, task, level, "sibling")
+        prior = Hits(chance.p * SIBLING_WEIGHT, SIBLING_WEIGHT)
+        main.append(_by_rank(chance, seen, effect, top_k))
+        sibling.append(_by_rank(_chance(beside, prior, effect), beside.plus(seen.times(0.1)), effect, top_k))
+    return Rates(tuple(main), tuple(sibling))
 
 
 def chain(kept: Kept, task: str | None, depth: int) -> list[Chance]:
@@ -37,34 +54,34 @@ def drafts_seen(kept: Kept, task: str) -> float:
     return sum(cell.total for cell in kept.acceptance if cell.task == task and cell.depth == 1)
 
 
-def expected_tokens(chances: list[Chance]) -> float:
-    """Tokens of one step with a chain of these chances: 1 + the sum of survivals."""
-    tokens, survival = 1.0, 1.0
-    for chance in chances:
-        survival *= chance.p
-        tokens += survival
-    return tokens
+def _seen(cells: Iterable[DepthMemory], task: str | None, depth: int, parent: str) -> Hits:
+    hits = NO_HITS
+    for cell in cells:
+        if cell.depth == depth and cell.parent == parent and task in (None, cell.task):
+            hits = hits.plus(Hits(cell.hits, cell.total, cell.ranks))
+    return hits
 
 
-def gradient(chances: list[Chance], depth: int) -> list[float]:
-    """Derivative of log expected tokens of the chain of ``depth`` by each chance; zero beyond the chain."""
-    survivals, survival = [], 1.0
-    for chance in chances[:depth]:
-        survival *= chance.p
-        survivals.append(survival)
-    tokens = 1 + sum(survivals)
-    slopes = [sum(survivals[index:]) / chances[index].p / tokens for index in range(depth)]
-    return slopes + [0.0] * (len(chances) - depth)
+def _by_rank(first: Chance, seen: Hits, effect: float, top_k: int) -> tuple[Chance, ...]:
+    """Rank 0 is given; later ranks share out its misses. No rank is better than the one before: a tree that had the
+    second child without the first could not be written down."""
+    found = [first]
+    misses = max(0.0, seen.total - seen.hits) / effect
+    for rank in range(1, top_k):
+        count = (seen.ranks[rank - 1] if rank <= len(seen.ranks) else 0.0) / effect
+        prior = FIRST_RANK_SHARE * RANK_FALL ** (rank - 1)
+        share = min(1.0, (count + prior * RANK_WEIGHT) / (misses + RANK_WEIGHT))
+        variance = (1 - first.p) ** 2 * share * (1 - share) / (misses + RANK_WEIGHT + 1) + share**2 * first.variance
+        p = max(LEAST_CHANCE, min(found[-1].p, (1 - first.p) * share))
+        found.append(Chance(p, variance))
+    return tuple(found)
 
 
 def _chain(cells: Iterable[DepthMemory], depth: int, pooled: list[Chance], effect: float) -> list[Chance]:
     found: list[Chance] = []
     known = list(cells)
     for level in range(1, depth + 1):
-        hits = Hits(0, 0)
-        for cell in known:
-            if cell.depth == level:
-                hits = hits.plus(Hits(cell.hits, cell.total))
+        hits = _seen(known, None, level, "main")
         found.append(_chance(hits, _prior(found, pooled, level), effect))
     return found
 
@@ -78,7 +95,7 @@ def _prior(found: list[Chance], pooled: list[Chance], level: int) -> Hits:
 def _chance(hits: Hits, prior: Hits, effect: float) -> Chance:
     """Posterior mean and variance; observations count for less by the design effect."""
     seen = Hits(hits.hits / effect, hits.total / effect).plus(prior)
-    p = min(0.999, max(0.001, seen.hits / seen.total))
+    p = min(1 - LEAST_CHANCE, max(LEAST_CHANCE, seen.hits / seen.total))
     return Chance(p, p * (1 - p) / (seen.total + 1))
 
 

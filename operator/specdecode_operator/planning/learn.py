@@ -8,18 +8,21 @@ way at once, so that a step reaches the plan with the next poll. An estimate tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from functools import reduce
+from typing import Literal, TypeVar
 
 from specdecode_operator.measurements import (
     NO_HITS,
     NO_REQUESTS,
+    NO_TRAFFIC,
     CellKey,
     Delta,
     Hits,
     Moments,
     RequestSums,
+    TrafficSums,
 )
-from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory
+from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
 from specdecode_operator.planning.change import LEAST_STEPS, cost_changed, rate_changed
 from specdecode_worker.contract import FEATURES
 
@@ -42,10 +45,16 @@ GATHER_SECONDS = 15.0
 CONTRADICTED_WEIGHT = 0.25
 """Weight of all older evidence that new evidence contradicts, as a share of the new."""
 DIGITS = 6
+RANK_DIGITS = 3
+LEAST_RANK = 0.05
+"""A decayed count that is less than this says nothing."""
+HALF_LIFE_ARRIVALS = 50.0
+HALF_LIFE_PREFILL_STEPS = 100.0
 
 _SEQUENCES = FEATURES.index("sequences")
 
 Evidence = TypeVar("Evidence", Hits, Moments)
+Parent = Literal["main", "sibling"]
 
 
 def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
@@ -56,6 +65,8 @@ def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
         update={
             "acceptance": tuple(_acceptance(kept.acceptance, delta, now)),
             "requests": tuple(_requests(kept.requests, delta)),
+            "traffic": tuple(_traffic(kept.traffic, delta)),
+            "prefill": _prefill(kept.prefill, delta),
             "costs": tuple(_costs(kept.costs, delta, now)),
             "wander": _wander(kept, delta),
             "load": _load(kept.load, delta, now),
@@ -70,15 +81,18 @@ def _of_new_draft(kept: Kept, draft: str) -> Kept:
 
 
 def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Iterable[DepthMemory]:
-    cells = {(cell.task, cell.depth): cell for cell in known}
-    for key, fresh in delta.acceptance.items():
-        if fresh.total > 0:
-            cells[key] = _depth(cells.get(key), key, fresh, now)
+    cells = {(cell.task, cell.depth, cell.parent): cell for cell in known}
+    parents: tuple[Parent, Parent] = ("main", "sibling")
+    for parent, found in zip(parents, (delta.acceptance, delta.siblings), strict=True):
+        for (task, depth), fresh in found.items():
+            if fresh.total > 0:
+                key = (task, depth, parent)
+                cells[key] = _depth(cells.get(key), key, fresh, now)
     return (cells[key] for key in sorted(cells))
 
 
-def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: float) -> DepthMemory:
-    before = Hits(known.hits, known.total) if known else NO_HITS
+def _depth(known: DepthMemory | None, key: tuple[str, int, Parent], fresh: Hits, now: float) -> DepthMemory:
+    before = Hits(known.hits, known.total, known.ranks) if known else NO_HITS
     gathered = Hits(known.new_hits, known.new_total) if known and _is_recent(known, now) else NO_HITS
     keep = _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS)
     after, new = _joined(before, gathered, fresh, keep, rate_changed)
@@ -86,12 +100,22 @@ def _depth(known: DepthMemory | None, key: tuple[str, int], fresh: Hits, now: fl
     return DepthMemory(
         task=key[0],
         depth=key[1],
+        parent=key[2],
         hits=_short(after.hits),
         total=_short(after.total),
+        ranks=_ranks(after.ranks),
         at=now,
         new_hits=_short(apart.hits),
         new_total=_short(apart.total),
     )
+
+
+def _ranks(counts: tuple[float, ...]) -> tuple[float, ...]:
+    """Rounded, without what stands for nothing at the end: most ranks of most cells."""
+    rounded = [max(0.0, float(f"{count:.{RANK_DIGITS}g}")) for count in counts]
+    while rounded and rounded[-1] < LEAST_RANK:
+        rounded.pop()
+    return tuple(rounded)
 
 
 def _joined(
@@ -117,6 +141,30 @@ def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestM
     for task in sorted(cells):
         n, a, d, aa, ad, dd = map(_short, cells[task])
         yield RequestMemory(task=task, sums=(n, a, d, aa, ad, dd))
+
+
+def _traffic(known: Iterable[TrafficMemory], delta: Delta) -> Iterable[TrafficMemory]:
+    """All tasks forget alike, by what came in of any: a task that comes no more leaves the mix."""
+    cells = {cell.task: TrafficSums(*cell.sums) for cell in known}
+    count = sum(max(0.0, fresh.arrivals, fresh.finished) for fresh in delta.traffic.values())
+    keep = _kept_share(count, delta.seconds, HALF_LIFE_ARRIVALS) if count else 1.0
+    for task in {*cells, *delta.traffic}:
+        fresh = delta.traffic.get(task, NO_TRAFFIC)
+        cells[task] = TrafficSums(*(max(0.0, value) for value in cells.get(task, NO_TRAFFIC).times(keep).plus(fresh)))
+    for task in sorted(cells):
+        arrivals, finished, prompt, cached, output = map(_short, cells[task])
+        yield TrafficMemory(task=task, sums=(arrivals, finished, prompt, cached, output))
+
+
+def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:
+    """Steps with prefill, all kinds together: what a prompt's token costs more than decoding is one number."""
+    found = [moments for key, moments in delta.steps.items() if key.prefill and moments.count > 0]
+    if not found:
+        return known
+    fresh = reduce(Moments.plus, found)
+    before = Moments(known) if known else fresh.times(0)
+    keep = 0.5 ** (fresh.count / HALF_LIFE_PREFILL_STEPS)
+    return tuple(map(_short, before.times(keep).plus(fresh).values))
 
 
 def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[CostMemory]:

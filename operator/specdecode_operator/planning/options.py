@@ -1,68 +1,161 @@
-"""Depths weighed against each other at one load: time per token, and how sure one is of a gain."""
+"""Shapes weighed against each other at one load: time per token, and how sure one is of a gain."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from specdecode_operator.planning.acceptance import Chance, expected_tokens, gradient
-from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.steptime import Seconds, StepTimes, ordered
+from specdecode_operator.planning.situation import Shapes, Situation, Task
+from specdecode_operator.planning.steptime import DIFFERENCE_MISFIT, Seconds, ordered
+from specdecode_operator.planning.trees import Parameter, expected, slopes
+from specdecode_worker.contract import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One depth at one load."""
+    """Shapes of all tasks at one load, and what they bring."""
 
-    depth: int
+    shapes: Shapes
     seconds: Seconds
-    tokens: float
+    verified: float
+    """Tokens that a sequence has verified in a step, the root included; the mean over the tasks."""
+    by_task: dict[str, float]
     """Expected tokens of a step."""
+    tokens: float
+    """The mean over the tasks."""
+    violation: float
+    """By how much the worst promise is missed."""
 
     @property
     def per_token(self) -> float:
         """Seconds per token of one sequence."""
         return self.seconds.mean / self.tokens
 
-    def __str__(self) -> str:
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What is kept of the promises comes first, then time per token; less is better."""
+        return self.violation, self.per_token
+
+    @property
+    def passes(self) -> int:
+        return max(shape.depth for _, shape in self.shapes)
+
+    def shape(self, task: str) -> TreeShape:
+        return next(shape for name, shape in self.shapes if name == task)
+
+    def told(self, task: str) -> str:
+        """In words, for the row of a task."""
         timed = "" if self.seconds.steps else " (extrapolated)"
-        name = f"chain:{self.depth}" if self.depth else "plain"
-        return f"{name} {self.seconds.mean * 1000:.1f} ms{timed} for {self.tokens:.2f} tokens"
+        shape = self.shape(task)
+        name = str(shape) if shape.is_chain and shape.nodes else f"tree {shape}" if shape.nodes else "plain"
+        return f"{name} {self.seconds.mean * 1000:.1f} ms{timed} for {self.by_task[task]:.2f} tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All depths that may run at one load, by depth."""
+    """Everything that is weighed at one load."""
 
-    by_depth: dict[int, Option]
-    chances: list[Chance]
+    situation: Situation
+    by_shapes: dict[Shapes, Option]
 
-    def gain(self, before: int, after: int) -> float:
-        """Expected relative fall of the time per token: 0.1 is a tenth more tokens in the same time."""
-        return self.by_depth[before].per_token / self.by_depth[after].per_token - 1
+    def gain(self, before: Shapes, after: Shapes) -> float:
+        """Expected relative fall of the time per token: 0.1 is a tenth more tokens in the same time. Where a promise
+        is broken it is how much less so."""
+        one, two = self.by_shapes[before], self.by_shapes[after]
+        if one.violation != two.violation:
+            return (1 + one.violation) / (1 + two.violation) - 1
+        return one.per_token / two.per_token - 1
 
-    def confidence(self, before: int, after: int, least: float) -> float:
-        """P(gain > least), the logarithm of the gain taken as normal."""
-        one, two = self.by_depth[before], self.by_depth[after]
-        spread = math.sqrt(_relative(one.seconds) + _relative(two.seconds) + self._tokens_variance(before, after))
-        distance = math.log(1 + self.gain(before, after)) - math.log(1 + least)
+    def confidence(self, before: Shapes, after: Shapes, least: float) -> float:
+        """P(gain > least), the logarithm of the gain taken as normal. ``least`` is asked of the tokens of the tasks
+        that move, not of all: a rare task is worth its own gain."""
+        one, two = self.by_shapes[before], self.by_shapes[after]
+        spread = math.sqrt(self._time_variance(one, two) + self._tokens_variance(one, two))
+        distance = math.log(1 + self.gain(before, after)) - self._moving(one, two) * math.log(1 + least)
         return NormalDist().cdf(distance / spread) if spread > 0 else float(distance > 0)
 
-    def _tokens_variance(self, before: int, after: int) -> float:
-        """Of log tokens(after) - log tokens(before): depths share their first chances, so their errors do not add."""
-        slopes = zip(gradient(self.chances, after), gradient(self.chances, before), self.chances, strict=True)
-        return sum((two - one) ** 2 * chance.variance for two, one, chance in slopes)
+    def surest(self, before: Shapes, least: float, among: Iterable[Shapes], certainty: float) -> Shapes | None:
+        """The best of those that are surely better than ``before``."""
+        sure = [one for one in among if one != before and self.confidence(before, one, least) >= certainty]
+        return min(sure, key=lambda shapes: self.by_shapes[shapes].rank, default=None)
+
+    def price(self, shapes: Shapes) -> float:
+        """What a node must bring in at this load: (dt/dN) E / t. A node of less survival costs more time than its
+        tokens are worth (DESIGN section 5)."""
+        option = self.by_shapes[shapes]
+        slope = self.situation.times.curve(self.situation.load, option.passes, self.situation.context).slope
+        return max(0.0, min(1.0, slope * option.tokens / option.seconds.mean))
+
+    def _moving(self, one: Option, two: Option) -> float:
+        """Share of the tokens that the tasks which move have."""
+        moving = [task for task in self.situation.tasks if one.shape(task.name) != two.shape(task.name)]
+        return sum(task.share * one.by_task[task.name] for task in moving) / one.tokens
+
+    def _time_variance(self, one: Option, two: Option) -> float:
+        """Of the logarithm of the ratio. Steps of one number of passes err together: of them it is enough to know
+        the difference."""
+        each = _relative(one.seconds) + _relative(two.seconds)
+        apart = two.verified - one.verified
+        if one.passes != two.passes or not apart:
+            return each
+        slope = self.situation.times.slope_variance(self.situation.load) * apart**2
+        misfit = (DIFFERENCE_MISFIT * (two.seconds.mean - one.seconds.mean)) ** 2
+        return min(each, (slope + misfit) / (one.seconds.mean * two.seconds.mean))
+
+    def _tokens_variance(self, one: Option, two: Option) -> float:
+        """Of log tokens(two) - log tokens(one): shapes share chances, so their errors do not add."""
+        return sum(self._task_variance(task, one, two) for task in self.situation.tasks)
+
+    def _task_variance(self, task: Task, one: Option, two: Option) -> float:
+        before, after = _weighted(task, one), _weighted(task, two)
+        return sum(
+            (after.get(parameter, 0.0) - before.get(parameter, 0.0)) ** 2 * task.rates.chance(parameter).variance
+            for parameter in {*before, *after}
+        )
 
 
-def weigh(times: StepTimes, chances: list[Chance], load: Load, context_bucket: int, depths: set[int]) -> Options:
-    """``chances`` reach to the deepest of ``depths``."""
-    rising = sorted(depths)
-    seconds = ordered([times.predict(load, depth, context_bucket) for depth in rising])
-    options = [
-        Option(depth, found, expected_tokens(chances[:depth])) for depth, found in zip(rising, seconds, strict=True)
+def weigh(situation: Situation, candidates: Iterable[Shapes]) -> Options:
+    """Every candidate as an option. Their times are ordered: what is larger never costs less."""
+    found = list(dict.fromkeys(candidates))
+    sizes = [_size(situation, shapes) for shapes in found]
+    times = [
+        situation.times.predict(situation.load, int(passes), situation.context, verified) for passes, verified in sizes
     ]
-    return Options({option.depth: option for option in options}, chances)
+    rising = _rising(times, sizes)
+    options = [
+        _option(situation, shapes, seconds, size[1]) for shapes, seconds, size in zip(found, rising, sizes, strict=True)
+    ]
+    return Options(situation, {option.shapes: option for option in options})
+
+
+def _rising(times: list[Seconds], sizes: list[tuple[float, float]]) -> list[Seconds]:
+    """Ordered by size: of two that were timed at once, the smaller is looked at first."""
+    order = sorted(range(len(sizes)), key=lambda index: sizes[index])
+    rising = ordered([times[index] for index in order], [sizes[index] for index in order])
+    found = list(times)
+    for index, seconds in zip(order, rising, strict=True):
+        found[index] = seconds
+    return found
+
+
+def _option(situation: Situation, shapes: Shapes, seconds: Seconds, verified: float) -> Option:
+    by_task = {task.name: expected(task.rates, shape) for task, (_, shape) in zip(situation.tasks, shapes, strict=True)}
+    tokens = sum(task.share * by_task[task.name] for task in situation.tasks)
+    violation = situation.promise.violation(seconds.mean, by_task.values())
+    return Option(shapes, seconds, verified, by_task, tokens, violation)
+
+
+def _size(situation: Situation, shapes: Shapes) -> tuple[float, float]:
+    verified = 1 + sum(task.share * shape.nodes for task, (_, shape) in zip(situation.tasks, shapes, strict=True))
+    return float(max(shape.depth for _, shape in shapes)), verified
+
+
+def _weighted(task: Task, option: Option) -> dict[Parameter, float]:
+    """Slopes of the logarithm of all tokens by the chances of one task."""
+    weight = task.share * option.by_task[task.name] / option.tokens
+    return {parameter: weight * slope for parameter, slope in slopes(task.rates, option.shape(task.name)).items()}
 
 
 def _relative(seconds: Seconds) -> float:

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.memory import RowMemory
 from specdecode_operator.pins import Pin
+from specdecode_operator.planning.bounds import deepest, plans
 from specdecode_worker.contract import Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape
+
+SHIP_PRICES = False
+"""Whether rows carry the price below which a worker prunes nodes. Prices are computed either way; they ship once an
+ablation on recorded steps says that pruning by them wins."""
 
 
 def next_plan(
@@ -41,19 +46,20 @@ def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets,
     tasks = tuple(TaskMatch(name=task.name, match=task.match) for task in speculation.tasks)
     if speculation.method == "none" or speculation.mode == "Off":
         return Plan(uid=uid, draft=draft, buckets=found, explore=0, tasks=tasks)
-    following = speculation.mode in ("Auto", "Advisory") and draft != ""
+    following = plans(speculation) and draft != ""
     return Plan(
         uid=uid,
         draft=draft,
         buckets=found,
         rows=tuple(_row(row) for row in rows) if following else (),
         initial=TreeShape.chain(speculation.depth.initial),
-        max_depth=speculation.depth.max if speculation.mode != "Static" else speculation.depth.initial,
+        max_depth=deepest(speculation),
+        top_k=speculation.tree.top_k,
         explore=min(0.5, speculation.explore_percent / 100),
         tasks=tasks,
     )
 
 
 def _row(row: RowMemory) -> PlanRow:
-    shape = TreeShape.chain(row.depth)
-    return PlanRow(concurrency=row.concurrency, context=row.context, task=row.task, shape=shape)
+    price = row.price if SHIP_PRICES else 0.0
+    return PlanRow(concurrency=row.concurrency, context=row.context, task=row.task, shape=row.shape, price=price)

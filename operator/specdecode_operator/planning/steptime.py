@@ -8,7 +8,7 @@ an error so wide that no row moves for it alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -28,6 +28,13 @@ OWN_WEIGHT = 8.0
 """Steps after which a cell's own mean counts for half."""
 NEAR = math.log(1.5)
 """How far a cell's sequences may be from the load's, as a ratio."""
+
+SAME_TOKENS, SAME_SHARE = 0.5, 1 / 3
+"""How far a cell's verified tokens of a sequence may be from a shape's to be carried there along the slope: less than
+one node, or a third of many. A mix of tasks verifies somewhat less than the chain that was timed."""
+DIFFERENCE_MISFIT = 0.5
+"""Relative error of what a few more or fewer verified tokens take, beyond the error of the slope: kernels go by
+blocks and buckets, so the truth is a staircase about the line."""
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
@@ -53,10 +60,10 @@ class _Cell:
     moments: Moments
     at: float
 
-    def is_chain(self, depth: int) -> bool:
-        """Whether these steps ran chains of ``depth``: a shadow adds draft passes without anything verified."""
-        verified = self.moments.mean_x[_VERIFY_TOKENS] / max(1e-9, self.moments.mean_x[_SEQUENCES])
-        return self.draft_passes == depth and abs(verified - depth - 1) < 0.5
+    @property
+    def verified(self) -> float:
+        """Verified tokens of one sequence: a shadow adds draft passes without anything verified."""
+        return self.moments.mean_x[_VERIFY_TOKENS] / max(1e-9, self.moments.mean_x[_SEQUENCES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +98,41 @@ class StepTimes:
         floor = 0.1 * min(cell.moments.mean_seconds for cell in cells)
         return cls(cells, scale, tuple(product(covariance, right)), covariance, wander, floor)
 
-    def predict(self, load: Load, depth: int, context_bucket: int) -> Seconds:
-        """Seconds of a decoding step at this load with a chain of ``depth`` for every sequence."""
-        x = features(load, depth)
-        line = max(self.floor, self._linear(x))
-        spread = self._spread(x) + (MISFIT**2 + self.wander) * line**2
-        cell = self._own(load, depth, context_bucket)
-        if cell is None:
-            return Seconds(line, spread, 0, 0, line)
-        count, mean = cell.moments.count, cell.moments.mean_seconds
-        weight = count / (count + OWN_WEIGHT)
-        # Carried from the cell's typical step to this load's along the model's slope, by a third at most.
-        shift = max(-mean / 3, min(mean / 3, line - self._linear(cell.moments.mean_x)))
-        noise = cell.moments.variance / count + (DRIFT**2 + self.wander) * mean**2 + (MISFIT * shift) ** 2
-        blended = weight * (mean + shift) + (1 - weight) * line
-        variance = weight**2 * noise + (1 - weight) ** 2 * spread
-        return Seconds(max(self.floor, blended), variance, count, cell.at, line)
+    def predict(self, load: Load, passes: int, context_bucket: int, verified: float | None = None) -> Seconds:
+        """Seconds of a decoding step at this load, see Curve; a chain of ``passes`` tokens for every sequence when
+        ``verified`` is not given."""
+        return self.curve(load, passes, context_bucket).seconds(passes + 1 if verified is None else verified)
 
-    def _own(self, load: Load, depth: int, context_bucket: int) -> _Cell | None:
-        near = [
-            (abs(math.log(max(1e-9, cell.moments.mean_x[_SEQUENCES]) / load.sequences)), index)
-            for index, cell in enumerate(self.cells)
-            if cell.context_bucket == context_bucket and cell.is_chain(depth)
-        ]
-        distance, index = min(near, default=(math.inf, -1))
-        return self.cells[index] if distance <= NEAR else None
+    def curve(self, load: Load, passes: int, context_bucket: int) -> Curve:
+        """Step times of one number of draft passes, by how much is verified."""
+        near = []
+        for cell in self.cells:
+            if cell.context_bucket == context_bucket and cell.draft_passes == passes:
+                distance = abs(math.log(max(1e-9, cell.moments.mean_x[_SEQUENCES]) / load.sequences))
+                if distance <= NEAR:
+                    near.append((distance, cell.verified, cell))
+        plain = self.linear(features(load, passes, 1))
+        slope = self.linear(features(load, passes, 2)) - plain
+        cells = tuple((verified, cell) for _, verified, cell in sorted(near, key=lambda found: found[0]))
+        return Curve(self, load, passes, plain, slope, cells)
 
-    def _linear(self, x: tuple[float, ...]) -> float:
+    def visited(self, load: Load, context_bucket: int) -> bool:
+        """Whether any steps were timed at about this load."""
+        return any(
+            cell.context_bucket == context_bucket
+            and abs(math.log(max(1e-9, cell.moments.mean_x[_SEQUENCES]) / load.sequences)) <= NEAR
+            for cell in self.cells
+        )
+
+    def slope_variance(self, load: Load) -> float:
+        """Of the seconds that one more verified token of every sequence takes."""
+        x = tuple(load.sequences * float(name == "verify_tokens") for name in FEATURES)
+        return self.spread(x)
+
+    def linear(self, x: tuple[float, ...]) -> float:
         return dot(self._scaled(x), self.coefficients)
 
-    def _spread(self, x: tuple[float, ...]) -> float:
+    def spread(self, x: tuple[float, ...]) -> float:
         scaled = self._scaled(x)
         return dot(scaled, product(self.covariance, scaled))
 
@@ -128,20 +140,87 @@ class StepTimes:
         return [value / scale for value, scale in zip(x, self.scale, strict=True)]
 
 
-def ordered(found: list[Seconds]) -> list[Seconds]:
-    """Step times by rising depth, made to rise: a deeper chain never costs less.
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of steps of one load and one number of draft passes."""
+
+    times: StepTimes
+    load: Load
+    passes: int
+    plain: float
+    """What the linear model has for one verified token a sequence, and for each further one."""
+    slope: float
+    cells: tuple[tuple[float, _Cell], ...]
+    """Verified tokens a sequence and steps timed at this load, the nearest in sequences first."""
+
+    def mean(self, verified: float) -> float:
+        """Seconds alone: what a search over many shapes needs."""
+        line = max(self.times.floor, self.plain + self.slope * (verified - 1))
+        cell = self._own(verified)
+        return line if cell is None else max(self.times.floor, self._blend(cell, verified, line)[0])
+
+    def seconds(self, verified: float) -> Seconds:
+        """Seconds of a step that verifies ``verified`` tokens of every sequence, the root included, on average."""
+        x = features(self.load, self.passes, verified)
+        line = max(self.times.floor, self.plain + self.slope * (verified - 1))
+        cell = self._own(verified)
+        # A kind that was never timed wanders unseen; where so many passes drafted here, it has been seen.
+        wander = 0.0 if cell is None and self._drafted_here else self.times.wander
+        spread = self.times.spread(x) + (MISFIT**2 + wander) * line**2
+        if cell is None:
+            return Seconds(line, spread, 0, 0, line)
+        blended, weight, shift = self._blend(cell, verified, line)
+        count, mean = cell.moments.count, cell.moments.mean_seconds
+        tokens = DIFFERENCE_MISFIT * self.slope * (verified - cell.verified)
+        noise = cell.moments.variance / count + (DRIFT**2 + self.times.wander) * mean**2
+        noise += (MISFIT * shift) ** 2 + tokens**2
+        variance = weight**2 * noise + (1 - weight) ** 2 * spread
+        return Seconds(max(self.times.floor, blended), variance, count, cell.at, line)
+
+    @property
+    def _drafted_here(self) -> bool:
+        return any(verified > 1 + SAME_TOKENS for verified, _ in self.cells)
+
+    def _own(self, verified: float) -> _Cell | None:
+        """Steps like these that were timed themselves."""
+        reach = max(SAME_TOKENS, SAME_SHARE * verified)
+        near = [(abs(tokens - verified) // SAME_TOKENS, index) for index, (tokens, _) in enumerate(self.cells)]
+        distance, index = min(near, default=(math.inf, -1))
+        return self.cells[index][1] if distance * SAME_TOKENS < reach else None
+
+    def _blend(self, cell: _Cell, verified: float, line: float) -> tuple[float, float, float]:
+        """The cell's own mean, carried from its typical step to this load's along the model's slope, by a third at
+        most, and weighed against the line: (seconds, weight, how far it was carried)."""
+        count, mean = cell.moments.count, cell.moments.mean_seconds
+        weight = count / (count + OWN_WEIGHT)
+        shift = max(-mean / 3, min(mean / 3, line - self.times.linear(cell.moments.mean_x)))
+        return weight * (mean + shift) + (1 - weight) * line, weight, shift
+
+
+def ordered(found: list[Seconds], sizes: Sequence[tuple[float, ...]] | None = None) -> list[Seconds]:
+    """Step times made to rise with ``sizes``: more draft passes and more verified tokens never cost less. Sizes are
+    compared in all their parts; without them the list is by rising depth.
 
     Where two contradict that, the one that was timed later is right: a change of cost shows first at the depth in
     use, and what is remembered of the others is old. The older one becomes the newer times what the linear model has
     between the two, with a wide error.
     """
     rising = list(found)
+    by = sizes or [(float(index),) for index in range(len(found))]
     for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
         for index, other in enumerate(rising):
-            known = rising[newest]
-            if other.at < known.at and (index - newest) * (other.mean - known.mean) < 0:
-                rising[index] = _carried(known, other, deeper=index > newest)
+            known, way = rising[newest], _way(by[newest], by[index])
+            if other.at < known.at and way * (other.mean - known.mean) < 0:
+                rising[index] = _carried(known, other, deeper=way > 0)
     return rising
+
+
+def _way(one: tuple[float, ...], two: tuple[float, ...]) -> int:
+    """1 when ``two`` is the larger, -1 when it is the smaller, 0 when they are equal or cannot be compared."""
+    parts = [b - a for a, b in zip(one, two, strict=True)]
+    if all(part >= 0 for part in parts):
+        return int(any(parts))
+    return -1 if all(part <= 0 for part in parts) else 0
 
 
 def _carried(known: Seconds, other: Seconds, *, deeper: bool) -> Seconds:
@@ -151,14 +230,15 @@ def _carried(known: Seconds, other: Seconds, *, deeper: bool) -> Seconds:
     return Seconds(mean, variance, 0, other.at, other.line)
 
 
-def features(load: Load, depth: int) -> tuple[float, ...]:
-    """x of a decoding step, in the order of FEATURES. Verified are the tree's nodes and the root."""
+def features(load: Load, passes: int, verified: float | None = None) -> tuple[float, ...]:
+    """x of a decoding step, in the order of FEATURES. Verified are the tree's nodes and the root: a chain's by
+    default."""
     return (
         1.0,
         load.sequences,
-        load.sequences * (depth + 1),
+        load.sequences * (passes + 1 if verified is None else verified),
         load.sequences * load.context_tokens,
-        float(depth),
+        float(passes),
         0.0,
     )
 

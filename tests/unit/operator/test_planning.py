@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specdecode_operator.measurements import CellKey, Delta, Hits, K, Moments, RequestSums
 from specdecode_operator.memory import DepthMemory, Kept
 from specdecode_operator.planning import buckets, learn
-from specdecode_operator.planning.acceptance import Chance, chain, expected_tokens, gradient
+from specdecode_operator.planning.acceptance import chain
 from specdecode_operator.planning.linear import inverse, product
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.steptime import Seconds, StepTimes, features, ordered
@@ -27,15 +27,6 @@ def test_inverse() -> None:
     assert all(columns[i][j] == pytest.approx(float(i == j), abs=1e-12) for i in range(3) for j in range(3))
     with pytest.raises(ValueError, match="positive definite"):
         inverse([[1.0, 2.0], [2.0, 1.0]])
-
-
-def test_expected_tokens_and_its_slope() -> None:
-    found = [Chance(0.8, 0), Chance(0.5, 0), Chance(0.5, 0)]
-    assert expected_tokens(found) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    for index in range(3):
-        nudged = [Chance(c.p + 1e-6 * (i == index), 0) for i, c in enumerate(found)]
-        slope = (math.log(expected_tokens(nudged)) - math.log(expected_tokens(found))) / 1e-6
-        assert gradient(found, 3)[index] == pytest.approx(slope, rel=1e-4)
 
 
 def test_unseen_depths_lean_on_the_one_before_and_say_that_they_are_unsure() -> None:

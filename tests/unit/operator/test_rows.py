@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory
 from specdecode_operator.planning import buckets, choose
-from specdecode_operator.planning.acceptance import chain
 from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.mix import situations
+from specdecode_operator.planning.moves import CERTAINTY, LONGEST_PATIENCE_SECONDS
 from specdecode_operator.planning.options import weigh
-from specdecode_operator.planning.rows import CERTAINTY, LONGEST_PATIENCE_SECONDS
+from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
+from specdecode_worker.contract import TreeShape
 
 
 def depths_of(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0) -> list[int]:
@@ -50,9 +52,12 @@ def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
 def test_few_drafts_leave_doubt_about_acceptance() -> None:
     def sure(total: float) -> float:
         kept = Kept(acceptance=chances(0.6, total=total), costs=FULL)
-        times = StepTimes.fit(kept.costs)
-        assert times is not None
-        return weigh(times, chain(kept, None, 3), Load(1, 500), 0, {1, 3}).confidence(1, 3, 0.0)
+        situation = situations(spec(), kept, StepTimes.fit(kept.costs), kv_tokens=None, prompt=Prompt())(
+            Load(1, 500), 0, [RowMemory(concurrency=0, context=0, task="other", depth=1)]
+        )
+        assert situation is not None
+        one, three = ((("other", TreeShape.chain(depth)),) for depth in (1, 3))
+        return weigh(situation, [one, three]).confidence(one, three, 0.0)
 
     assert sure(4000) > CERTAINTY > sure(4)
 

@@ -1,0 +1,83 @@
+"""Who runs at a load: the tasks, their shares of the running sequences, and what each may and can draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.measurements import TrafficSums
+from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.planning.acceptance import rates
+from specdecode_operator.planning.bounds import Bounds, bounds_of
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.promise import Promise, Prompt
+from specdecode_operator.planning.situation import Situation, Task
+from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.planning.trees import Rates, expected
+from specdecode_worker.contract import OTHER_TASK
+
+LEAST_SHARE = 0.02
+"""A task that sends nothing now still has rows, and their shapes must mean something."""
+STEPS_AHEAD = 2
+"""The engine reserves cache for two worst-case steps of every sequence."""
+
+SituationAt = Callable[[Load, int, Sequence[RowMemory]], Situation | None]
+
+
+def situations(
+    speculation: SpeculationSpec, kept: Kept, times: StepTimes | None, *, kv_tokens: float | None, prompt: Prompt
+) -> SituationAt:
+    """Makes the situation of a load and its rows. What is the same at every load is found once."""
+    known: dict[tuple[str, Bounds], Rates] = {}
+    promise = Promise.of(speculation.objective, prompt)
+
+    def rates_of(name: str, bounds: Bounds) -> Rates:
+        if (name, bounds) not in known:
+            task = None if name == OTHER_TASK and not speculation.tasks else name
+            known[name, bounds] = rates(kept, task, bounds.most, bounds.top_k)
+        return known[name, bounds]
+
+    def situation(load: Load, context: int, rows: Sequence[RowMemory]) -> Situation | None:
+        if times is None:
+            return None
+        found = []
+        for row in rows:
+            bounds = bounds_of(speculation, row.task)
+            found.append((row, _fitting(bounds, load, kv_tokens), rates_of(row.task, bounds)))
+        shares = _shares(kept, {row.task: expected(chances, row.shape) for row, _, chances in found})
+        tasks = tuple(Task(row.task, bounds, chances, shares[row.task]) for row, bounds, chances in found)
+        return Situation(times, load, context, tasks, promise)
+
+    return situation
+
+
+def shares(speculation: SpeculationSpec, kept: Kept, rows: Sequence[RowMemory]) -> dict[str, float]:
+    """Of the running sequences, by task that has rows."""
+    tokens = {}
+    for row in rows:
+        bounds = bounds_of(speculation, row.task)
+        task = None if row.task == OTHER_TASK and not speculation.tasks else row.task
+        tokens[row.task] = expected(rates(kept, task, bounds.most, bounds.top_k), bounds.nearest(row.shape))
+    return _shares(kept, tokens)
+
+
+def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:
+    """``tokens`` of a step by task. A sequence is there for output / tokens steps; who has no rows counts as
+    ``other``, whose rows it runs."""
+    steps = dict.fromkeys(tokens, 0.0)
+    for cell in kept.traffic:
+        task = cell.task if cell.task in steps else OTHER_TASK
+        steps[task] = steps.get(task, 0.0) + TrafficSums(*cell.sums).output_tokens / tokens.get(task, 1.0)
+    total = sum(steps[task] for task in tokens)
+    raw = {task: max(LEAST_SHARE, steps[task] / total) if total > 0 else 1.0 for task in tokens}
+    return {task: share / sum(raw.values()) for task, share in raw.items()}
+
+
+def _fitting(bounds: Bounds, load: Load, kv_tokens: float | None) -> Bounds:
+    """No more nodes than the cache has room for at this load."""
+    if not kv_tokens:
+        return bounds
+    room = int((kv_tokens / load.sequences - load.context_tokens) / STEPS_AHEAD)
+    nodes = max(1, bounds.least, min(bounds.max_nodes, room))
+    return replace(bounds, max_nodes=nodes, most=max(bounds.least, min(bounds.most, nodes)))

@@ -1,0 +1,277 @@
+"""Rows of several tasks at one load: chosen together, moved apart, within what the spec says of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from estimates import FULL, chances, cost, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
+from specdecode_operator.planning import Chosen, buckets, choose
+from specdecode_operator.planning.bounds import bounds_of, deepest, follows, names, plans
+from specdecode_operator.planning.loads import Load
+from specdecode_operator.planning.promise import Promise, Prompt
+from specdecode_operator.planning.steptime import features
+from specdecode_worker.contract import TreeShape
+
+CODE = {"name": "code"}
+BUSY = (4, 0)
+"""The row of 9 to 16 sequences."""
+VERIFYING = tuple(cost(n, d, 0.02 + 0.0005 * d + 0.0002 * n * (d + 1)) for n in (1, 4, 16) for d in range(6))
+"""A busy machine: passes are cheap, every verified token counts."""
+
+
+def of(task: str, p: float) -> tuple[DepthMemory, ...]:
+    return tuple(cell.model_copy(update={"task": task}) for cell in chances(p))
+
+
+def traffic(**output_tokens: float) -> tuple[TrafficMemory, ...]:
+    return tuple(TrafficMemory(task=task, sums=(1, 1, 10, 0, tokens)) for task, tokens in output_tokens.items())
+
+
+def chosen(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0, **more: Any) -> Chosen:
+    return choose(speculation, kept, buckets(16), max_num_seqs=16, now=now, **more)
+
+
+def shapes(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, TreeShape]:
+    return {row.task: row.shape for row in found.rows if (row.concurrency, row.context) == load}
+
+
+def depths(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, int]:
+    return {task: shape.depth for task, shape in shapes(found, load).items()}
+
+
+def settled(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0) -> Chosen:
+    for _ in range(6):
+        found = chosen(speculation, kept, now)
+        kept, now = kept.model_copy(update={"rows": found.rows}), now + 100
+    return found
+
+
+# --- what the spec says of a task ---------------------------------------------------------------------------------
+
+
+def test_a_task_that_is_off_never_drafts_and_a_static_one_stays() -> None:
+    speculation = spec(
+        tasks=[{"name": "sql", "mode": "Off"}, {"name": "code", "mode": "Static", "depth": {"initial": 2}}]
+    )
+    mix = traffic(other=900, sql=10, code=10)
+    found = settled(speculation, Kept(acceptance=chances(0.95), costs=VERIFYING, wander=0.0, traffic=mix))
+    assert depths(found, BUSY) == {"other": 5, "sql": 0, "code": 2}
+    assert {row.depth for row in found.rows if row.task == "sql"} == {0}, "at every load, seen or not"
+
+
+def test_a_task_has_bounds_of_its_own() -> None:
+    speculation = spec(depth={"max": 3}, tasks=[{"name": "code", "depth": {"max": 5}}, {"name": "chat"}])
+    known = (*chances(0.95), *of("code", 0.95), *of("chat", 0.95))
+    kept = Kept(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=1, code=900, chat=1))
+    assert depths(settled(speculation, kept), BUSY) == {"other": 3, "code": 5, "chat": 3}
+    assert deepest(speculation) == 5
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, (1, 5, 3)),
+        ({"max": 2}, (1, 2, 2)),
+        ({"min": 4}, (4, 5, 4)),
+        ({"max": 8}, (1, 8, 3)),
+        ({"max": 0}, (0, 0, 0)),
+    ],
+)
+def test_what_a_task_leaves_out_is_as_for_all(own: dict[str, int], expected: tuple[int, int, int]) -> None:
+    found = bounds_of(spec(depth={"min": 1}, tasks=[{"name": "code", "depth": own}]), "code")
+    assert (found.least, found.most, found.initial) == expected
+
+
+def test_rows_are_planned_where_any_mode_asks_for_them() -> None:
+    assert plans(spec(mode="Advisory"))
+    assert not follows(spec(mode="Advisory"))
+    assert not plans(spec(mode="Static", tasks=[CODE]))
+    assert follows(spec(mode="Static", tasks=[{"name": "code", "mode": "Auto"}]))
+    assert not plans(spec(mode="Off", tasks=[{"name": "code", "mode": "Auto"}]))
+
+
+def test_the_rest_is_static_where_one_task_is_auto() -> None:
+    speculation = spec(mode="Static", tasks=[{"name": "code", "mode": "Auto"}])
+    kept = Kept(acceptance=(*chances(0.02), *of("code", 0.02)), costs=VERIFYING, wander=0.0)
+    assert depths(settled(speculation, kept), BUSY) == {"other": 3, "code": 0}
+
+
+# --- the choice for all tasks at once -----------------------------------------------------------------------------
+
+
+def test_a_tasks_row_moves_and_leaves_the_others() -> None:
+    speculation = spec(tasks=[CODE, {"name": "prose"}])
+    kept = Kept(
+        acceptance=(*chances(0.8), *of("code", 0.9), *of("prose", 0.8)),
+        costs=VERIFYING,
+        wander=0.0,
+        traffic=traffic(other=1, code=300, prose=300),
+    )
+    before = settled(speculation, kept)
+    assert depths(before, BUSY)["prose"] >= 3
+    after = settled(
+        speculation, kept.model_copy(update={"rows": before.rows, "acceptance": (*of("code", 0.9), *of("prose", 0.1))})
+    )
+    assert depths(after, BUSY)["code"] == depths(before, BUSY)["code"]
+    assert depths(after, BUSY)["prose"] <= 1
+
+
+def test_a_rare_task_moves_for_its_own_gain() -> None:
+    """Of a few requests in a hundred, three percent of all tokens would ask for half as much again."""
+    stand = tuple(
+        RowMemory(concurrency=4, context=0, task=task, depth=depth, since=1)
+        for task, depth in (("other", 3), ("code", 1))
+    )
+    kept = Kept(
+        acceptance=(*chances(0.9), *of("code", 0.95)),
+        costs=VERIFYING,
+        traffic=traffic(other=900, code=20),
+        wander=0.0,
+        rows=stand,
+    )
+    found = chosen(spec(tasks=[CODE], depth={"max": 3}), kept)
+    assert depths(found, BUSY) == {"other": 3, "code": 3}
+    assert 0 < next(change.gain or 0 for change in found.changes if change.row.concurrency == 4) < 0.03
+
+
+def test_trees_are_grown_where_siblings_pay() -> None:
+    ranked = tuple(cell.model_copy(update={"ranks": (300.0,)}) for cell in chances(0.5))
+    found = settled(spec(tree={"topK": 2, "maxNodes": 10}), Kept(acceptance=ranked, costs=FULL, wander=0.0))
+    shape = shapes(found)["other"]
+    assert not shape.is_chain
+    assert shape.nodes <= 10
+    chain = settled(spec(tree={"maxNodes": 10}), Kept(acceptance=ranked, costs=FULL, wander=0.0))
+    assert shapes(chain)["other"].is_chain
+
+
+# --- promises and limits ------------------------------------------------------------------------------------------
+
+
+def slow_verify(sequences: float, depth: int) -> float:
+    return 0.02 + 0.006 * depth
+
+
+def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
+    """Deep chains bring most tokens in all, but the task whose drafts fail pays for every pass."""
+    costs = tuple(cost(1, d, slow_verify(1, d)) for d in range(6))
+    kept = Kept(
+        acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=990, hard=10)
+    )
+    tasks = [{"name": "hard"}]
+    assert depths(settled(spec(tasks=tasks), kept))["other"] == 5
+    found = settled(spec(tasks=tasks, objective={"ttitMilliseconds": 40}), kept)
+    assert 1 <= depths(found)["other"] <= 3, "0.02 + 0.006 depth must stay below 0.04"
+    assert any("over the objective" in change.reason for change in found.changes) or depths(found)["other"] == 3
+
+
+def test_the_time_to_the_first_token_is_a_bound() -> None:
+    promise = Promise(ttft_seconds=0.1, prompt=Prompt(steps=2, seconds=0.01))
+    assert promise.violation(0.032, [1.0]) == pytest.approx(0.0, abs=1e-6)
+    assert promise.violation(0.064, [1.0]) == pytest.approx(0.8)
+
+
+def test_a_least_speedup_stops_what_gains_too_little() -> None:
+    kept = Kept(acceptance=chances(0.3), costs=FULL, wander=0.0)
+    assert depths(settled(spec(), kept))["other"] == 1
+    assert depths(settled(spec(objective={"minSpeedup": 1.5}), kept))["other"] == 0
+
+
+def test_changes_run_out_but_not_stops() -> None:
+    speculation = spec(hysteresis={"maxChangesPerHour": 2, "minDwellSeconds": 0})
+    row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
+    good, bad = (Kept(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
+    assert depths(chosen(speculation, good))["other"] == 2
+    assert depths(chosen(speculation, good, now=1500 + 3601))["other"] == 5
+    assert depths(chosen(speculation, bad))["other"] == 0
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+
+rates = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e5), st.floats(0, 1e3)), max_size=6)
+timed = st.lists(
+    st.tuples(st.floats(0.5, 64), st.integers(0, 6), st.floats(1e-5, 10), st.floats(1, 1e5), st.integers(0, 20)),
+    max_size=8,
+)
+objectives = st.fixed_dictionaries(
+    {},
+    optional={
+        "ttitMilliseconds": st.floats(0.1, 1e5),
+        "ttftMilliseconds": st.floats(1, 1e5),
+        "minSpeedup": st.floats(1, 3),
+    },
+)
+tasks = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["a", "b", "other"])},
+        optional={
+            "mode": st.sampled_from(["Off", "Static", "Auto"]),
+            "depth": st.integers(0, 6).map(lambda depth: {"max": depth}),
+        },
+    ),
+    max_size=3,
+    unique_by=lambda task: str(task["name"]),
+)
+bounds = st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)).map(sorted)
+stood = st.lists(st.integers(0, 4), max_size=6).map(
+    lambda found: TreeShape(tuple(sorted(min(parent, node) for node, parent in enumerate(found))))
+)
+
+
+def timed_cost(found: tuple[float, int, float, float, int]) -> Any:
+    """A cell of a tree: so many passes, and so many tokens more than a chain verifies."""
+    sequences, passes, seconds, count, more = found
+    cell = cost(sequences, passes, seconds, count=count, at=1900)
+    values = list(cell.values)
+    extra = features(Load(sequences, 500), passes, passes + 1 + more)[2]
+    values[4 + 2] = count * extra
+    return cell.model_copy(update={"values": tuple(values), "tokens_bucket": 1 << more})
+
+
+@settings(max_examples=120, deadline=None)
+@given(rates, rates, timed, bounds, tasks, objectives, stood, st.integers(1, 3), st.integers(6, 12), st.booleans())
+def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
+    other: list[tuple[float, float, float]],
+    siblings: list[tuple[float, float, float]],
+    times: list[tuple[float, int, float, float, int]],
+    bound: list[int],
+    task: list[dict[str, Any]],
+    objective: dict[str, float],
+    shape: TreeShape,
+    top_k: int,
+    nodes: int,
+    held: bool,
+) -> None:
+    """Nothing raises, the same input gives the same rows, and a move is expected to gain unless the spec or a probe
+    asks for it."""
+    low, initial, high = bound
+    speculation = spec(
+        depth={"min": low, "max": high, "initial": initial},
+        tree={"topK": top_k, "maxNodes": nodes},
+        objective=objective,
+        tasks=task,
+        hysteresis={"minDwellSeconds": 0},
+    )
+    acceptance = [
+        DepthMemory(task=name, depth=d, parent=parent, hits=p * n, total=n, ranks=(min(extra, n - p * n),), at=1)
+        for parent, found in (("main", other), ("sibling", siblings))
+        for name in ("other", "a")
+        for d, (p, n, extra) in enumerate(found, start=1)
+    ]
+    cells = {(c.tokens_bucket, c.draft_passes): c for c in map(timed_cost, times)}
+    stands = RowMemory(concurrency=0, context=0, task="other", depth=0, since=5).running(shape)
+    kept = Kept(acceptance=tuple(acceptance), costs=tuple(cells.values()), rows=(stands,), load=LoadMemory(at=1999))
+    more = {"held_back": {(0, 0)} if held else set(), "kv_tokens": 5000.0}
+    found = chosen(speculation, kept, **more)
+    assert found == chosen(speculation, kept, **more)
+    assert {row.task for row in found.rows} <= set(names(speculation))
+    for row in found.rows:
+        assert bounds_of(speculation, row.task).holds(row.shape)
+        assert 0 <= row.price <= 1
+    for change in found.changes:
+        assert change.gain is None or change.gain >= 0 or "probe" in change.reason or objective.get("minSpeedup")
