@@ -28,8 +28,8 @@ def verdicts(deployment: Deployment, observed: Observed, decision: Decision, out
         found.append(draft_compatible(observed))
     if speculation.method != "none" and speculation.mode != "Off":
         found.append(speculation_effective(deployment, decision))
-    if decision.wanted is not None:
-        found.append(scaling_limited(deployment, decision.wanted))
+    if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":
+        found.append(scaling_limited(decision))
     if decision.pinned or decision.pin_problem:
         found.append(pinned(decision))
     found.append(reports_fresh(observed, decision))
@@ -102,13 +102,10 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Verdict
     return Verdict(kind, "False", "Slower", f"{speedup:.2f} times plain decoding")
 
 
-def scaling_limited(deployment: Deployment, wanted: int) -> Verdict:
+def scaling_limited(decision: Decision) -> Verdict:
     kind = ConditionType.scaling_limited
-    scaling = deployment.spec.scaling
-    assert scaling is not None, "replicas are wanted by demand only under spec.scaling"
-    if wanted > scaling.max_replicas:
-        message = f"demand asks for {wanted} workers, maxReplicas is {scaling.max_replicas}"
-        return Verdict(kind, "True", "AtMaximum", message, True)
+    if decision.limited is not None:
+        return Verdict(kind, "True", decision.limited.reason, decision.limited.message, True)
     return Verdict(kind, "False", "WithinBounds", "the bounds do not stand in the way of demand")
 
 

@@ -1,6 +1,6 @@
 """What should be so: plan, replicas, pod template and children, from what was observed and remembered. Pure.
 
-The only place where planning, scaling and manifests meet; it gives every number a single owner.
+Where planning, scaling (through sizing) and manifests meet; it gives every number a single owner.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from specdecode_operator import history, manifests, planning, scaling, silence, steering
+from specdecode_operator import history, manifests, planning, silence, steering
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.measurements import Delta, difference, fleet, over
+from specdecode_operator.measurements import Delta, difference, fleet
 from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, TemplateMemory
 from specdecode_operator.pins import Pin
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
+from specdecode_operator.sizing import kv_tokens, size
 from specdecode_worker.contract import Buckets, Plan, Report, TreeShape
 
 LEAST_READING_SECONDS = 2.0
@@ -25,8 +26,7 @@ PUBLISH_SECONDS = 30.0
 
 def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, now: float) -> tuple[Decision, Memory]:
     """Raises SpecError when the spec asks for what cannot be."""
-    spec = deployment.spec
-    found = planning.buckets(spec.workers.max_num_seqs)
+    found = planning.buckets(deployment.spec.workers.max_num_seqs)
     memory, delta = _read(observed, found, now)
     kept = steering.remembered(deployment, memory.kept)
     kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
@@ -34,22 +34,27 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     before = kept
     kept, pin, problem = steering.pinned(deployment, kept)
     kept, plan, changes, recommended = _plan(deployment, observed, kept, pin, found, now)
-    scaled, kept = _scale(deployment, observed, kept, memory, delta, now)
-    kept, steps = steering.recorded(deployment, before, kept, scaled.wanted if scaled else None, now)
+    sized, kept = size(deployment, observed, kept, memory, delta, now=now)
+    sized, kept = steering.advised(deployment, sized, before, kept)
+    kept, steps = steering.recorded(deployment, before, kept, sized.wanted, now)
     changes = (*steps, *changes)
     kept = history.recorded(kept, changes, before.plan)
     template = _template(deployment, observed, kept, defaults)
     kept = kept.model_copy(update={"template": template})
-    replicas = scaled.replicas if scaled else spec.replicas
     memory = replace(memory, kept=kept)
     figures, memory = _published(deployment, observed, memory, plan, found, now)
     decision = Decision(
         plan=plan,
-        replicas=replicas,
+        replicas=sized.replicas,
+        desired=sized.desired,
+        wanted=sized.wanted,
+        capacity=sized.capacity,
+        limited=sized.limited,
+        deletion_costs=sized.deletion_costs,
         image=template.image,
         url=manifests.service_url(deployment.namespace, deployment.name),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
-        children=_children(deployment, plan, template, replicas),
+        children=_children(deployment, plan, template, sized.replicas),
         pushes=_pushes(observed, plan, deployment.uid),
         changes=changes,
         recommended=recommended,
@@ -57,7 +62,6 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         task_depths=_task_depths(deployment, plan, kept, found),
         figures=figures,
         first_acceptance=planning.first_acceptance(kept.acceptance),
-        wanted=scaled.wanted if scaled else None,
         history=kept.history,
         pinned=kept.pin,
         pin_problem=problem,
@@ -125,6 +129,8 @@ def _plan(
             max_num_seqs=deployment.spec.workers.max_num_seqs,
             now=now,
             held_back=_held_back(observed, kept.plan),
+            kv_tokens=kv_tokens(observed),
+            prompt=planning.prompt_of(kept),
         )
     follows = planning.follows(speculation) and not deployment.paused
     rows = steering.unpinned(chosen.rows, kept.rows, pin) if follows else kept.rows
@@ -229,38 +235,6 @@ def _pushes(observed: Observed, plan: Plan, uid: str) -> tuple[str, ...]:
 
 
 # --- replicas, template, children ---------------------------------------------------------------------------------
-
-
-def _scale(
-    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, delta: Delta | None, now: float
-) -> tuple[scaling.Scaled | None, Kept]:
-    spec = deployment.spec.scaling
-    if spec is None or spec.owner != "Operator":
-        return None, kept.model_copy(update={"scaling": type(kept.scaling)()})
-    recent = over(memory.window)
-    demand = scaling.Demand(
-        now=delta.running + delta.waiting if delta and not deployment.paused else None,
-        recent=recent.running + recent.waiting,
-        max_num_seqs=min(
-            (report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs
-        ),
-        trusted=_trusted(observed),
-    )
-    workload = observed.workload
-    start = workload.wanted if workload else deployment.spec.replicas
-    scaled = scaling.scale(spec, kept.scaling, demand, start=start, now=now)
-    if deployment.spec.speculation.mode == "Advisory":
-        scaled = steering.advised(scaled, spec, kept.scaling.replicas, start)
-    return scaled, kept.model_copy(update={"scaling": scaled.memory})
-
-
-def _trusted(observed: Observed) -> bool:
-    workload = observed.workload
-    return (
-        workload is not None
-        and workload.settled
-        and all(worker.ready and worker.report is not None for worker in observed.workers if not worker.leaving)
-    )
 
 
 def _template(deployment: Deployment, observed: Observed, kept: Kept, defaults: Defaults) -> TemplateMemory:

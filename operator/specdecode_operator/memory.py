@@ -136,6 +136,22 @@ class ScalingMemory(Lasting):
     below_since: float | None = None
 
 
+class ForecastMemory(Lasting):
+    """Arrivals a second: of the last minutes, their trend, and by time of day."""
+
+    level: float = 0
+    trend: float = 0
+    """Of the level, per second."""
+    error: float = 0
+    """Mean absolute error of one sample ahead."""
+    seasons: tuple[float, ...] = ()
+    """By half hour of the day (UTC); -1 where none was seen yet."""
+    at: float | None = None
+    arrivals: float = 0
+    """Since the last sample, in ``seconds``."""
+    seconds: float = 0
+
+
 class TemplateMemory(Lasting):
     """The pod template that is applied, and the hash of the part of the spec that it was made of."""
 
@@ -167,6 +183,9 @@ class Kept(Lasting):
     """
     load: LoadMemory = LoadMemory()
     scaling: ScalingMemory = ScalingMemory()
+    forecast: ForecastMemory = ForecastMemory()
+    startup_seconds: float | None = None
+    """From a pod's making to its being ready, as seen last."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
     following: tuple[FollowMemory, ...] = Field(default=(), max_length=10)
     pin: str = ""

@@ -7,6 +7,7 @@ import base64
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -121,7 +122,19 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         ready=conditions.get("Ready") == "True",
         leaving=over or "deletionTimestamp" in pod["metadata"],
         trouble=_trouble(status),
+        startup_seconds=_startup(pod),
     )
+
+
+def _startup(pod: Mapping[str, Any]) -> float | None:
+    """Seconds from its making until it was ready; None when it is not."""
+    for condition in pod.get("status", {}).get("conditions", []):
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            times = pod["metadata"].get("creationTimestamp"), condition.get("lastTransitionTime")
+            if all(times):
+                made, ready = (datetime.fromisoformat(str(time).replace("Z", "+00:00")) for time in times)
+                return max(0.0, (ready - made).total_seconds())
+    return None
 
 
 def _trouble(status: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
@@ -81,6 +81,8 @@ class Worker:
     """What the kubelet says keeps it from starting."""
     report: Report | None = None
     report_problem: str | None = None
+    startup_seconds: float | None = None
+    """From its making until it was ready; None while it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,28 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Of one worker, with the mix that comes in and the shapes that would be chosen."""
+
+    rate: float
+    """Requests a second."""
+    sequences: float
+    """That run at this rate."""
+    step_seconds: float
+    limited_by: Literal["slots", "ttit", "ttft", "cache"]
+    attainable: bool = True
+    """False when a promise is broken by a single sequence: more workers will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """Why demand is not met."""
+
+    reason: Literal["Unschedulable", "AtMaximum", "ObjectiveOutOfReach"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What should be so."""
 
@@ -152,7 +176,7 @@ class Decision:
     first_acceptance: float | None = None
     """How often the draft's first token is right: the same whatever depth runs."""
     wanted: int | None = None
-    """Replicas that demand asks for, before the bounds; None unless the operator scales."""
+    """Replicas that demand asks for, before the bounds; None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()
     """All decisions that are remembered, newest first, with the gains that came true."""
     pinned: str = ""
@@ -160,7 +184,16 @@ class Decision:
     pin_problem: str | None = None
     """Why the annotation does not read; what was in force stays."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Ready workers whose reports are stale, by pod name, with the last reason."""
+    """Ready workers whose reports are stale, by pod name, with the first reason."""
+    desired: int = 0
+    """Replicas that should be, within the bounds: what is set, unless scaling.owner is External."""
+    capacity: Capacity | None = None
+    limited: Limited | None = None
+    """What keeps replicas from following demand."""
+    deletion_costs: Mapping[str, int] = field(default_factory=dict)
+    """By pod, while workers may go: the lowest first."""
+    nodes: int | None = None
+    """Draft tokens of the shape that runs at the present load."""
     urgent: bool = False
     """The memory must be written before anything else: it holds a decision."""
 

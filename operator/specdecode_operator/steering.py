@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from specdecode_operator import history
-from specdecode_operator.api.v1alpha1 import Decision, ScalingSpec
+from specdecode_operator.api.v1alpha1 import Decision
 from specdecode_operator.errors import SpecError
 from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.pins import Pin, read_pin
 from specdecode_operator.records import Deployment
-from specdecode_operator.scaling import Scaled
+from specdecode_operator.sizing import Sized
 
 
 def remembered(deployment: Deployment, kept: Kept) -> Kept:
@@ -47,11 +47,15 @@ def unpinned(chosen: Iterable[RowMemory], kept: Iterable[RowMemory], pin: Pin | 
     )
 
 
-def advised(scaled: Scaled, spec: ScalingSpec, replicas: int | None, start: int) -> Scaled:
-    """Mode Advisory: what demand asks for is told, and the replicas stay."""
-    if replicas is None:
-        replicas = max(spec.min_replicas, min(spec.max_replicas, start))
-    return replace(scaled, replicas=replicas, memory=scaled.memory.model_copy(update={"replicas": replicas}))
+def advised(deployment: Deployment, sized: Sized, before: Kept, kept: Kept) -> tuple[Sized, Kept]:
+    """Mode Advisory: what demand asks for is told, and replicas and pods stay as they are."""
+    scaling = deployment.spec.scaling
+    if scaling is None or scaling.owner != "Operator" or deployment.spec.speculation.mode != "Advisory":
+        return sized, kept
+    start = deployment.spec.replicas if before.scaling.replicas is None else before.scaling.replicas
+    replicas = max(scaling.min_replicas, min(scaling.max_replicas, start))
+    memory = kept.scaling.model_copy(update={"replicas": replicas})
+    return replace(sized, replicas=replicas, deletion_costs={}), kept.model_copy(update={"scaling": memory})
 
 
 def recorded(

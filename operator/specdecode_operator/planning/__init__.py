@@ -5,12 +5,15 @@ from specdecode_operator.planning.figures import figures, first_acceptance
 from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.loads import buckets, present_row
 from specdecode_operator.planning.moves import Change
+from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
 from specdecode_operator.planning.rows import Chosen, choose
 
 __all__ = [
     "Change",
     "Chosen",
+    "Pace",
+    "Request",
     "buckets",
     "choose",
     "figures",
@@ -18,6 +21,9 @@ __all__ = [
     "follows",
     "learn",
     "next_plan",
+    "pace",
     "plans",
     "present_row",
+    "prompt_of",
+    "request_of",
 ]

@@ -46,7 +46,7 @@ def bounds_of(speculation: SpeculationSpec, name: str) -> Bounds:
     mode = task.mode or ("Static" if speculation.mode == "Static" else "Auto")
     least, most, initial = _depths(speculation, task.depth or TaskDepthSpec())
     tree = speculation.tree
-    if mode == "Off":
+    if mode == "Off" or speculation.mode == "Off" or speculation.method == "none":
         return Bounds(0, 0, 0, tree.max_nodes, 1)
     if mode == "Static":
         return Bounds(initial, initial, initial, tree.max_nodes, 1)

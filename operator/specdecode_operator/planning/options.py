@@ -81,6 +81,15 @@ class Options:
         sure = [one for one in among if one != before and self.confidence(before, one, least) >= certainty]
         return min(sure, key=lambda shapes: self.by_shapes[shapes].rank, default=None)
 
+    def tokens_variance(self, shapes: Shapes) -> float:
+        """Of the logarithm of the expected tokens."""
+        option = self.by_shapes[shapes]
+        return sum(
+            slope**2 * task.rates.chance(parameter).variance
+            for task in self.situation.tasks
+            for parameter, slope in _weighted(task, option).items()
+        )
+
     def price(self, shapes: Shapes) -> float:
         """What a node must bring in at this load: (dt/dN) E / t. A node of less survival costs more time than its
         tokens are worth (DESIGN section 5)."""

@@ -49,7 +49,7 @@ def choose(
     after: dict[tuple[str, int, int], RowMemory] = {}
     changes: list[Change] = []
     by_load: dict[tuple[int, int], list[RowMemory]] = {}
-    rows = list(_rows(speculation, kept, found))
+    rows = list(rows_of(speculation, kept, found))
     for row in rows:
         change = _bounded(row, speculation, now)
         changes += [change] if change else []
@@ -75,7 +75,7 @@ def _key(row: RowMemory) -> tuple[str, int, int]:
     return row.task, row.concurrency, row.context
 
 
-def _rows(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterator[RowMemory]:
+def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterator[RowMemory]:
     """One per load and task. A task has rows once it was seen often enough, or at once when the spec says how it is
     to be drafted; until then it runs those of ``other``."""
     known = {_key(row): row for row in kept.rows}

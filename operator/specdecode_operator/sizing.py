@@ -1,0 +1,167 @@
+"""How many workers, from what was observed and remembered: where planning's pace meets scaling's rules. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specdecode_operator import planning, scaling
+from specdecode_operator.measurements import Delta, over
+from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, ScalingMemory
+from specdecode_operator.records import Capacity, Deployment, Limited, Observed
+
+DOUBT = 1.28
+"""Standard errors of the lower bound: nine times in ten a worker carries more."""
+STARTUP_SECONDS = 60.0
+"""Of a worker, until one was seen starting."""
+FIRST_STARTS_SHARE = 0.5
+"""Weight of the start-up that was seen last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """``replicas`` is what is set, ``desired`` what should be: they differ where somebody else owns the replicas."""
+
+    replicas: int
+    desired: int
+    wanted: int | None
+    capacity: Capacity | None
+    limited: Limited | None
+    deletion_costs: dict[str, int]
+
+
+def size(
+    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, delta: Delta | None, *, now: float
+) -> tuple[Sized, Kept]:
+    """The replicas, and the memory with demand's recent past."""
+    spec = deployment.spec.scaling
+    kept = _learnt(kept, observed, delta, now)
+    if spec is None:
+        count = deployment.spec.replicas
+        nothing = Sized(replicas=count, desired=count, wanted=None, capacity=None, limited=None, deletion_costs={})
+        return nothing, kept.model_copy(update={"scaling": ScalingMemory()})
+    ours = spec.owner == "Operator"
+    carried = _carried(deployment, observed, kept, memory, now)
+    before = kept.scaling if ours else kept.scaling.model_copy(update={"replicas": deployment.spec.replicas})
+    start = observed.workload.wanted if observed.workload else deployment.spec.replicas
+    scaled = scaling.scale(spec, before, _demand(deployment, observed, memory, delta, carried), start=start, now=now)
+    capacity = carried.mean if carried else None
+    sized = Sized(
+        replicas=scaled.replicas if ours else deployment.spec.replicas,
+        desired=scaled.replicas,
+        wanted=scaled.wanted,
+        capacity=capacity,
+        limited=scaling.limited(spec, scaled.wanted, _troubles(observed), capacity) if ours else None,
+        deletion_costs=_deletion_costs(observed, scaled.memory),
+    )
+    return sized, kept.model_copy(update={"scaling": scaled.memory})
+
+
+def max_num_seqs(deployment: Deployment, observed: Observed) -> int:
+    """What one worker runs at most: by its report, else by the spec."""
+    return min((report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs)
+
+
+def kv_tokens(observed: Observed) -> float | None:
+    """What the smallest cache of all workers holds; None while none says."""
+    found = [float(report.kv_tokens_total) for report in observed.last_reports if report.kv_tokens_total > 0]
+    return min(found, default=None)
+
+
+def _learnt(kept: Kept, observed: Observed, delta: Delta | None, now: float) -> Kept:
+    """Arrivals for the forecast, and how long a worker takes to start."""
+    forecast = kept.forecast
+    if delta is not None:
+        forecast = scaling.observed(forecast, scaling.arrivals([delta]), delta.seconds, now=now)
+    started = [worker.startup_seconds for worker in observed.workers if worker.startup_seconds is not None]
+    startup = kept.startup_seconds
+    if started:
+        # The quickest of those that stand: a readiness that was lost and came back looks like a slow start.
+        seen = min(started)
+        startup = seen if startup is None else startup + FIRST_STARTS_SHARE * (seen - startup)
+    return kept.model_copy(update={"forecast": forecast, "startup_seconds": startup and float(f"{startup:.3g}")})
+
+
+def _carried(
+    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, now: float
+) -> scaling.Carried | None:
+    """What one worker carries of the mix that comes in; None while requests or steps are not known."""
+    request = planning.request_of(kept)
+    if request is None:
+        return None
+    speculation = deployment.spec.speculation
+    most, cache = max_num_seqs(deployment, observed), kv_tokens(observed)
+    found = planning.buckets(deployment.spec.workers.max_num_seqs)
+    pace = planning.pace(speculation, kept, found, request, kv_tokens=cache)
+    rate = scaling.arrival_rate(memory.window, now=now, within=scaling.RECENT_SECONDS)
+    recent = scaling.arrival_rate(memory.window, now=now, within=WINDOW_SECONDS)
+    if pace is None:
+        return None
+    prompt = planning.prompt_of(kept)
+    mix = scaling.Mix(
+        prompt_tokens=request.prompt,
+        output_tokens=request.output,
+        context_tokens=request.context,
+        prompt_steps=prompt.steps,
+        prompt_seconds=prompt.seconds,
+    )
+    objective = speculation.objective
+    limits = scaling.Limits(
+        max_sequences=most,
+        cache_tokens=cache,
+        ttit_seconds=None if objective.ttit_milliseconds is None else objective.ttit_milliseconds / 1000,
+        ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
+    )
+    ahead = kept.startup_seconds or STARTUP_SECONDS
+    return scaling.Carried(
+        mean=scaling.capacity(mix, pace, limits),
+        least=scaling.capacity(mix, pace, limits, doubt=DOUBT),
+        rate=rate,
+        recent_rate=recent,
+        forecast_rate=scaling.expected_rate(kept.forecast, now=now, ahead_seconds=ahead),
+        ttft_seconds=limits.ttft_seconds,
+    )
+
+
+def _demand(
+    deployment: Deployment,
+    observed: Observed,
+    memory: Memory,
+    delta: Delta | None,
+    carried: scaling.Carried | None,
+) -> scaling.Demand:
+    recent = over(memory.window)
+    demand = scaling.Demand(
+        now=delta.running + delta.waiting if delta and not deployment.paused else None,
+        recent=recent.running + recent.waiting,
+        max_num_seqs=max_num_seqs(deployment, observed),
+        trusted=trusted(observed),
+        carried=carried,
+    )
+    # What waits is no work that lasts: once a worker's rate is known, a backlog has a term of its own.
+    return replace(demand, recent=recent.running, waiting=delta.waiting if delta else 0.0) if carried else demand
+
+
+def trusted(observed: Observed) -> bool:
+    """Every worker is ready and reported, and no rollout is under way."""
+    workload = observed.workload
+    return (
+        workload is not None
+        and workload.settled
+        and all(worker.ready and worker.report is not None for worker in observed.workers if not worker.leaving)
+    )
+
+
+def _troubles(observed: Observed) -> list[str]:
+    return [worker.trouble for worker in observed.workers if worker.trouble and not worker.leaving]
+
+
+def _deletion_costs(observed: Observed, memory: ScalingMemory) -> dict[str, int]:
+    """While workers may go: who has least to lose goes first. Else nobody needs to know."""
+    if memory.below_since is None:
+        return {}
+    running = {
+        worker.name: float(worker.report.running + worker.report.waiting)
+        for worker in observed.workers
+        if worker.report and not worker.leaving
+    }
+    return scaling.deletion_costs(running)

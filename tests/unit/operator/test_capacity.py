@@ -1,0 +1,299 @@
+"""What one worker carries, and what replicas follow from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from estimates import FULL, chances, spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator import planning
+from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.memory import ForecastMemory, Kept, ScalingMemory, TrafficMemory
+from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
+from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.records import Capacity
+from specdecode_operator.scaling import Carried, Demand, Limits, Mix, capacity, deletion_costs, limited, scale
+from specdecode_operator.scaling.capacity import waiting_seconds
+from specdecode_operator.scaling.forecast import SAMPLE_SECONDS, expected_rate, observed
+
+MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
+LIMITS = Limits(max_sequences=16)
+
+
+@dataclass(frozen=True)
+class Step:
+    seconds: float
+    tokens: float = 2.0
+    least_tokens: float = 2.0
+    error: float = 0.0
+
+
+def pace(sequences: float, prompt_tokens: float) -> Step:
+    """20 ms, 1 ms a sequence, 0.1 ms a prompt's token; 2 tokens a step."""
+    return Step(0.02 + 0.001 * sequences + 0.0001 * prompt_tokens, error=0.05)
+
+
+# --- capacity -----------------------------------------------------------------------------------------------------
+
+
+def test_at_capacity_the_running_sequences_are_a_fixed_point() -> None:
+    found = capacity(MIX, pace, LIMITS)
+    seconds = pace(found.sequences, found.rate * MIX.prompt_tokens * found.step_seconds).seconds
+    assert found.step_seconds == pytest.approx(seconds)
+    assert found.sequences == pytest.approx(found.rate * MIX.output_tokens * seconds / 2.0)
+
+
+def test_without_a_promise_a_fifth_of_the_slots_is_for_bursts() -> None:
+    found = capacity(MIX, pace, LIMITS)
+    assert found.limited_by == "slots"
+    assert found.sequences == pytest.approx(0.8 * 16, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "by", "sequences"),
+    [
+        # t / 2 = 14 ms at t = 28 ms: 20 + b + 0.1 * 100 * b * 2 / 200 = 28 where 1.1 b = 8.
+        ({"ttit_seconds": 0.014}, "ttit", 8 / 1.1),
+        ({"cache_tokens": 3000.0}, "cache", 9.0),
+        ({"ttft_seconds": 0.0425, "max_sequences": 64}, "ttft", 7.58),
+    ],
+)
+def test_the_first_promise_that_breaks_bounds_it(limits: dict[str, Any], by: str, sequences: float) -> None:
+    found = capacity(MIX, pace, replace(LIMITS, **limits))
+    assert found.limited_by == by
+    assert found.sequences == pytest.approx(sequences, rel=0.02)
+
+
+def test_doubt_lowers_it() -> None:
+    mean, least = (capacity(MIX, pace, replace(LIMITS, ttit_seconds=0.014), doubt=doubt) for doubt in (0, 1.28))
+    assert least.rate < 0.9 * mean.rate
+
+
+def test_a_promise_out_of_reach_is_said_so() -> None:
+    found = capacity(MIX, pace, replace(LIMITS, ttit_seconds=0.005))
+    assert not found.attainable
+    told = limited(ScalingSpec(max_replicas=9), 3, [], found)
+    assert told is not None
+    assert told.reason == "ObjectiveOutOfReach"
+
+
+def test_a_queue_grows_with_the_load() -> None:
+    """Erlang C by the table: 10 slots at 8 Erlang wait with probability 0.4092."""
+    assert waiting_seconds(8, 10, 1.0) == pytest.approx(0.4092 / 2, rel=1e-3)
+    assert waiting_seconds(10, 10, 1.0) == math.inf
+
+
+positive = st.floats(1e-6, 1e4)
+
+
+@settings(max_examples=200)
+@given(
+    st.tuples(positive, positive, positive, positive),
+    st.tuples(positive, positive, positive),
+    st.one_of(st.none(), positive),
+    st.one_of(st.none(), positive),
+    st.integers(1, 1024),
+)
+def test_any_worker_has_a_capacity(
+    law: tuple[float, float, float, float],
+    mix: tuple[float, float, float],
+    ttit: float | None,
+    ttft: float | None,
+    most: int,
+) -> None:
+    base, each, read, tokens = law
+
+    def any_pace(sequences: float, prompt_tokens: float) -> Step:
+        return Step(base + each * sequences + read * prompt_tokens, 1 + tokens % 8, 1.0, 0.1)
+
+    request = Mix(prompt_tokens=mix[0], output_tokens=mix[1], context_tokens=mix[2])
+    limits = Limits(max_sequences=most, cache_tokens=1e4, ttit_seconds=ttit, ttft_seconds=ttft)
+    mean, least = (capacity(request, any_pace, limits, doubt=doubt) for doubt in (0.0, 1.28))
+    assert 0 < least.rate <= mean.rate * (1 + 1e-9)
+    assert 0 < mean.sequences <= most
+
+
+# --- shallower before more workers --------------------------------------------------------------------------------
+
+
+def planned(**fields: Any) -> Pace:
+    kept = Kept(acceptance=chances(0.7), costs=FULL, wander=0.0)
+    found = planning.pace(spec(**fields), kept, planning.buckets(16), Request(100, 200, 500), kv_tokens=None)
+    assert found is not None
+    return found
+
+
+def test_shapes_grow_shallower_with_the_load() -> None:
+    found = [planned()(sequences, 0.0).tokens for sequences in (1, 4, 16, 64)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
+    adapts = capacity(MIX, planned(), Limits(max_sequences=64))
+    deep = capacity(MIX, planned(depth={"min": 5, "initial": 5}), Limits(max_sequences=64))
+    assert adapts.rate > 1.05 * deep.rate
+
+
+def test_what_reading_a_prompt_takes_is_learnt_from_steps_with_prefill() -> None:
+    times = StepTimes.fit(FULL)
+    assert times is not None
+    x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
+    seconds = times.linear((*x[:-1], 0.0)) + 300 * 0.0002
+    values = (10, 10 * seconds, 10 * seconds**2, 40, *(10 * v for v in x), *(0.0,) * 27)
+    assert prompt_token_seconds(Kept(prefill=values), times) == pytest.approx(0.0002)
+
+
+def test_the_mean_request() -> None:
+    assert planning.request_of(Kept()) is None
+    sums = (TrafficMemory(task="other", sums=(10, 5, 4000, 1000, 1000)),)
+    assert planning.request_of(Kept(traffic=sums)) == Request(prompt=300, output=200, context=500)
+
+
+# --- replicas -----------------------------------------------------------------------------------------------------
+
+SPEC = ScalingSpec(min_replicas=1, max_replicas=8, scale_down_window_seconds=60)
+ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="ttit")
+
+
+def demand(rate: float, *, waiting: float = 0, running: float = 1, trusted: bool = True, **carried: Any) -> Demand:
+    known = Carried(mean=ONE, least=ONE, rate=rate, recent_rate=rate, **carried)
+    return Demand(
+        now=running + waiting, recent=running, max_num_seqs=16, trusted=trusted, waiting=waiting, carried=known
+    )
+
+
+def polls(demands: list[Demand], memory: ScalingMemory | None = None) -> list[int]:
+    memory, found = memory or ScalingMemory(replicas=1), []
+    for index, one in enumerate(demands):
+        scaled = scale(SPEC, memory, one, start=1, now=1000.0 + 5 * index)
+        memory = scaled.memory
+        found.append(scaled.replicas)
+    return found
+
+
+def test_replicas_are_arrivals_over_capacity_and_the_backlog_over_its_time() -> None:
+    assert polls([demand(5.0)] * 2) == [1, 3]
+    assert polls([demand(5.0, waiting=120)] * 2) == [1, 4]
+
+
+def test_long_requests_count_while_they_run() -> None:
+    assert polls([demand(0.1, running=25)] * 2) == [1, 3]
+
+
+def test_who_waits_for_long_is_not_kept_waiting() -> None:
+    """Half of two seconds at three a second is three requests."""
+    assert polls([demand(3.0, waiting=4, ttft_seconds=2.0)]) == [2]
+    assert polls([demand(3.0, waiting=2, ttft_seconds=2.0)]) == [1]
+
+
+def test_a_wait_that_the_estimate_does_not_explain_adds_a_worker_once_all_are_there() -> None:
+    waits = demand(1.0, waiting=9, ttft_seconds=2.0)
+    assert polls([waits]) == [2]
+    assert polls([replace(waits, trusted=False)] * 3) == [1, 1, 1]
+
+
+def test_falls_only_when_the_rest_has_a_tenth_to_spare() -> None:
+    assert polls([demand(3.9)] * 30, ScalingMemory(replicas=3))[-1] == 3
+    assert polls([demand(3.5)] * 30, ScalingMemory(replicas=3))[-1] == 2
+
+
+def test_the_lower_bound_decides_the_fall_and_the_mean_the_rise() -> None:
+    doubtful = Carried(mean=ONE, least=replace(ONE, rate=1.0), rate=3.5, recent_rate=3.5)
+    unsure = replace(demand(3.5), carried=doubtful)
+    assert polls([unsure] * 3, ScalingMemory(replicas=1))[-1] == 2
+    assert polls([unsure] * 30, ScalingMemory(replicas=3))[-1] == 3
+
+
+def test_a_forecast_raises_the_floor_and_is_no_demand() -> None:
+    assert polls([demand(1.0, forecast_rate=5.0)] * 3)[-1] == 3
+    assert polls([demand(1.0, forecast_rate=5.0)] * 40, ScalingMemory(replicas=4))[-1] == 3
+    assert polls([demand(5.0, forecast_rate=0.0)] * 3)[-1] == 3, "never lowers"
+    assert scale(SPEC, ScalingMemory(), demand(1.0, forecast_rate=50.0), start=1, now=0).wanted == 1
+
+
+rates = st.floats(0, 1e6)
+
+
+@given(rates, rates, rates, rates, st.integers(1, 8), st.integers(0, 3), st.booleans())
+def test_more_demand_never_means_fewer_workers(
+    rate: float, more: float, running: float, waiting: float, replicas: int, above: int, trusted: bool
+) -> None:
+    memory = ScalingMemory(replicas=replicas, above_polls=above, below_since=0)
+    less = scale(SPEC, memory, demand(rate, running=running, waiting=waiting, trusted=trusted), start=1, now=1000)
+    for one in (
+        demand(rate + more, running=running, waiting=waiting, trusted=trusted),
+        demand(rate, running=running + more, waiting=waiting, trusted=trusted),
+        demand(rate, running=running, waiting=waiting + more, trusted=trusted),
+    ):
+        greater = scale(SPEC, memory, one, start=1, now=1000)
+        assert greater.replicas >= less.replicas
+        assert greater.wanted >= less.wanted
+        assert 1 <= greater.replicas <= 8
+
+
+# --- what limits, and who goes first ------------------------------------------------------------------------------
+
+
+def test_pods_without_a_place_are_told_before_the_maximum() -> None:
+    trouble = "Unschedulable: 0/3 nodes are available"
+    assert limited(SPEC, 3, [], ONE) is None
+    at_most = limited(SPEC, 9, [], ONE)
+    unplaced = limited(SPEC, 9, [trouble, "worker: CrashLoopBackOff: x"], ONE)
+    assert at_most is not None
+    assert unplaced is not None
+    assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
+    assert "1 pods" in unplaced.message
+
+
+def test_the_least_loaded_goes_first_and_a_failing_one_before() -> None:
+    costs = deletion_costs({"a": 3.0, "b": 1.0, "c": 9.0}, failing=["c"])
+    assert sorted(costs, key=lambda pod: costs[pod]) == ["c", "b", "a"]
+    assert costs["c"] < 0 <= costs["b"]
+
+
+# --- the forecast -------------------------------------------------------------------------------------------------
+
+
+def days(rate_at: Any, count: float, memory: ForecastMemory | None = None) -> tuple[ForecastMemory, float]:
+    found, now = memory or ForecastMemory(), 0.0
+    while now < 86400 * count:
+        now += SAMPLE_SECONDS
+        found = observed(found, rate_at(now) * SAMPLE_SECONDS, SAMPLE_SECONDS, now=now)
+    return found, now
+
+
+def test_a_day_is_learnt_and_told_before_it_comes() -> None:
+    def daily(now: float) -> float:
+        return 9.0 if 9 * 3600 <= now % 86400 < 18 * 3600 else 1.0
+
+    memory, now = days(daily, 2 + 8.75 / 24)
+    soon, later = (expected_rate(memory, now=now, ahead_seconds=ahead) for ahead in (60, 1200))
+    assert soon < 2
+    assert later > 6
+
+
+def test_a_ramp_is_carried_on_and_noise_is_not() -> None:
+    ramp, now = days(lambda now: 1 + now / 600, 1 / 24)
+    assert expected_rate(ramp, now=now, ahead_seconds=300) > ramp.level
+    noise, now = days(lambda now: 5 + 4 * (int(now / 60) % 2), 1 / 24)
+    assert expected_rate(noise, now=now, ahead_seconds=300) < 9
+
+
+def test_after_a_long_silence_nothing_is_foretold() -> None:
+    memory, now = days(lambda now: 5.0, 0.1)
+    assert expected_rate(memory, now=now + 5000, ahead_seconds=60) == 0
+
+
+@given(st.lists(st.tuples(st.floats(-10, 1e9), st.floats(-1, 1e5), st.floats(0, 1e6)), max_size=30), st.floats(0, 1e5))
+def test_any_arrivals_have_a_forecast(seen: list[tuple[float, float, float]], ahead: float) -> None:
+    memory = ForecastMemory()
+    for arrivals, seconds, now in seen:
+        memory = observed(memory, arrivals, seconds, now=now)
+        assert math.isfinite(expected_rate(memory, now=now, ahead_seconds=ahead))
+        assert expected_rate(memory, now=now, ahead_seconds=ahead) >= 0

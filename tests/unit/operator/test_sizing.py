@@ -1,0 +1,97 @@
+"""From reports to replicas: who owns them, what is told, and the time that a worker takes to start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
+
+from specdecode_operator.decide import decide
+from specdecode_operator.memory import Memory
+from specdecode_operator.observe import worker_of
+from specdecode_operator.records import Decision, Observed, Worker
+from specdecode_worker.contract import Plan, Report, TrafficCell, TreeShape
+
+OPERATOR = {"scaling": {"owner": "Operator", "maxReplicas": 6}}
+POLL_SECONDS = 5.0
+
+
+def with_traffic(report: Report, rate: float, seconds: float) -> Report:
+    """``rate`` requests a second so far, each of 100 prompt tokens and 50 of answer."""
+    count = int(rate * seconds)
+    cell = TrafficCell(
+        task="other",
+        arrivals=count,
+        finished=count,
+        prompt_tokens=100 * count,
+        cached_tokens=0,
+        output_tokens=50 * count,
+    )
+    return report.model_copy(update={"traffic": (cell,)})
+
+
+def decided(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
+    deployment = deployment_with(**spec)
+    worker = SimulatedWorker(Truth(sequences=1), plan=Plan(initial=TreeShape.chain(3)))
+    memory, now = Memory(), 1e6
+    for index in range(1, polls + 1):
+        worker.run(POLL_SECONDS)
+        now += POLL_SECONDS
+        report = with_traffic(worker.report(), rate, POLL_SECONDS * index)
+        pods = (
+            Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report),
+            *([Worker(name="q", uid="q", address=None, ready=False, trouble=trouble)] if trouble else []),
+        )
+        observed = Observed(workload=workload_with(), workers=pods, memory=memory)
+        decision, memory = decide(deployment, observed, DEFAULTS, now=now)
+    return decision
+
+
+def test_arrivals_over_capacity_make_replicas() -> None:
+    """A sequence alone brings some 60 tokens a second, 13 of them several times that: 5 requests of 50 fit one."""
+    few, many = decided(1, **OPERATOR), decided(40, **OPERATOR)
+    assert few.capacity is not None
+    assert few.capacity.limited_by == "slots"
+    assert (few.replicas, few.wanted) == (1, 1)
+    assert many.wanted is not None
+    assert many.capacity is not None
+    assert many.wanted == pytest.approx(40 / many.capacity.rate, abs=1)
+    assert many.replicas == min(6, many.wanted)
+
+
+def test_whoever_owns_the_replicas_is_told_what_they_should_be() -> None:
+    external = decided(40, scaling={"owner": "External", "maxReplicas": 6}, replicas=2)
+    ours = decided(40, **OPERATOR)
+    assert external.replicas == 2
+    assert external.desired == ours.replicas > 2
+    assert external.wanted == ours.wanted
+    assert external.limited is None
+    assert decided(40, replicas=2).wanted is None, "nobody asked"
+
+
+def test_a_pod_without_a_place_is_told() -> None:
+    found = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
+    assert found.limited is not None
+    assert found.limited.reason == "Unschedulable"
+
+
+def test_a_tighter_promise_means_less_capacity() -> None:
+    loose, tight = (
+        decided(4, speculation={"objective": {"ttitMilliseconds": most}}, **OPERATOR).capacity for most in (100, 10)
+    )
+    assert loose is not None
+    assert tight is not None
+    assert tight.rate < 0.8 * loose.rate
+    assert tight.limited_by == "ttit"
+
+
+def test_a_start_is_timed_from_making_to_ready() -> None:
+    pod = {
+        "metadata": {"name": "p", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:30Z"}]},
+    }
+    assert worker_of(pod).startup_seconds == 90
+    waiting = replace(worker_of({**pod, "status": {}}), name="p")
+    assert waiting.startup_seconds is None
