@@ -40,7 +40,7 @@ def size(
         nothing = Sized(replicas=count, desired=count, wanted=None, capacity=None, limited=None, deletion_costs={})
         return nothing, kept.model_copy(update={"scaling": ScalingMemory()})
     ours = spec.owner == "Operator"
-    carried = _carried(deployment, observed, kept, memory, now)
+    carried = _carried(deployment, observed, kept, memory, now) if delta is not None else None
     before = kept.scaling if ours else kept.scaling.model_copy(update={"replicas": deployment.spec.replicas})
     start = observed.workload.wanted if observed.workload else deployment.spec.replicas
     scaled = scaling.scale(spec, before, _demand(deployment, observed, memory, delta, carried), start=start, now=now)

@@ -6,7 +6,7 @@ What scaling asks of planning: the shape is chosen anew at each load, so capacit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
@@ -18,7 +18,7 @@ from specdecode_operator.planning.mix import SituationAt, situations
 from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.rows import rows_of
-from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.planning.steptime import Seconds, StepTimes
 from specdecode_worker.contract import FEATURES, Buckets, EngineConfig
 
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
@@ -47,6 +47,15 @@ class Paced(NamedTuple):
     shapes: str
 
 
+class _Decoding(NamedTuple):
+    seconds: Seconds
+    tokens: float
+    least_tokens: float
+    tokens_variance: float
+    """Of the logarithm."""
+    shapes: str
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Steps of one worker at any number of sequences; the shapes are those that would be chosen there."""
@@ -58,7 +67,19 @@ class Pace:
     prompt_token_seconds: float
     context_tokens: float
 
+    known: dict[float, _Decoding] = field(default_factory=dict)
+    """By sequences: the same loads are asked for again and again."""
+
     def __call__(self, sequences: float, prompt_tokens: float) -> Paced:
+        if sequences not in self.known:
+            self.known[sequences] = self._decoding(sequences)
+        found = self.known[sequences]
+        seconds = found.seconds.mean + prompt_tokens * self.prompt_token_seconds
+        error = math.sqrt(found.seconds.variance / seconds**2 + found.tokens_variance)
+        return Paced(seconds, found.tokens, found.least_tokens, error, found.shapes)
+
+    def _decoding(self, sequences: float) -> _Decoding:
+        """The best shapes at this load."""
         context = bucket_of(self.found.context, self.context_tokens)
         concurrency = bucket_of(self.found.concurrency, sequences)
         group = [row for row in self.rows if (row.concurrency, row.context) == (concurrency, context)]
@@ -68,10 +89,9 @@ class Pace:
             situation = situation.with_only((), {row.task: row.shape for row in group})
         options = weigh(situation, situation.best())
         shapes, option = min(options.by_shapes.items(), key=lambda found: found[1].rank)
-        seconds = option.seconds.mean + prompt_tokens * self.prompt_token_seconds
-        error = math.sqrt(option.seconds.variance / seconds**2 + options.tokens_variance(shapes))
         told = ", ".join(f"{task} {shape}" for task, shape in shapes)
-        return Paced(seconds, option.tokens, min(option.by_task.values()), error, told)
+        least = min(option.by_task.values())
+        return _Decoding(option.seconds, option.tokens, least, options.tokens_variance(shapes), told)
 
 
 def pace(

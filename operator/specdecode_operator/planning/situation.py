@@ -15,7 +15,7 @@ from specdecode_operator.planning.bounds import Bounds
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.promise import Promise
 from specdecode_operator.planning.steptime import StepTimes
-from specdecode_operator.planning.trees import Node, Path, Rates, best_nodes, expected, paths_of, shape_of
+from specdecode_operator.planning.trees import Node, Path, Rates, best_nodes, chain_of, expected, paths_of, shape_of
 from specdecode_worker.contract import TreeShape
 
 Shapes = tuple[tuple[str, TreeShape], ...]
@@ -44,7 +44,7 @@ class Task:
     @property
     def asked(self) -> TreeShape:
         """What runs at the least."""
-        return TreeShape.chain(self.bounds.least) if self.held is None else self.held
+        return chain_of(self.bounds.least) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class _Growth:
         tokens = {task.name: expected(task.rates, task.asked) for task in tasks}
         return cls(
             tasks,
-            {task.name: paths_of(task.asked) for task in tasks},
+            {task.name: list(paths_of(task.asked)) for task in tasks},
             tokens,
             1 + sum(task.share * task.asked.nodes for task in tasks),
             sum(task.share * tokens[task.name] for task in tasks),

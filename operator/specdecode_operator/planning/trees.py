@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from specdecode_worker.contract import TreeShape
@@ -91,20 +92,32 @@ def best_nodes(rates: Rates, *, depth: int, top_k: int, most: int) -> list[Node]
     return found
 
 
-def shape_of(paths: Iterable[Path]) -> TreeShape:
-    """The tree of these nodes, breadth first, siblings by rank."""
-    ordered: list[Path] = sorted(paths, key=lambda path: (len(path), path))
-    index = {(): 0, **{path: number for number, path in enumerate(ordered, start=1)}}
-    return TreeShape(tuple(index[path[:-1]] for path in ordered))
+@lru_cache(maxsize=32)
+def chain_of(depth: int) -> TreeShape:
+    """Made once: shapes are validated, and a search asks for the same few all the time."""
+    return TreeShape.chain(depth)
 
 
-def paths_of(shape: TreeShape) -> list[Path]:
+@lru_cache(maxsize=256)
+def paths_of(shape: TreeShape) -> tuple[Path, ...]:
     """Path of every node, in the order of the shape."""
     ranks = shape.ranks
     found: list[Path] = [()]
     for node, parent in enumerate(shape.parents, start=1):
         found.append((*found[parent], ranks[node]))
-    return found[1:]
+    return tuple(found[1:])
+
+
+def shape_of(paths: Iterable[Path]) -> TreeShape:
+    """The tree of these nodes, breadth first, siblings by rank."""
+    return _tree(frozenset(paths))
+
+
+@lru_cache(maxsize=256)
+def _tree(paths: frozenset[Path]) -> TreeShape:
+    ordered: list[Path] = sorted(paths, key=lambda path: (len(path), path))
+    index = {(): 0, **{path: number for number, path in enumerate(ordered, start=1)}}
+    return TreeShape(tuple(index[path[:-1]] for path in ordered))
 
 
 def expected(rates: Rates, shape: TreeShape) -> float:

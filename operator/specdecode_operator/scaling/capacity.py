@@ -19,8 +19,8 @@ SLOTS_USABLE = 0.8
 """Share of a worker's sequences that is planned for where nothing is promised of waiting; the rest is for bursts."""
 CACHE_USABLE = 0.9
 """Share of the KV cache that is planned for: contexts differ, and prefixes are kept."""
-HALVINGS = 8
-"""Of the last interval of sequences; its edges are at most half of them apart, so this is well below one."""
+HALVINGS = 6
+"""Of the last interval of sequences; its edges are at most half of them apart, so this leaves one in a hundred."""
 
 Limit = Literal["slots", "ttit", "ttft", "cache"]
 """As in records.Capacity."""
@@ -89,13 +89,22 @@ class _Point:
 def capacity(mix: Mix, pace: Pace, limits: Limits, *, doubt: float = 0) -> Capacity:
     """``doubt`` is how many standard errors slower a step is taken to be: 0 is the mean, more is a lower bound."""
     kept: list[_Point] = []
-    for sequences in _grid(limits.max_sequences):
+    most, last = _most(mix, limits)
+    for sequences in _grid(most):
         point = _at(sequences, mix, pace, limits, doubt)
         if point.broken is not None:
             return _between(kept, point, mix, pace, limits, doubt)
         kept.append(point)
     best = max(kept, key=lambda point: point.rate)
-    return _capacity(best, "slots")
+    return _capacity(best, last)
+
+
+def _most(mix: Mix, limits: Limits) -> tuple[float, Limit]:
+    """Sequences that there is room for, whatever their pace, and what of; one at the least."""
+    share = SLOTS_USABLE if limits.ttft_seconds is None else 1.0
+    slots = share * limits.max_sequences
+    cache = CACHE_USABLE * limits.cache_tokens / mix.context_tokens if limits.cache_tokens else math.inf
+    return (max(1.0, cache), "cache") if cache < slots else (max(1.0, slots), "slots")
 
 
 def _between(kept: list[_Point], broken: _Point, mix: Mix, pace: Pace, limits: Limits, doubt: float) -> Capacity:
@@ -108,7 +117,7 @@ def _between(kept: list[_Point], broken: _Point, mix: Mix, pace: Pace, limits: L
             sequences=found.sequences,
             step_seconds=found.step_seconds,
             limited_by=broken.broken,
-            attainable=broken.broken in ("slots", "cache"),
+            attainable=False,
         )
     low, high, limit = kept[-1].sequences, broken.sequences, broken.broken
     for _ in range(HALVINGS):
@@ -125,7 +134,7 @@ def _capacity(point: _Point, limit: Limit) -> Capacity:
     return Capacity(rate=point.rate, sequences=point.sequences, step_seconds=point.seconds, limited_by=limit)
 
 
-def _grid(most: int) -> Iterator[float]:
+def _grid(most: float) -> Iterator[float]:
     """1, 2, 3, 4, 6, 8, 12, ... and the most that run."""
     edge = 1.0
     while edge < most:
@@ -133,7 +142,7 @@ def _grid(most: int) -> Iterator[float]:
         if edge >= 2 and edge * 1.5 < most:
             yield edge * 1.5
         edge *= 2
-    yield float(most)
+    yield most
 
 
 def _at(sequences: float, mix: Mix, pace: Pace, limits: Limits, doubt: float) -> _Point:
@@ -147,12 +156,10 @@ def _at(sequences: float, mix: Mix, pace: Pace, limits: Limits, doubt: float) ->
 
 
 def _broken(sequences: float, seconds: float, step: Step, mix: Mix, limits: Limits) -> Limit | None:
-    if limits.cache_tokens and sequences * mix.context_tokens > CACHE_USABLE * limits.cache_tokens:
-        return "cache"
     if limits.ttit_seconds is not None and seconds / step.least_tokens > limits.ttit_seconds:
         return "ttit"
     if limits.ttft_seconds is None:
-        return "slots" if sequences > SLOTS_USABLE * limits.max_sequences else None
+        return None
     service = mix.output_tokens * seconds / step.tokens
     first = 0.5 * seconds + mix.prompt_steps * (seconds + mix.prompt_seconds)
     if first > limits.ttft_seconds:
