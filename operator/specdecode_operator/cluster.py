@@ -6,6 +6,7 @@ an API server that is away at start does no harm. Foreign errors become ClusterE
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -58,7 +59,7 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     (GROUP, "specdecodedeployments"): frozenset({"get", "list", "watch"}),
     (GROUP, "specdecodedeployments/status"): frozenset({"patch"}),
     ("apps", "deployments"): frozenset({"get", "list", "watch", "create", "patch"}),
-    ("", "pods"): frozenset({"list", "watch"}),
+    ("", "pods"): frozenset({"list", "watch", "patch", "delete"}),
     ("", "services"): frozenset({"create", "patch"}),
     ("", "configmaps"): frozenset({"get", "create", "patch"}),
     ("", "secrets"): frozenset({"get", "create"}),
@@ -116,6 +117,22 @@ class Cluster:
             return
         await self._apply(kind.path(namespace, name), manifest)
         self._applied[kind.kind, namespace, name] = digest, time.monotonic()
+
+    async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
+        """Merges ``change`` into what is there; what is gone stays gone."""
+        with contextlib.suppress(NotFound):
+            await self._request(
+                "patch",
+                kind.path(namespace, name),
+                body=dict(change),
+                content_type="application/merge-patch+json",
+                field_manager=FIELD_MANAGER,
+            )
+
+    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
+        """What is gone already is no error."""
+        with contextlib.suppress(NotFound):
+            await self._request("delete", kind.path(namespace, name))
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Writes the whole status; fields that were ours and are missing now go."""

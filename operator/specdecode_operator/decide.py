@@ -5,7 +5,7 @@ Where planning, scaling (through sizing) and manifests meet; it gives every numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from specdecode_operator import history, manifests, planning, silence, steering
@@ -17,6 +17,7 @@ from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
 from specdecode_operator.sizing import kv_tokens, size
+from specdecode_operator.suspects import verdicts
 from specdecode_worker.contract import Buckets, Plan, Report, TreeShape
 
 LEAST_READING_SECONDS = 2.0
@@ -27,13 +28,16 @@ PUBLISH_SECONDS = 30.0
 def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, now: float) -> tuple[Decision, Memory]:
     """Raises SpecError when the spec asks for what cannot be."""
     found = planning.buckets(deployment.spec.workers.max_num_seqs)
-    memory, delta = _read(observed, found, now)
+    memory, deltas = _read(observed, found, now)
     kept = steering.remembered(deployment, memory.kept)
+    kept = kept.model_copy(update={"pods": planning.learn_pods(kept, deltas, now=now)})
+    memory, delta = _together(observed, replace(memory, kept=kept), deltas, now)
     kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
     kept = history.realised(kept, delta, found) if delta else kept
     before = kept
     kept, pin, problem = steering.pinned(deployment, kept)
     kept, plan, changes, recommended = _plan(deployment, observed, kept, pin, found, now)
+    watched, kept = verdicts(deployment, observed, kept, plan, now=now)
     sized, kept = size(deployment, observed, kept, memory, delta, now=now)
     sized, kept = steering.advised(deployment, sized, before, kept)
     kept, steps = steering.recorded(deployment, before, kept, sized.wanted, now)
@@ -43,6 +47,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     kept = kept.model_copy(update={"template": template})
     memory = replace(memory, kept=kept)
     figures, memory = _published(deployment, observed, memory, plan, found, now)
+    depth = _depth_in_use(deployment, observed, kept, plan, found)
     decision = Decision(
         plan=plan,
         replicas=sized.replicas,
@@ -55,10 +60,14 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         url=manifests.service_url(deployment.namespace, deployment.name),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=_children(deployment, plan, template, sized.replicas),
-        pushes=_pushes(observed, plan, deployment.uid),
+        pushes=_pushes(observed, plan, deployment.uid, watched.own),
+        suspects=watched.suspects,
+        own_plans=watched.own_plans,
+        recycle=watched.recycle,
         changes=changes,
         recommended=recommended,
-        depth=_depth_in_use(deployment, observed, kept, plan, found),
+        depth=depth,
+        nodes=_nodes(plan, kept, found, depth),
         task_depths=_task_depths(deployment, plan, kept, found),
         figures=figures,
         first_acceptance=planning.first_acceptance(kept.acceptance),
@@ -74,22 +83,32 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
 # --- what the workers did -----------------------------------------------------------------------------------------
 
 
-def _read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, Delta | None]:
-    """Moves the baselines and the window; the delta is None when no worker has a new reading."""
+def _read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[planning.PodDelta]]:
+    """Moves the baselines; a worker without a new reading has no delta."""
     memory = observed.memory
     baselines: dict[str, Report] = {}
-    deltas: list[Delta] = []
+    deltas: list[planning.PodDelta] = []
     for worker in observed.workers:
         before = memory.baselines.get(worker.uid)
         baseline, delta = _one(before, worker.report, found, now)
         if baseline is not None:
             baselines[worker.uid] = baseline
-        if delta is not None:
-            deltas.append(delta)
-    total = fleet(deltas, at=now, draft=_draft(observed, memory.kept)) if deltas else None
+            if delta is not None:
+                deltas.append((worker.uid, baseline.boot_id, delta))
+    return replace(memory, baselines=baselines), deltas
+
+
+def _together(
+    observed: Observed, memory: Memory, deltas: list[planning.PodDelta], now: float
+) -> tuple[Memory, Delta | None]:
+    """The fleet's delta, None when nobody has a new reading, and the window with it. What drafts of a suspected pod
+    bring says nothing about the others'."""
+    strange = planning.suspected(memory.kept)
+    counted = [delta.without_acceptance() if uid in strange else delta for uid, _, delta in deltas]
+    total = fleet(counted, at=now, draft=_draft(observed, memory.kept)) if counted else None
     window = (*memory.window, *([total] if total else []))
     recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)
-    return replace(memory, baselines=baselines, window=recent, silent=silence.counted(observed, now)), total
+    return replace(memory, window=recent, silent=silence.counted(observed, now)), total
 
 
 def _one(before: Report | None, after: Report | None, found: Buckets, now: float) -> tuple[Report | None, Delta | None]:
@@ -213,6 +232,14 @@ def _depth_in_use(deployment: Deployment, observed: Observed, kept: Kept, plan: 
     return row.shape.depth if row else plan.initial.depth
 
 
+def _nodes(plan: Plan, kept: Kept, found: Buckets, depth: int | None) -> int | None:
+    """Draft tokens of the shape in use; none where plain decoding runs."""
+    if not depth:
+        return depth
+    row = plan.row(*planning.present_row(kept.load, found), kept.load.task)
+    return (row.shape if row else plan.initial).nodes
+
+
 def _task_depths(deployment: Deployment, plan: Plan, kept: Kept, found: Buckets) -> dict[str, int]:
     concurrency, context = planning.present_row(kept.load, found)
     depths = {}
@@ -222,15 +249,17 @@ def _task_depths(deployment: Deployment, plan: Plan, kept: Kept, found: Buckets)
     return depths
 
 
-def _pushes(observed: Observed, plan: Plan, uid: str) -> tuple[str, ...]:
-    """Addresses of workers whose report shows a lower version; what a report says is what runs."""
+def _pushes(observed: Observed, plan: Plan, uid: str, own: Collection[str]) -> tuple[str, ...]:
+    """Addresses of workers whose report shows a lower version, or another plan than theirs; what a report says is
+    what runs. Those in ``own`` get their own."""
     return tuple(
         worker.address
         for worker in observed.workers
         if worker.address
         and worker.report
         and not worker.leaving
-        and (worker.report.plan.uid != uid or worker.report.plan.version < plan.version)
+        and worker.address not in own
+        and (worker.report.plan.uid != uid or worker.report.plan.version < plan.version or worker.report.plan.quiet)
     )
 
 
@@ -292,4 +321,6 @@ def _is_decision(before: Kept, after: Kept) -> bool:
         or before.steering != after.steering
         or before.history != after.history
         or before.uid != after.uid
+        or before.recycled_at != after.recycled_at
+        or planning.suspected(before) != planning.suspected(after)
     )

@@ -173,6 +173,10 @@ class Delta:
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
+    def without_acceptance(self) -> Delta:
+        """Load and cost alone."""
+        return replace(self, acceptance={}, siblings={}, requests={})
+
 
 def difference(before: Report, after: Report, *, at: float, buckets: Buckets) -> Delta | None:
     """What the worker did in between; None when the two cannot be subtracted (a new boot, a clock that stood still).

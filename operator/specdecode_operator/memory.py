@@ -152,6 +152,32 @@ class ForecastMemory(Lasting):
     seconds: float = 0
 
 
+class PodTask(Lasting):
+    """How often the first drafted token of one task was right on one pod: now, and in the past."""
+
+    task: str
+    hits: float = 0
+    total: float = 0
+    past_hits: float = 0
+    past_total: float = 0
+
+
+class PodMemory(Lasting):
+    """One pod against its own past. Times are the operator's clock."""
+
+    uid: str
+    boot: str = ""
+    draft: str = ""
+    tasks: tuple[PodTask, ...] = ()
+    pace: float | None = None
+    """Logarithm of its step times over the fleet's."""
+    doubts: int = 0
+    """Polls in a row that looked like a collapse."""
+    collapsed_since: float | None = None
+    slow_since: float | None = None
+    at: float = 0
+
+
 class TemplateMemory(Lasting):
     """The pod template that is applied, and the hash of the part of the spec that it was made of."""
 
@@ -184,6 +210,9 @@ class Kept(Lasting):
     load: LoadMemory = LoadMemory()
     scaling: ScalingMemory = ScalingMemory()
     forecast: ForecastMemory = ForecastMemory()
+    pods: tuple[PodMemory, ...] = ()
+    recycled_at: float | None = None
+    """When a pod was last replaced for its acceptance."""
     startup_seconds: float | None = None
     """From a pod's making to its being ready, as seen last."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
@@ -224,12 +253,16 @@ class Memory:
 
 
 def state_data(kept: Kept) -> dict[str, str]:
-    """The data of the state ConfigMap, within its bound: the least visited cost cells go first."""
+    """The data of the state ConfigMap, within its bound: the least visited cost cells go first, then pods."""
     text = kept.model_dump_json(by_alias=True)
     while len(text.encode()) > MAX_KEPT_BYTES and kept.costs:
         heaviest = sorted(kept.costs, key=lambda cell: -cell.values[0])
         kept = kept.model_copy(update={"costs": tuple(heaviest[: len(heaviest) * 3 // 4])})
         text = kept.model_dump_json(by_alias=True)
+    if len(text.encode()) > MAX_KEPT_BYTES:
+        # Hundreds of pods: only those under suspicion have a past that matters to others than themselves.
+        pods = tuple(pod for pod in kept.pods if pod.collapsed_since is not None)[:64]
+        text = kept.model_copy(update={"pods": pods}).model_dump_json(by_alias=True)
     template = kept.template.model_dump_json() if kept.template else ""
     return {"memory.json": text, "template.json": template}
 

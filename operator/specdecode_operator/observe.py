@@ -122,8 +122,15 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         ready=conditions.get("Ready") == "True",
         leaving=over or "deletionTimestamp" in pod["metadata"],
         trouble=_trouble(status),
+        deletion_cost=_deletion_cost(pod),
         startup_seconds=_startup(pod),
     )
+
+
+def _deletion_cost(pod: Mapping[str, Any]) -> int | None:
+    """As annotated; None when it is not, or by somebody who wrote no number."""
+    text = (pod["metadata"].get("annotations") or {}).get(manifests.DELETION_COST_ANNOTATION, "")
+    return int(text) if text.lstrip("-").isdecimal() else None
 
 
 def _startup(pod: Mapping[str, Any]) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdecode_operator import manifests, metrics
 from specdecode_operator.api.v1alpha1 import KIND, Status
-from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, Cluster
+from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, PODS, Cluster
 from specdecode_operator.decide import decide
 from specdecode_operator.errors import ClusterError, Refused, SpecError, WorkerError
 from specdecode_operator.events import Notice, notices
@@ -20,6 +20,7 @@ from specdecode_operator.observe import deployment_of, find, observe, status_of_
 from specdecode_operator.records import Decision, Defaults, Deployment, Key, Outcome
 from specdecode_operator.status import failed_status, iso, status_of
 from specdecode_operator.worker_client import Workers
+from specdecode_worker.contract import Plan
 
 SPEC_ERROR_SECONDS = 300.0
 """A spec that cannot be carried out is looked at when it changes, and now and then in case the world did."""
@@ -96,15 +97,29 @@ class Reconciler:
                 await self.cluster.apply(manifest)
             except Refused as error:
                 problems.append(f"{manifest['kind']} {manifest['metadata']['name']}: {error}")
-        await asyncio.gather(*(self._push(address, token, decision) for address in decision.pushes))
+        plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.own_plans}
+        await asyncio.gather(*(self._push(address, token, plan) for address, plan in plans.items()))
+        await self._replace(deployment, decision)
         return Outcome(problems=tuple(problems))
 
-    async def _push(self, address: str, token: str, decision: Decision) -> None:
+    async def _push(self, address: str, token: str, plan: Plan) -> None:
         """Best effort: the next report tells whether it arrived, and it is pushed again if not."""
         try:
-            await self.workers.push(address, token, decision.plan)
+            await self.workers.push(address, token, plan)
         except WorkerError as error:
-            log.info("plan %d was not taken: %s", decision.plan.version, error)
+            log.info("plan %d was not taken: %s", plan.version, error)
+
+    async def _replace(self, deployment: Deployment, decision: Decision) -> None:
+        """Marks who goes first when workers go, and deletes those that shall be replaced. Best effort, as pushes."""
+        try:
+            for name, cost in decision.deletion_costs.items():
+                change = {"metadata": {"annotations": {manifests.DELETION_COST_ANNOTATION: str(cost)}}}
+                await self.cluster.patch(PODS, deployment.namespace, name, change)
+            for name in decision.recycle:
+                log.warning("%s/%s: pod %s is replaced: its acceptance collapsed", *deployment.key, name)
+                await self.cluster.delete(PODS, deployment.namespace, name)
+        except ClusterError as error:
+            log.warning("%s/%s: %s", *deployment.key, error)
 
     async def _tell(self, key: Key, uid: str, found: Iterable[Notice], now: float) -> None:
         for index, notice in enumerate(found):

@@ -81,6 +81,8 @@ class Worker:
     """What the kubelet says keeps it from starting."""
     report: Report | None = None
     report_problem: str | None = None
+    deletion_cost: int | None = None
+    """As annotated."""
     startup_seconds: float | None = None
     """From its making until it was ready; None while it is not."""
 
@@ -153,6 +155,24 @@ class Limited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A pod that differs from what it was, and from its peers."""
+
+    pod: str
+    uid: str
+    reason: Literal["AcceptanceCollapsed", "SlowSteps"]
+    message: str
+    since: float
+    """Operator's clock."""
+    acceptance: float | None = None
+    """Of the first drafted token, now."""
+    usual: float | None = None
+    """What it used to be, for the same tasks."""
+    pace: float | None = None
+    """Seconds of its steps over those of its peers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What should be so."""
 
@@ -191,7 +211,12 @@ class Decision:
     limited: Limited | None = None
     """What keeps replicas from following demand."""
     deletion_costs: Mapping[str, int] = field(default_factory=dict)
-    """By pod, while workers may go: the lowest first."""
+    """By pod, where it is not annotated so yet, shortly before a worker goes: the lowest first."""
+    suspects: tuple[Suspect, ...] = ()
+    own_plans: Mapping[str, Plan] = field(default_factory=dict)
+    """By address: the plan of workers that shall not run ``plan``."""
+    recycle: tuple[str, ...] = ()
+    """Pods to be deleted, so that others take their place."""
     nodes: int | None = None
     """Draft tokens of the shape that runs at the present load."""
     urgent: bool = False

@@ -11,9 +11,11 @@ from specdecode_operator.records import Capacity, Deployment, Limited, Observed
 
 DOUBT = 1.28
 """Standard errors of the lower bound: nine times in ten a worker carries more."""
+MARK_SECONDS = 15.0
+"""Before the window ends pods are marked: earlier marks would be old, and a write each."""
 STARTUP_SECONDS = 60.0
 """Of a worker, until one was seen starting."""
-FIRST_STARTS_SHARE = 0.5
+LAST_START_SHARE = 0.5
 """Weight of the start-up that was seen last."""
 
 
@@ -51,7 +53,7 @@ def size(
         wanted=scaled.wanted,
         capacity=capacity,
         limited=scaling.limited(spec, scaled.wanted, _troubles(observed), capacity) if ours else None,
-        deletion_costs=_deletion_costs(observed, scaled.memory),
+        deletion_costs=_deletion_costs(deployment, observed, kept, scaled.memory, now),
     )
     return sized, kept.model_copy(update={"scaling": scaled.memory})
 
@@ -77,7 +79,7 @@ def _learnt(kept: Kept, observed: Observed, delta: Delta | None, now: float) -> 
     if started:
         # The quickest of those that stand: a readiness that was lost and came back looks like a slow start.
         seen = min(started)
-        startup = seen if startup is None else startup + FIRST_STARTS_SHARE * (seen - startup)
+        startup = seen if startup is None else startup + LAST_START_SHARE * (seen - startup)
     return kept.model_copy(update={"forecast": forecast, "startup_seconds": startup and float(f"{startup:.3g}")})
 
 
@@ -155,13 +157,17 @@ def _troubles(observed: Observed) -> list[str]:
     return [worker.trouble for worker in observed.workers if worker.trouble and not worker.leaving]
 
 
-def _deletion_costs(observed: Observed, memory: ScalingMemory) -> dict[str, int]:
-    """While workers may go: who has least to lose goes first. Else nobody needs to know."""
-    if memory.below_since is None:
+def _deletion_costs(
+    deployment: Deployment, observed: Observed, kept: Kept, memory: ScalingMemory, now: float
+) -> dict[str, int]:
+    """Shortly before a worker goes: who has least to lose goes first. At other times nobody needs to know."""
+    spec = deployment.spec.scaling
+    if spec is None or memory.below_since is None or deployment.paused:
         return {}
-    running = {
-        worker.name: float(worker.report.running + worker.report.waiting)
-        for worker in observed.workers
-        if worker.report and not worker.leaving
-    }
-    return scaling.deletion_costs(running)
+    if now - memory.below_since < spec.scale_down_window_seconds - MARK_SECONDS:
+        return {}
+    staying = [worker for worker in observed.workers if worker.report and not worker.leaving]
+    running = {worker.name: float(worker.report.running + worker.report.waiting) for worker in staying if worker.report}
+    strange = planning.suspected(kept)
+    costs = scaling.deletion_costs(running, (worker.name for worker in staying if worker.uid in strange))
+    return {worker.name: costs[worker.name] for worker in staying if worker.deletion_cost != costs[worker.name]}

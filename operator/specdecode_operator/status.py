@@ -119,7 +119,7 @@ def _speculation(deployment: Deployment, decision: Decision, now: float) -> Spec
     return before.model_copy(
         update={
             "depth": decision.depth if decision.depth is not None else before.depth,
-            "nodes": decision.depth if decision.depth is not None else before.nodes,
+            "nodes": decision.nodes if decision.nodes is not None else before.nodes,
             "plan_version": decision.plan.version,
             "pinned": decision.pinned or None,
             "recommended": decision.recommended,

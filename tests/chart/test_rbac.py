@@ -19,7 +19,7 @@ Rights = dict[tuple[str, str], set[str]]
 
 SOURCE = Path(specdecode_operator.__file__).parent
 KINDS = {name: kind for name, kind in vars(cluster).items() if isinstance(kind, cluster.Kind)}
-BY_ARGUMENT = {"get", "list", "create", "watch"}
+BY_ARGUMENT = {"get", "list", "create", "watch", "patch", "delete"}
 """Methods of Cluster that are verbs of their own; their first argument is the kind."""
 
 

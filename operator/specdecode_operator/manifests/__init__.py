@@ -3,6 +3,7 @@
 from specdecode_operator.manifests.config import worker_config
 from specdecode_operator.manifests.identity import (
     ADMIN_TOKEN_KEY,
+    DELETION_COST_ANNOTATION,
     PLAN_KEY,
     SPEC_HASH_ANNOTATION,
     admin_secret_name,
@@ -18,6 +19,7 @@ from specdecode_operator.manifests.workload import resolved_image, workload
 
 __all__ = [
     "ADMIN_TOKEN_KEY",
+    "DELETION_COST_ANNOTATION",
     "PLAN_KEY",
     "SPEC_HASH_ANNOTATION",
     "admin_secret",

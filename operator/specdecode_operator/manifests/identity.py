@@ -12,6 +12,8 @@ VARIANT = "stable"
 PLAN_KEY = "plan.json"
 ADMIN_TOKEN_KEY = "token"
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
+DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+"""Kubernetes' own: of the pods of a ReplicaSet that shrinks, the one with the lowest goes first."""
 """On the workload: hash of the part of the spec that its pod template was made of."""
 
 

@@ -7,23 +7,30 @@ from specdecode_operator.planning.loads import buckets, present_row
 from specdecode_operator.planning.moves import Change
 from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
+from specdecode_operator.planning.pods import SLOW_SECONDS, PodDelta, expectation, learn_pods, relative_pace, suspected
 from specdecode_operator.planning.rows import Chosen, choose
 
 __all__ = [
+    "SLOW_SECONDS",
     "Change",
     "Chosen",
     "Pace",
+    "PodDelta",
     "Request",
     "buckets",
     "choose",
+    "expectation",
     "figures",
     "first_acceptance",
     "follows",
     "learn",
+    "learn_pods",
     "next_plan",
     "pace",
     "plans",
     "present_row",
     "prompt_of",
+    "relative_pace",
     "request_of",
+    "suspected",
 ]

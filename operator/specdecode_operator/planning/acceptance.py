@@ -29,7 +29,7 @@ def rates(kept: Kept, task: str | None, depth: int, top_k: int = 1) -> Rates:
     first = chain(kept, task, depth)
     if top_k == 1:
         return Rates(tuple((chance,) for chance in first), tuple((chance,) for chance in first))
-    effect = _design_effect(kept, task)
+    effect = design_effect(kept, task)
     main, sibling = [], []
     for level, chance in enumerate(first, start=1):
         seen = _seen(kept.acceptance, task, level, "main")
@@ -42,11 +42,11 @@ def rates(kept: Kept, task: str | None, depth: int, top_k: int = 1) -> Rates:
 
 def chain(kept: Kept, task: str | None, depth: int) -> list[Chance]:
     """Chances at depths 1..``depth`` of ``task``; None takes all tasks together."""
-    pooled = _chain(kept.acceptance, depth, [], _design_effect(kept, None))
+    pooled = _chain(kept.acceptance, depth, [], design_effect(kept, None))
     if task is None:
         return pooled
     own = [cell for cell in kept.acceptance if cell.task == task]
-    return _chain(own, depth, pooled, _design_effect(kept, task))
+    return _chain(own, depth, pooled, design_effect(kept, task))
 
 
 def drafts_seen(kept: Kept, task: str) -> float:
@@ -99,7 +99,7 @@ def _chance(hits: Hits, prior: Hits, effect: float) -> Chance:
     return Chance(p, p * (1 - p) / (seen.total + 1))
 
 
-def _design_effect(kept: Kept, task: str | None) -> float:
+def design_effect(kept: Kept, task: str | None) -> float:
     """How much wider errors are because tokens of one request resemble each other; 1 while few requests ended.
 
     Variance of the ratio accepted / drafts over requests (linearised), against what independent drafts would give,

@@ -68,6 +68,8 @@ class Plan(Received):
     top_k: int = Field(default=1, ge=1, le=MAX_RANKS)
     explore: float = Field(default=0.01, ge=0, le=0.5)
     guard: bool = True
+    quiet: bool = False
+    """This worker alone shall not speculate: it has no rows and no initial shape, at the version that others run."""
     tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
 
     @model_validator(mode="after")

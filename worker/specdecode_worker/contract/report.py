@@ -120,6 +120,8 @@ class PlanState(Received):
     version: int = 0
     draft: str = ""
     matches_draft: bool = True
+    quiet: bool = False
+    """As in the plan: a version has two of them."""
     buckets: Buckets = Buckets()
 
 

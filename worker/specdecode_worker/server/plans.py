@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class Plans:
-    """Which plan may follow which: same uid, and within one draft the version never falls."""
+    """Which plan may follow which: same uid, and within one draft the version never falls. A version has one content
+    for all workers, and one for those that shall be quiet."""
 
     def __init__(self, uid: str, start: Plan) -> None:
         self._uid = uid
@@ -30,7 +31,8 @@ class Plans:
             raise Conflict(
                 f"version {plan.version} is older than {current.version}, which is in force", param="version"
             )
-        if plan.draft == current.draft and plan.version == current.version and plan != current:
+        same = (plan.draft, plan.version, plan.quiet) == (current.draft, current.version, current.quiet)
+        if same and plan != current:
             raise Conflict(f"version {plan.version} is in force with other content", param="version")
 
     def task(self, header: str | None, metadata: str | None, prompt: str) -> str:

@@ -41,6 +41,7 @@ class Dispatcher:
             version=plan.version,
             draft=plan.draft,
             matches_draft=self.matches_draft,
+            quiet=plan.quiet,
             buckets=plan.buckets,
         )
 

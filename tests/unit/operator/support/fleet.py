@@ -93,6 +93,7 @@ class SimulatedWorker:
                 version=self.plan.version,
                 draft=self.plan.draft,
                 matches_draft=self.plan.draft == self.truth.draft,
+                quiet=self.plan.quiet,
                 buckets=self.plan.buckets,
             ),
             max_num_seqs=16,

@@ -1,0 +1,175 @@
+"""Pods that differ: found by their own past and their peers, kept from speculating, replaced, and let go again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time, workload_with
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_operator.decide import decide
+from specdecode_operator.measurements import Delta, Hits
+from specdecode_operator.memory import Kept, Memory
+from specdecode_operator.planning.pods import learn_pods, suspected
+from specdecode_operator.records import Decision, Deployment, Observed, Worker
+from specdecode_operator.suspects import quiet
+from specdecode_worker.contract import Plan, TreeShape
+from specdecode_worker.server.errors import Conflict
+from specdecode_worker.server.plans import Plans
+
+GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
+
+
+@dataclass
+class Fleet:
+    """The pure loop over several simulated workers."""
+
+    workers: dict[str, SimulatedWorker]
+    deployment: Deployment
+    memory: Memory = field(default_factory=Memory)
+    now: float = 1e6
+
+    def poll(self) -> Decision:
+        self.now += 5
+        pods = []
+        for name, worker in self.workers.items():
+            worker.run(5)
+            pods.append(Worker(name=name, uid=name, address=f"at-{name}", ready=True, report=worker.report()))
+        observed = Observed(workload=workload_with(len(pods)), workers=tuple(pods), memory=self.memory)
+        decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        for name, worker in self.workers.items():
+            if f"at-{name}" in decision.pushes:
+                worker.plan = decision.plan
+            worker.plan = decision.own_plans.get(f"at-{name}", worker.plan)
+        return decision
+
+    def polls(self, count: int) -> list[Decision]:
+        return [self.poll() for _ in range(count)]
+
+
+def fleet_of(truths: Sequence[Truth], **spec: Any) -> Fleet:
+    plan = Plan(initial=TreeShape.chain(3))
+    workers = {
+        f"p{index}": SimulatedWorker(truth, plan=plan, seed=index, explore=0.1) for index, truth in enumerate(truths)
+    }
+    return Fleet(workers, deployment_with(replicas=len(truths), **spec))
+
+
+def collapses(decision: Decision) -> list[str]:
+    return [suspect.pod for suspect in decision.suspects if suspect.reason == "AcceptanceCollapsed"]
+
+
+def test_one_of_two_that_collapses_is_named_quietened_and_healed() -> None:
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)])
+    assert not any(collapses(decision) for decision in fleet.polls(12))
+    fleet.workers["p1"].truth.chances = BAD
+    decisions = fleet.polls(6)
+    last = decisions[-1]
+    assert collapses(last) == ["p1"], "within half a minute"
+    assert not any("at-p1" in decision.pushes for decision in decisions if collapses(decision))
+    suspect = last.suspects[0]
+    assert suspect.acceptance is not None
+    assert suspect.usual is not None
+    assert suspect.acceptance < 0.3 < 0.7 < suspect.usual
+    assert (fleet.workers["p1"].depth, fleet.workers["p1"].plan.quiet) == (0, True)
+    assert fleet.workers["p0"].depth >= 2, "the other speculates on"
+    first = next(cell for cell in fleet.memory.kept.acceptance if cell.depth == 1)
+    assert first.hits / first.total > 0.7, "its drafts say nothing about the others'"
+    fleet.workers["p1"].truth.chances = GOOD
+    assert not collapses(fleet.polls(20)[-1])
+    assert fleet.workers["p1"].depth >= 2
+    assert not fleet.workers["p1"].plan.quiet
+
+
+def test_what_befalls_all_is_nobodys_fault() -> None:
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD), Truth(chances=GOOD)])
+    fleet.polls(12)
+    for worker in fleet.workers.values():
+        worker.truth.chances = BAD
+    assert not any(collapses(decision) for decision in fleet.polls(20))
+
+
+def test_a_worker_alone_is_never_suspected() -> None:
+    fleet = fleet_of([Truth(chances=GOOD)])
+    fleet.polls(12)
+    fleet.workers["p0"].truth.chances = BAD
+    assert not any(collapses(decision) for decision in fleet.polls(20))
+
+
+def test_a_new_pod_is_held_against_its_peers() -> None:
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD), Truth(chances=BAD)])
+    assert collapses(fleet.polls(8)[-1]) == ["p2"]
+
+
+def test_another_boot_starts_afresh() -> None:
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)])
+    fleet.polls(12)
+    fleet.workers["p1"].truth.chances = BAD
+    fleet.polls(8)
+    fresh = SimulatedWorker(Truth(chances=GOOD), plan=fleet.workers["p0"].plan, explore=0.1)
+    fresh.boot_id = "boot-2"
+    fleet.workers["p1"] = fresh
+    assert not collapses(fleet.polls(3)[-1])
+
+
+def test_a_slow_pod_is_told_and_left_alone() -> None:
+    def slow(sequences: float, depth: int, context: float) -> float:
+        return 2 * linear_time(sequences, depth, context)
+
+    fleet = fleet_of([Truth(), Truth(), Truth(step_time=slow)])
+    last = fleet.polls(30)[-1]
+    assert [(suspect.pod, suspect.reason) for suspect in last.suspects] == [("p2", "SlowSteps")]
+    assert last.suspects[0].pace == pytest.approx(2, rel=0.2)
+    assert not last.own_plans
+    assert not last.recycle
+
+
+@pytest.mark.parametrize(("recycle", "times"), [("Never", 0), ("OnCollapse", 1)])
+def test_it_is_replaced_once_where_the_spec_allows(recycle: str, times: int) -> None:
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)], workers={"recycle": recycle})
+    fleet.polls(12)
+    fleet.workers["p1"].truth.chances = BAD
+    decisions = fleet.polls(60)
+    found = [name for decision in decisions for name in decision.recycle]
+    assert found == ["p1"] * times
+    assert not any(decision.recycle for decision in decisions[:12]), "not before it had time to heal"
+
+
+def test_a_least_depth_keeps_it_speculating() -> None:
+    depth = {"depth": {"min": 1, "initial": 3}}
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)], speculation=depth)
+    fleet.polls(12)
+    fleet.workers["p1"].truth.chances = BAD
+    decisions = fleet.polls(8)
+    assert collapses(decisions[-1]) == ["p1"]
+    assert not any(decision.own_plans for decision in decisions)
+
+
+def test_a_worker_takes_the_quiet_plan_of_its_version_and_the_common_one_after() -> None:
+    common = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
+    plans = Plans("u", common)
+    hushed = quiet(common)
+    plans.check(hushed)
+    assert (hushed.version, hushed.rows, hushed.initial.nodes, hushed.max_depth) == (7, (), 0, 5)
+    plans.current = hushed
+    plans.check(common)
+    with pytest.raises(Conflict, match="other content"):
+        plans.check(hushed.model_copy(update={"max_depth": 1}))
+
+
+rates = st.lists(st.tuples(st.sampled_from(["p", "q", "r"]), st.integers(0, 400), st.integers(0, 400)), max_size=40)
+
+
+@given(rates, st.sampled_from(["d", "e"]))
+def test_any_history_of_pods_is_judged(history: list[tuple[str, int, int]], draft: str) -> None:
+    kept, now = Kept(draft="d"), 0.0
+    for uid, hits, misses in history:
+        now += 5
+        delta = Delta(draft=draft, seconds=5, acceptance={("other", 1): Hits(hits, hits + misses)})
+        kept = kept.model_copy(update={"pods": learn_pods(kept, [(uid, "b", delta)], now=now)})
+    assert suspected(kept) <= {uid for uid, _, _ in history}
+    assert draft == "d" or not kept.pods
