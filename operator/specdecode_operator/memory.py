@@ -85,6 +85,8 @@ class RowMemory(Lasting):
     patience: float = 0
     probing: bool = False
     """Speculation runs to be measured again; no verdict before there are new steps."""
+    trial: bool = False
+    """The shape runs to be timed, for nobody could say what it costs; it goes back at first doubt."""
     parents: tuple[int, ...] = ()
     """Of a tree; empty for the chain of ``depth``."""
     price: float = 0

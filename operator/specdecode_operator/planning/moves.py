@@ -1,4 +1,4 @@
-"""What moves the rows of one load: a stop, a gain, a probe, in this order."""
+"""What moves the rows of one load: a stop, a gain, a trial, a probe, in this order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ BUSY_SECONDS = 30.0
 """A deployment without traffic for longer learns nothing from a probe."""
 PROBE_SECONDS = 10.0
 """Until a probe has reached the workers and a whole poll of its steps was read."""
+LONGEST_TRIAL_SECONDS = 60.0
+"""A load that went away leaves a trial without a verdict."""
+DOUBT = 0.5
+"""Enough for what may be taken back: more likely than not."""
 HOUR_SECONDS = 3600.0
 LOSES = "speculation loses against plain decoding; "
 
@@ -52,7 +56,9 @@ class Move:
         rows = [row for row in self.rows if not row.probing or self._probed(row)]
         if not rows or not self.situation.times.visited(self.situation.load, self.situation.context):
             return []  # nobody has been at this load: what other loads cost is no reason to move
-        return self._stopped(rows) or self._improved(rows) or self._probes(rows)
+        if any(row.trial for row in rows):
+            return self._stopped(rows) or self._tried(rows)
+        return self._stopped(rows) or self._improved(rows) or self._trials(rows) or self._probes(rows)
 
     @property
     def shapes(self) -> Shapes:
@@ -74,7 +80,7 @@ class Move:
         plain = around.plain()
         doubt = self.held or all(row.probing for row in group)
         asked = 1 / self.situation.promise.min_speedup - 1
-        if options.confidence(self.shapes, plain, asked) < (0.5 if doubt else CERTAINTY):
+        if options.confidence(self.shapes, plain, asked) < (DOUBT if doubt else CERTAINTY):
             return []
         standard = options.by_shapes[plain].rank
         winners = [one for one, option in options.by_shapes.items() if _with_drafts(one) and option.rank < standard]
@@ -118,6 +124,40 @@ class Move:
     def _counted(self, change: Change) -> Change:
         moves = (*self._moves(change.row), self.now)
         return replace(change, row=change.row.model_copy(update={"moves": moves}))
+
+    # --- a trial ------------------------------------------------------------------------------------------------
+
+    def _trials(self, rows: list[RowMemory]) -> list[Change]:
+        """Workers time chains of other depths by themselves, in bursts. What else promises a gain, and was never timed
+        at this load, can be known only by running it: trees, and other depths for other tasks."""
+        group = [row for row in rows if self._may_move(row)]
+        if not group or not self.here or self.now - self.kept.load.at > BUSY_SECONDS:
+            return []
+        options, around = self._options(group)
+        least = self.speculation.hysteresis.min_gain_percent / 100
+        unknown = [one for one, found in options.by_shapes.items() if not found.seconds.steps and not _alike(one)]
+        among = filter(self._fast_enough(options, around.plain()), unknown)
+        best = options.surest(self.shapes, least, among, DOUBT)
+        if best is None:
+            return []
+        found = [
+            self._counted(change) for change in self._to(group, best, options, "a trial of what was never timed; ")
+        ]
+        return [replace(one, row=one.row.model_copy(update={"trial": True})) for one in found]
+
+    def _tried(self, rows: list[RowMemory]) -> list[Change]:
+        """Once the shapes on trial were timed, what was timed and is better takes their place at once; else they
+        stay."""
+        since = max(row.since for row in rows if row.trial)
+        options, _ = self._options(rows)
+        timed = options.by_shapes[self.shapes].seconds
+        if (not timed.steps or timed.at - since <= PROBE_SECONDS) and self.now - since < LONGEST_TRIAL_SECONDS:
+            return []
+        known = [one for one, found in options.by_shapes.items() if found.seconds.steps]
+        best = options.surest(self.shapes, 0.0, known, DOUBT)
+        moved = {} if best is None else {one.row.task: one for one in self._to(rows, best, options, "after a trial; ")}
+        over = (row.model_copy(update={"trial": False}) for row in rows)
+        return [moved.get(row.task) or Change(row=row, before=row.shape, gain=None, reason="") for row in over]
 
     # --- a probe ------------------------------------------------------------------------------------------------
 
@@ -172,7 +212,7 @@ class Move:
         changes = []
         for row in group:
             if after[row.task] != row.shape:
-                moved = row.running(after[row.task], since=self.now, probing=False, price=round(price, 4))
+                moved = row.running(after[row.task], since=self.now, probing=False, trial=False, price=round(price, 4))
                 reason = why + self._reason(row.task, shapes, options)
                 changes.append(Change(row=moved, before=row.shape, gain=gain, reason=reason))
         return changes
@@ -204,6 +244,11 @@ class _FastEnough:
     @property
     def _not_asked(self) -> bool:
         return self.options.situation.promise.min_speedup <= 1
+
+
+def _alike(shapes: Shapes) -> bool:
+    """One chain for all tasks."""
+    return len({shape for _, shape in shapes}) == 1 and shapes[0][1].is_chain
 
 
 def _with_drafts(shapes: Shapes) -> bool:
