@@ -50,7 +50,7 @@ def worker_of(loop: Any) -> MixedWorker:
     return loop.worker
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_task_that_turns_bad_stops_and_the_other_goes_on(seed: int) -> None:
     tasks = {"code": TaskTruth(6, CODE), "prose": TaskTruth(6, PROSE)}
     loop = mixed_loop(tasks, seed=seed, **speculation())
@@ -65,13 +65,13 @@ def test_a_task_that_turns_bad_stops_and_the_other_goes_on(seed: int) -> None:
     assert time_per_token(tasks, after) < 1.04 * oracle(tasks, 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_trees_come_near_the_best_tree(seed: int) -> None:
     tasks = {"other": TaskTruth(2, [0.45, 0.2, 0.1])}
     loop = mixed_loop(
         tasks, seed=seed, speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": QUICK}, workers={"gpu": False}
     )
-    loop.polls(60)
+    loop.polls(30)
     found = worker_of(loop).shapes()
     assert not found["other"].is_chain
     assert time_per_token(tasks, found) < 1.06 * oracle(tasks, 3)
@@ -86,7 +86,7 @@ def test_a_trial_that_disappoints_is_over_at_once_and_not_repeated() -> None:
 
     loop = mixed_loop(
         {"other": TaskTruth(2, [0.45, 0.2, 0.1])},
-        speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": QUICK},
+        speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": {"minDwellSeconds": 100}},
     )
     worker_of(loop).batch_time = trees_are_dear
     seen = []
@@ -97,10 +97,9 @@ def test_a_trial_that_disappoints_is_over_at_once_and_not_repeated() -> None:
     assert all(seen[-36:])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_what_does_not_change_stays(seed: int) -> None:
+def test_what_does_not_change_stays() -> None:
     tasks = {"code": TaskTruth(4, CODE), "prose": TaskTruth(4, [0.4])}
-    loop = mixed_loop(tasks, seed=seed, **speculation())
+    loop = mixed_loop(tasks, **speculation())
     loop.polls(36)
     settled = loop.versions[-1]
     loop.polls(72)
