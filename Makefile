@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench lossless soak fuzz requirements
+.PHONY: help venv demo demo-down check lint test crds images bench simulate lossless soak fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ images: ## build both images into the local cluster's store
 bench: venv ## speculation against plain decoding on the embedded model, in one run
 	$(BIN)/specdecode-worker bench --against plain --model embedded://smollm2-135m-instruct \
 	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
+
+SIMULATE ?= --seeds 10 --hours 4 --jobs 2
+simulate: venv ## the operator's decisions beside other systems' rules and oracles, into benchmarks/results (hours)
+	@mkdir -p benchmarks/results
+	$(BIN)/specdecode-operator simulate $(SIMULATE) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
+	@mv benchmarks/results/simulate.json.part benchmarks/results/simulate-$$(date -u +%F).json
 
 requirements: venv ## pin the dependencies of pyproject.toml anew
 	@hack/requirements

@@ -1,4 +1,7 @@
-"""``specdecode-operator run``: reads the settings and runs kopf with our handlers until it is told to stop."""
+"""``specdecode-operator run``: reads the settings and runs kopf with our handlers until it is told to stop.
+
+``simulate`` runs the same decisions against modelled workers; it needs no cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ import kopf
 from specdecode_operator.errors import SettingsError
 from specdecode_operator.handlers import kopf_settings, register
 from specdecode_operator.settings import Settings, read_settings
+from specdecode_operator.simulate import command as simulate
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 after a stop, 2 for wrong settings."""
+    """Returns the exit code: 0 after a stop, 2 for wrong settings or flags."""
     parser = argparse.ArgumentParser("specdecode-operator", description="Keeps SpecDecodeDeployments as they should be")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="serve the cluster of the pod's service account, or of the current kubeconfig")
-    parser.parse_args(argv)
+    simulate.add_arguments(
+        commands.add_parser("simulate", help="this operator, other systems' rules and oracles against modelled workers")
+    )
+    args = parser.parse_args(argv)
+    if args.command == "simulate":
+        return simulate.run(args)
     try:
         settings = read_settings(os.environ)
     except SettingsError as error:

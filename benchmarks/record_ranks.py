@@ -1,0 +1,77 @@
+"""Records where the target's tokens stood in the draft head's ordering, for the simulator: one line an answer.
+
+    python benchmarks/record_ranks.py > benchmarks/recordings/ranks-smollm2.json
+
+The text does not depend on the draft, so one teacher-forced pass a depth over the target's greedy answers to
+prompts/heldout.jsonl gives the rank at every root and depth (specdecode_worker.training.replay). ``ranks`` of an answer
+has one word per depth, a digit per root: 0-7 is the rank, 8 a miss. About three minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import described
+
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.questions import greedy, read_prompts
+from specdecode_worker.training.replay import ranks
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
+
+DEPTH = 8
+PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
+ROWS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer at most (default: %(default)s)")
+    args = parser.parse_args()
+    folder, draft = resolve(EMBEDDED_TARGET, None), resolve(EMBEDDED_DRAFT, None)
+    target = load_llama(folder, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    lines, chat = read_prompts(PROMPTS), Chat(folder)
+    settings = RolloutSettings(rows=2 * ROWS, answer_tokens=args.tokens, for_training=False)
+    answers: list[dict[str, Any]] = []
+    waiting = []
+    for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
+        waiting.append(conversation)
+        if len(waiting) == ROWS:
+            answers += _recorded(head, waiting, target.lm_head.weight)
+            waiting = []
+        print(f"{len(answers) + len(waiting)} of {len(lines)} answers", file=sys.stderr, flush=True)
+    answers += _recorded(head, waiting, target.lm_head.weight) if waiting else []
+    document = {
+        "kind": "ranks",
+        "target": EMBEDDED_TARGET,
+        "draft": {"uri": EMBEDDED_DRAFT, "hash": weights_hash(draft)},
+        "prompts": f"benchmarks/prompts/{PROMPTS.name}",
+        "command": "python benchmarks/record_ranks.py",
+        **described(),
+        "depth": DEPTH,
+        "answers": sorted(answers, key=lambda answer: (answer["domain"], answer["ranks"][0])),
+    }
+    print(json.dumps(document, indent=1))
+
+
+def _recorded(head: Any, conversations: list[Any], output_VE: Any) -> list[dict[str, Any]]:
+    """Roots whose deepest token lies beyond the end of the answer are left out: it would count as a miss."""
+    found = []
+    for conversation, ranks_IK in zip(conversations, ranks(head, conversations, output_VE, DEPTH), strict=True):
+        whole = ranks_IK[: max(len(ranks_IK) - DEPTH, 0)]
+        if len(whole) >= DEPTH:
+            words = ["".join(map(str, column)) for column in whole.T.tolist()]
+            found.append({"domain": conversation.domain, "ranks": words})
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""``specdecode-operator simulate``: flags, files and processes around the pure simulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from specdecode_operator.errors import SettingsError
+
+HERE = Path(__file__).resolve()
+RECORDINGS = ("ranks-smollm2.json", "steps-smollm2-cpu.json", "steps-published.json")
+TUNED = "tuned-baselines.json"
+QUIET_STEPS = 200
+"""The first steps of the recorded series, before a neighbour woke up; the whole is a world of its own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument("--policy", action="append", default=[], metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of every trace (default: %(default)s)")
+    parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--recordings", type=Path, metavar="DIR", help="default: benchmarks/recordings of a checkout")
+    parser.add_argument("--list", action="store_true", help="names of traces and policies")
+    parser.add_argument("--tune", action="store_true", help=f"tune the baselines anew; prints {TUNED}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 with figures on standard output, 1 for what is missing, 2 for wrong names."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        print("specdecode-operator simulate: numpy is missing; install specdecode[simulate]", file=sys.stderr)
+        return 1
+    from specdecode_operator.simulate.catalogue import TRACES
+    from specdecode_operator.simulate.policies.registry import ALL
+
+    if args.list:
+        print("traces:  ", *TRACES, "\npolicies:", *ALL)
+        return 0
+    traces, policies = args.trace or list(TRACES), args.policy or list(ALL)
+    unknown = [name for name in traces if name not in TRACES] + [name for name in policies if name not in ALL]
+    if unknown or args.seeds < 1 or args.hours <= 0 or args.jobs < 1:
+        what = f"no such trace or policy: {', '.join(unknown)}" if unknown else "--seeds, --hours, --jobs are positive"
+        print(f"specdecode-operator simulate: {what}; see --list", file=sys.stderr)
+        return 2
+    try:
+        folder = args.recordings or _recordings()
+        if args.tune:
+            return _tune(folder)
+        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs)
+        if args.plot:
+            _write(document, args.plot)
+    except (SettingsError, OSError) as error:
+        print(f"specdecode-operator simulate: {error}", file=sys.stderr)
+        return 1
+    from specdecode_operator.simulate.table import text
+
+    print(json.dumps(document, indent=1) if args.json else text(document))
+    return 0
+
+
+def simulate(
+    traces: Sequence[str], policies: Sequence[str], seeds: int, hours: float, folder: Path, *, jobs: int = 1
+) -> dict[str, Any]:
+    """The whole document. Progress goes to standard error."""
+    from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE, scored, targets
+
+    policies = list(dict.fromkeys((*policies, ORACLE, CLAIRVOYANT)))
+    tasks = [(name, hours, seed, tuple(policies), folder) for name in traces for seed in range(seeds)]
+    found: dict[str, dict[int, Any]] = {name: {} for name in traces}
+    for done, (name, seed, runs) in enumerate(_all(tasks, jobs), start=1):
+        found[name][seed] = runs
+        print(f"simulate: {name}, seed {seed} ({done} of {len(tasks)})", file=sys.stderr, flush=True)
+    document: dict[str, Any] = {
+        "command": _command(traces, policies, seeds, hours),
+        "hours": hours,
+        "seeds": list(range(seeds)),
+        "traces": {name: _trace_document(name, hours, found[name], scored) for name in traces},
+    }
+    document["targets"] = targets(document)
+    return document
+
+
+def _command(traces: Sequence[str], policies: Sequence[str], seeds: int, hours: float) -> str:
+    from specdecode_operator.simulate.catalogue import TRACES
+
+    which = "" if len(traces) == len(TRACES) else " ".join(f" --trace {name}" for name in traces)
+    return f"specdecode-operator simulate{which} --seeds {seeds} --hours {hours:g}"
+
+
+def _trace_document(name: str, hours: float, by_seed: Mapping[int, Any], scored: Any) -> dict[str, Any]:
+    from specdecode_operator.simulate.catalogue import named
+
+    runs = {seed: by_seed[seed] for seed in sorted(by_seed)}
+    ours = [found["ours"] for found in runs.values() if "ours" in found]
+    return {
+        "family": named(name, hours).family,
+        "policies": scored(runs),
+        "answers": [answer for run in ours for answer in run.answers],
+        "decisions": list(ours[0].decisions[-40:]) if ours else [],
+    }
+
+
+def _all(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[str, int, Any]]:
+    if jobs == 1:
+        yield from map(_one, tasks)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(_one, task) for task in tasks]):
+            yield future.result()
+
+
+def _one(task: tuple[str, float, int, Iterable[str], Path]) -> tuple[str, int, Any]:
+    from specdecode_operator.simulate.run import run_trace
+
+    name, hours, seed, policies, folder = task
+    path = folder / TUNED
+    tuned = json.loads(path.read_text())["policies"] if path.exists() else {}
+    return name, seed, dict(run_trace(name, hours, seed, policies, library(folder), tuned))
+
+
+_LIBRARIES: dict[Path, Any] = {}
+
+
+def library(folder: Path) -> Any:
+    """Step tables and rank records of a folder, read once. Raises SettingsError where a file is missing or wrong."""
+    from specdecode_operator.simulate.steptimes import published, recorded
+    from specdecode_operator.simulate.walks import Records
+    from specdecode_operator.simulate.world import Library
+
+    if folder not in _LIBRARIES:
+        try:
+            ranks, steps, figures = (json.loads((folder / name).read_text()) for name in RECORDINGS)
+            quiet = {**steps, "series": steps["series"][:QUIET_STEPS]}
+            busy = recorded(steps)
+            tables = {"smollm2-cpu": recorded(quiet), "smollm2-cpu-busy": busy, **published(figures)}
+            _LIBRARIES[folder] = Library(Records.of(ranks), tables)
+        except (OSError, KeyError, ValueError) as error:
+            raise SettingsError(f"{folder} has no usable recordings: {error}; see benchmarks/recordings") from error
+    return _LIBRARIES[folder]
+
+
+def _recordings() -> Path:
+    """Of the checkout that this runs from, or in the working directory."""
+    for base in (Path.cwd(), *HERE.parents):
+        folder = base / "benchmarks" / "recordings"
+        if (folder / RECORDINGS[0]).exists():
+            return folder
+    raise SettingsError("no recordings here; name a checkout's benchmarks/recordings with --recordings")
+
+
+def _tune(folder: Path) -> int:
+    from specdecode_operator.simulate.tune import HOURS, SEED, tuned
+
+    found = tuned(library(folder), lambda line: print(f"tune: {line}", file=sys.stderr, flush=True))
+    command = "specdecode-operator simulate --tune"
+    print(json.dumps({"command": command, "seed": SEED, "hours": HOURS, "policies": found}, indent=1))
+    return 0
+
+
+def _write(document: Mapping[str, Any], folder: Path) -> None:
+    from specdecode_operator.simulate.plots import plot
+    from specdecode_operator.simulate.table import markdown
+
+    for path in plot(document, folder):
+        print(f"simulate: {path}", file=sys.stderr)
+    (folder / "simulate-table.md").write_text(markdown(document))

@@ -1,0 +1,264 @@
+"""The worker's own half of the loop, modelled: plan rows with bucket hysteresis, guard, shadows, bursts.
+
+The rules are those of specdecode_worker's dispatch, guard, exploration and pilot, which the operator may not import;
+tests hold this model against them step by step. Here steps come in segments, so decaying sums move by many at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdecode_operator.simulate.segment import Group, Load, Outcome, Segment
+from specdecode_operator.simulate.walks import MOST_STEPS, PLAIN, Form, chain, form_of
+from specdecode_worker.contract import OTHER_TASK, GuardCell, Plan, PlanState
+
+ENOUGH = 24
+LOSES, WINS = 1.05, 0.98
+PROBE_EVERY, PROBE_STEPS = 400, 24
+DECAY = 0.97
+BURST_STEPS, DROPPED_STEPS = 16, 2
+SEGMENT_STEPS = 48
+SHADOW_STEPS = 8
+"""Steps with a shadow come in batches of at most this many; the worker has every other step at most."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds per token of one sequence, as a ratio of two decaying sums."""
+
+    steps: int = 0
+    _seconds: float = 0.0
+    _tokens: float = 0.0
+
+    def add(self, steps: int, seconds: float, tokens: float) -> None:
+        """``seconds`` and ``tokens`` (of one sequence) are of all ``steps`` together."""
+        kept = DECAY**steps
+        weight = (1 - kept) / (1 - DECAY) / steps
+        self.steps += steps
+        self._seconds = kept * self._seconds + weight * seconds
+        self._tokens = kept * self._tokens + weight * tokens
+
+    @property
+    def pace(self) -> float | None:
+        return self._seconds / self._tokens if self.steps >= ENOUGH and self._tokens > 0 else None
+
+
+@dataclass(slots=True)
+class Watch:
+    speculative: Pace = field(default_factory=Pace)
+    suppressed: bool = False
+    since_verdict: int = 0
+
+
+Cell = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Guard:
+    """Per load the pace with and without speculation; may only lower to depth 0."""
+
+    plain: dict[Cell, Pace] = field(default_factory=dict)
+    watches: dict[tuple[Cell, Form], Watch] = field(default_factory=dict)
+
+    def keep(self, planned: Callable[[Cell, Form], bool]) -> None:
+        self.watches = {key: watch for key, watch in self.watches.items() if planned(*key)}
+
+    def allows(self, cell: Cell, form: Form) -> bool:
+        if form.nodes == 0:
+            return True
+        watch = self.watches.setdefault((cell, form), Watch())
+        return not watch.suppressed or watch.since_verdict >= PROBE_EVERY
+
+    def until_verdict(self, cell: Cell) -> int:
+        """Steps after which a watch at this load may change its mind: a segment must not run past that."""
+        left = [MOST_STEPS]
+        for (where, _), watch in self.watches.items():
+            if where == cell and watch.suppressed:
+                edge = PROBE_EVERY if watch.since_verdict < PROBE_EVERY else PROBE_EVERY + PROBE_STEPS
+                left.append(edge - watch.since_verdict)
+        return max(1, min(left))
+
+    def measured(self, cell: Cell, form: Form, steps: int, seconds: float, tokens: float) -> None:
+        plain = self.plain.setdefault(cell, Pace())
+        if form.nodes == 0:
+            plain.add(steps, seconds, tokens)
+        elif watch := self.watches.get((cell, form)):
+            if watch.suppressed and watch.since_verdict == PROBE_EVERY:
+                watch.speculative = Pace()
+            watch.speculative.add(steps, seconds, tokens)
+        for (where, _), watched in self.watches.items():
+            if where == cell:
+                watched.since_verdict += steps
+                _judge(watched, plain)
+
+    def cells(self) -> tuple[GuardCell, ...]:
+        return tuple(
+            GuardCell(
+                concurrency=cell[0],
+                context=cell[1],
+                speculative=watch.speculative.pace,
+                plain=self.plain.get(cell, Pace()).pace,
+                suppressed=watch.suppressed,
+            )
+            for (cell, _), watch in sorted(self.watches.items(), key=lambda item: item[0][0])
+        )
+
+
+def _judge(watch: Watch, plain: Pace) -> None:
+    with_it, without = watch.speculative.pace, plain.pace
+    if with_it is None or without is None:
+        return
+    if not watch.suppressed and with_it > LOSES * without:
+        watch.suppressed, watch.since_verdict = True, 0
+    elif watch.suppressed and watch.since_verdict >= PROBE_EVERY + PROBE_STEPS:
+        watch.suppressed, watch.since_verdict = with_it > WINS * without, 0
+
+
+@dataclass(slots=True)
+class Exploration:
+    """Half of the share for shadow passes, half for bursts, both held against all seconds."""
+
+    shadow_spent: float = 0.0
+    burst_spent: float = 0.0
+    total: float = 0.0
+    since_burst: int = BURST_STEPS
+    since_shadow: int = SHADOW_STEPS
+    usual: dict[int, Pace] = field(default_factory=dict)
+    counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def burst(self, concurrency: int, running: int, planned: int, most: int, share: float) -> int | None:
+        """Depth of a burst that is due: the one timed least of plain, the neighbours, the deepest and the planned."""
+        known = self.usual.get(concurrency)
+        if most == 0 or self.since_burst < BURST_STEPS or self.burst_spent >= share / 2 * self.total:
+            return None
+        if known is None or not known.pace:
+            return None
+        near = (0, running - 1, running + 1, planned, most)
+        depths = sorted({min(max(depth, 0), most) for depth in near} - {running})
+        if not depths:
+            return None
+        depth = min(depths, key=lambda depth: self.counts[concurrency, depth])
+        self.counts[concurrency, depth] += 1
+        self.since_burst = 0
+        return depth
+
+    def shadows(self, share: float) -> bool:
+        return self.since_shadow >= SHADOW_STEPS and self.shadow_spent < share / 2 * self.total
+
+    def passed(self, concurrency: int, steps: int, seconds: float, tokens: float, *, in_burst: bool) -> None:
+        self.total += seconds
+        usual = self.usual.setdefault(concurrency, Pace())
+        if not in_burst:
+            self.since_burst += steps
+            usual.add(steps, seconds, tokens)
+        elif usual.pace is not None:
+            self.burst_spent += max(0.0, seconds - tokens * usual.pace)
+
+
+class PlanPilot:
+    """Runs a plan as a worker does. ``labels`` are the task names by index."""
+
+    def __init__(self, labels: tuple[str, ...], plan: Plan, pass_seconds: Callable[[int], float]) -> None:
+        self.labels, self.plan = labels, plan
+        self.guard, self.exploration = Guard(), Exploration()
+        self._pass_seconds = pass_seconds
+        self._bucket = 0
+        self._forms: dict[tuple[int, int, int], Form] = {}
+        self._planned: dict[Cell, set[Form]] = {}
+        self._index()
+
+    @property
+    def state(self) -> PlanState:
+        plan = self.plan
+        return PlanState(uid=plan.uid, version=plan.version, draft=plan.draft, buckets=plan.buckets)
+
+    def take(self, plan: Plan) -> None:
+        """A newer plan; an older one is refused in silence, as the next report shows."""
+        if plan.version < self.plan.version:
+            return
+        if plan.buckets != self.plan.buckets:
+            self.guard = Guard()
+        self.plan = plan
+        self._bucket = min(self._bucket, len(plan.buckets.concurrency))
+        self._index()
+        initial = {form_of(plan.initial.parents)}
+        self.guard.keep(lambda cell, form: form in self._planned.get(cell, initial))
+
+    def context(self, tokens: float) -> int:
+        return bisect_left(self.plan.buckets.context, tokens)
+
+    def next(self, load: Load) -> Segment:
+        concurrency, context = self._concurrency(load.sequences), load.context
+        planned = {group: self._planned_form(concurrency, group) for group in load.groups}
+        forms = {
+            group: form if self._allowed((concurrency, group.context), form) else PLAIN
+            for group, form in planned.items()
+        }
+        most, share = self.plan.max_depth, self.plan.explore
+        if load.prefill:
+            return Segment(forms)
+        first = next(iter(forms))
+        depth = self.exploration.burst(concurrency, forms[first].depth, planned[first].depth, most, share)
+        if depth is not None:
+            return Segment(dict.fromkeys(forms, chain(depth)), BURST_STEPS, in_burst=True, dropped=DROPPED_STEPS)
+        steps = self.guard.until_verdict((concurrency, context)) if self.plan.guard else MOST_STEPS
+        deepest = max(form.depth for form in forms.values())
+        if most > deepest and self.exploration.shadows(share):
+            room = share / 2 * self.exploration.total - self.exploration.shadow_spent
+            extra = (most - deepest) * self._pass_seconds(load.sequences)
+            count = 1 + int(min(room / max(extra, 1e-9), SHADOW_STEPS - 1))
+            return Segment(forms, min(count, steps), drafted_depth=most, shadow=True)
+        return Segment(forms, min(steps, SEGMENT_STEPS))
+
+    def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
+        if outcome.prefill or outcome.emitted <= 0:
+            return
+        tokens = outcome.emitted / max(outcome.sequences, 1e-9)
+        cell = (self._bucket, load.context)
+        extra = 0.0
+        if segment.shadow:
+            deepest = max(form.depth for form in segment.forms.values())
+            extra = outcome.steps * (segment.drafted_depth - deepest) * self._pass_seconds(load.sequences)
+            self.exploration.shadow_spent += extra
+            self.exploration.since_shadow = 0
+        else:
+            self.exploration.since_shadow += outcome.steps
+        self.exploration.passed(self._bucket, outcome.steps, outcome.seconds, tokens, in_burst=segment.in_burst)
+        same = set(segment.forms.values())
+        if len(same) == 1 and len({group.context for group in segment.forms}) == 1:
+            self.guard.measured(cell, same.pop(), outcome.steps, outcome.seconds - extra, tokens)
+
+    def _allowed(self, cell: Cell, form: Form) -> bool:
+        return not self.plan.guard or self.guard.allows(cell, form)
+
+    def _concurrency(self, running: int) -> int:
+        """Up when an edge is exceeded by the hysteresis, down as soon as the load is at or below the edge."""
+        buckets = self.plan.buckets
+        exact = bisect_left(buckets.concurrency, running)
+        if exact > self._bucket:
+            entered = sum(running > edge * (1 + buckets.hysteresis) for edge in buckets.concurrency)
+            exact = max(self._bucket, entered)
+        self._bucket = exact
+        return exact
+
+    def _planned_form(self, concurrency: int, group: Group) -> Form:
+        key = (concurrency, group.context, group.label)
+        found = self._forms.get(key)
+        if found is None:
+            label = self.labels[group.label]
+            row = self.plan.row(concurrency, group.context, label)
+            found = self._forms[key] = form_of((row.shape if row else self.plan.initial).parents)
+        return found
+
+    def _index(self) -> None:
+        self._forms, self._planned = {}, {}
+        for row in self.plan.rows:
+            self._planned.setdefault((row.concurrency, row.context), set()).add(form_of(row.shape.parents))
+
+
+def label_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Task names by label index; the last is where everything unnamed goes."""
+    return (*names, OTHER_TASK)

@@ -1,0 +1,74 @@
+"""A simulation's document as text: for a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+COLUMNS = ("policy", "over oracle", "95 %", "over clairvoyant", "changes/h", "misses", "replica h", "p95 TTFT s")
+
+
+def text(document: Mapping[str, Any]) -> str:
+    lines = [_head(document)]
+    for name, found in document["traces"].items():
+        lines += ["", f"{name} ({found['family']})"]
+        rows = [COLUMNS, *_rows(found)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([*lines, "", *_targets(document)])
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    lines = ["# Simulation", "", f"{_head(document)}. Command: `{document['command']}`.", "", *_targets(document)]
+    for name, found in document["traces"].items():
+        lines += ["", f"## {name} ({found['family']})", "", "| " + " | ".join(COLUMNS) + " |"]
+        lines.append("|" + " --- |" * len(COLUMNS))
+        lines += ["| " + " | ".join(row) + " |" for row in _rows(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(document: Mapping[str, Any]) -> str:
+    return (
+        f"{document['hours']:g} simulated hours, {len(document['seeds'])} seeds; time per token over the constrained"
+        " oracle's, paired by seed"
+    )
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, figures in found["policies"].items():
+        over, clairvoyant = figures["time_per_token"], figures["time_per_token_over_clairvoyant"]
+        yield (
+            name,
+            f"{over['mean']:.3f}" if over else "-",
+            f"{over['low']:.3f}-{over['high']:.3f}" if over else "-",
+            f"{clairvoyant['mean']:.3f}" if clairvoyant else "-",
+            f"{figures['plan_changes_per_hour']['mean']:.1f}",
+            f"{100 * figures['slo_misses']['mean']:.2f} %",
+            f"{figures['replica_hours']['mean']:.2f}",
+            f"{figures['ttft_p95']['mean']:.2f}",
+        )
+
+
+def _targets(document: Mapping[str, Any]) -> list[str]:
+    found = document.get("targets") or {}
+    if not found:
+        return []
+    worst = found["worst_trace"]
+    mean = 100 * (found["mean_over_constrained_oracle"] - 1)
+    lines = [
+        f"- ours over the constrained oracle: {mean:+.1f} % in the mean, "
+        f"{100 * (worst['over_constrained_oracle'] - 1):+.1f} % on {worst['trace']}",
+        "- plan changes an hour on stationary noise: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in found["plan_changes_per_hour_on_stationary"].items()),
+    ]
+    for name, beaten in found["beaten_by"].items():
+        lines.append(f"- {name}: faster than ours: " + ", ".join(f"{by} {over:.3f}" for by, over in beaten.items()))
+    for name, by in found["dominated_by"].items():
+        lines.append(f"- {name}: fewer misses with fewer replica hours than ours: {', '.join(by)}")
+    if found["answers"]:
+        answers = found["answers"]
+        lines.append(
+            f"- steps of acceptance answered within 30 s or 1,000 drafts: {answers['within_30_s_or_1000_drafts']}"
+            f" of {answers['steps']} (median {answers['median_seconds']:.0f} s, {answers['never']} never)"
+        )
+    return lines
