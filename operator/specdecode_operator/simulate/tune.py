@@ -14,16 +14,16 @@ from specdecode_operator.simulate.traces import Trace, knots, wave
 from specdecode_operator.simulate.world import Library
 
 SEED = 9001
-HOURS = 1.0
+HOURS = 0.4
 REPLICA_PRICE = 0.02
 """Share of missed requests that one more replica hour an hour is worth, where scaling rules are tuned."""
 
 GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "vllm-table": {
-        "edges": ((1, 4), (2, 8), (4, 16), (8, 24)),
-        "depths": ((3, 2, 0), (3, 1, 0), (5, 3, 1), (5, 2, 0), (2, 1, 0), (4, 3, 2)),
+        "edges": ((2, 6), (4, 12), (8, 24)),
+        "depths": ((3, 2, 0), (3, 1, 0), (5, 3, 1), (4, 3, 2)),
     },
-    "vllm-adaptive": {"drafted": (2, 3, 5, 7), "alpha": (0.5, 0.8, 0.95)},
+    "vllm-adaptive": {"drafted": (1, 2, 3, 5), "alpha": (0.8, 0.95)},
     "sglang": {"tiers": ((1, 3, 7), (1, 2, 4), (0, 1, 3), (1, 3, 5)), "alpha": (0.05, 0.2)},
     "trtllm": {"depth": (1, 2, 3, 5), "window": (50, 500), "threshold": (0.2, 0.5, 0.8)},
     "turbospec": {"alpha": (0.005, 0.02, 0.1), "interval": (16, 128)},

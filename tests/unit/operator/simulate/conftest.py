@@ -1,0 +1,26 @@
+"""Recordings of the checkout, read once, and small traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdecode_operator.simulate.command import library as library_of
+from specdecode_operator.simulate.world import Library
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+RECORDINGS = Path(__file__).parents[4] / "benchmarks" / "recordings"
+
+
+@pytest.fixture(scope="session")
+def recordings() -> Path:
+    return RECORDINGS
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    found = library_of(RECORDINGS)
+    assert isinstance(found, Library)
+    return found

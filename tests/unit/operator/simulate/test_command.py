@@ -1,0 +1,89 @@
+"""The command: one JSON document, a table, plots, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdecode_operator.__main__ import main
+from specdecode_operator.simulate.score import Interval, targets
+
+SHORT = ["simulate", "--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
+
+
+def test_json_is_one_document_with_the_figures_of_every_policy(
+    recordings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--json", "--recordings", str(recordings)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["traces"]["steady-cpu-quiet"]["policies"]
+    assert set(found) == {"fixed-2", "constrained", "clairvoyant"}
+    assert found["constrained"]["time_per_token"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert {"plan_changes_per_hour", "slo_misses", "replica_hours"} <= set(found["fixed-2"])
+    assert "steady-cpu-quiet, seed 1" in err
+
+
+def test_two_processes_find_what_one_finds(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for jobs in ("1", "2"):
+        assert main([*SHORT, "--jobs", jobs, "--recordings", str(recordings)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "over oracle" in texts[0]
+
+
+def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
+    assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")
+    assert "| fixed-2 |" in (tmp_path / "simulate-table.md").read_text()
+
+
+def test_plots_without_matplotlib_say_what_to_install(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"]])
+def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flags]) == 2
+    assert "--list" in capsys.readouterr().err
+
+
+def test_missing_recordings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--recordings", str(tmp_path)]) == 1
+    assert "ranks-smollm2.json" in capsys.readouterr().err
+
+
+def test_intervals_are_students() -> None:
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.high - found.mean == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
+    def policy(over: float, misses: float = 0.1, hours: float = 4.0) -> dict[str, object]:
+        interval = {"mean": over, "low": over, "high": over}
+        plain = {"plan_changes_per_hour": {"mean": 2.0}, "slo_misses": {"mean": misses}}
+        relative = {"time_per_token_over_ours": {"mean": over / 1.05, "low": over / 1.05, "high": over / 1.05}}
+        return {"time_per_token": interval, **plain, **relative, "replica_hours": {"mean": hours}}
+
+    document = {
+        "traces": {
+            "a": {"family": "stationary", "policies": {"ours": policy(1.05), "fixed-2": policy(1.04)}},
+            "b": {
+                "family": "scaling",
+                "policies": {"ours": policy(1.05), "fixed-1": policy(1.0), "wva": policy(1.2, 0.05, 3.0)},
+            },
+        }
+    }
+    found = targets(document)
+    assert found["mean_over_constrained_oracle"] == 1.05
+    assert set(found["beaten_by"]) == {"b"}
+    assert set(found["beaten_by"]["b"]) == {"fixed-1"}
+    assert found["dominated_by"] == {"b": ["wva"]}

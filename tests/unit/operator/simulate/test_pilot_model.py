@@ -1,0 +1,99 @@
+"""The modelled half of the worker against the worker's own code, step by step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdecode_operator.simulate.pilot import Exploration, Guard, Pace, PlanPilot
+from specdecode_operator.simulate.walks import chain
+from specdecode_worker.contract import Buckets, Plan, TreeShape
+from specdecode_worker.speculation.dispatch import Dispatcher
+from specdecode_worker.speculation.exploration import Exploration as RealExploration
+from specdecode_worker.speculation.guard import Guard as RealGuard
+from specdecode_worker.speculation.guard import Pace as RealPace
+
+
+def test_many_steps_at_once_move_a_pace_as_one_after_the_other() -> None:
+    one, other = Pace(), RealPace()
+    for steps in (10, 20, 3):
+        one.add(steps, 0.05 * steps, 1.5 * steps)
+        for _ in range(steps):
+            other.add(0.05, 1.5)
+    one.add(5, 0.9, 5.0)
+    for _ in range(5):
+        other.add(0.18, 1.0)
+    assert one.pace == pytest.approx(other.seconds)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_guard_says_what_the_workers_guard_says(seed: int) -> None:
+    coins, modelled, real = random.Random(seed), Guard(), RealGuard()
+    cell, verdicts = (0, 0), []
+    for step in range(4000):
+        wins = (step // 1300) % 2
+        is_plain = coins.random() < 0.2
+        allowed = modelled.allows(cell, chain(3))
+        assert allowed == real.allows(0, 0, TreeShape.chain(3)), step
+        verdicts.append(allowed)
+        depth = 0 if is_plain or not allowed else 3
+        seconds = (0.05 if depth == 0 else 0.06) * coins.uniform(0.95, 1.05)
+        tokens = 1.0 if depth == 0 else (2.0 if wins else 1.0)
+        modelled.measured(cell, chain(depth), 1, seconds, tokens)
+        real.measured(0, 0, TreeShape.chain(depth), seconds, tokens)
+    assert True in verdicts
+    assert False in verdicts
+
+
+def test_a_segment_ends_where_the_guard_may_change_its_mind() -> None:
+    guard = Guard()
+    guard.allows((0, 0), chain(2))
+    for form, seconds in ((chain(0), 0.02), (chain(2), 0.06)):
+        guard.measured((0, 0), form, 30, 30 * seconds, 30.0)
+    assert not guard.allows((0, 0), chain(2))
+    left = 0
+    while not guard.allows((0, 0), chain(2)):
+        steps = guard.until_verdict((0, 0))
+        guard.measured((0, 0), chain(0), steps, steps * 0.02, float(steps))
+        left += steps
+    assert left == 400
+
+
+def test_bursts_take_the_share_that_the_workers_exploration_takes() -> None:
+    """Plain steps are free here, a deeper shape costs half as much again: both find the same shapes and spend alike."""
+    cost = {depth: 0.02 * (1 + 0.5 * abs(depth - 2)) for depth in range(6)}
+    modelled, real = Exploration(), RealExploration()
+    counts = {"modelled": [0] * 6, "real": [0] * 6}
+    left = 0
+    for _ in range(30_000):
+        if left == 0:
+            depth = modelled.burst(0, 2, 2, 5, 0.05)
+            left = 16 if depth is not None else 0
+            burst_depth = depth
+        running = burst_depth if left and burst_depth is not None else 2
+        modelled.passed(0, 1, cost[running], 1.0, in_burst=left > 0)
+        counts["modelled"][running] += 1
+        left = max(0, left - 1)
+        burst = real.burst_for(0, TreeShape.chain(2), TreeShape.chain(2), 5, 0.05)
+        running = burst.shape.depth if burst else 2
+        if burst:
+            burst.done += 1
+        real.passed(0, cost[running], 1.0, in_burst=burst is not None)
+        counts["real"][running] += 1
+    assert counts["modelled"] == pytest.approx(counts["real"], rel=0.05, abs=64)
+
+
+def test_buckets_are_entered_and_left_as_the_worker_does() -> None:
+    plan = Plan(uid="u", buckets=Buckets(concurrency=(1, 2, 4, 8)))
+    pilot, real, coins = PlanPilot(("other",), plan, lambda running: 0.0), Dispatcher("u", "d", plan), random.Random(0)
+    running = 1
+    for _ in range(500):
+        running = max(1, min(14, running + coins.choice((-2, -1, 0, 1, 2))))
+        assert pilot._concurrency(running) == real.load(running)
+
+
+def test_an_older_plan_is_not_taken() -> None:
+    pilot = PlanPilot(("other",), Plan(uid="u", version=3, initial=TreeShape.chain(2)), lambda running: 0.0)
+    pilot.take(Plan(uid="u", version=2, initial=TreeShape.chain(5)))
+    assert pilot.state.version == 3
