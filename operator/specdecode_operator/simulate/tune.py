@@ -14,7 +14,7 @@ from specdecode_operator.simulate.traces import Trace, knots, wave
 from specdecode_operator.simulate.world import Library
 
 SEED = 9001
-HOURS = 0.4
+HOURS = 0.25
 REPLICA_PRICE = 0.02
 """Share of missed requests that one more replica hour an hour is worth, where scaling rules are tuned."""
 
@@ -25,12 +25,12 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "vllm-adaptive": {"drafted": (1, 2, 3, 5), "alpha": (0.8, 0.95)},
     "sglang": {"tiers": ((1, 3, 7), (1, 2, 4), (0, 1, 3), (1, 3, 5)), "alpha": (0.05, 0.2)},
-    "trtllm": {"depth": (1, 2, 3, 5), "window": (50, 500), "threshold": (0.2, 0.5, 0.8)},
+    "trtllm": {"depth": (1, 2, 3), "window": (50, 500), "threshold": (0.3, 0.7)},
     "turbospec": {"alpha": (0.005, 0.02, 0.1), "interval": (16, 128)},
-    "hpa-requests": {"target": (3.0, 5.0, 8.0, 12.0, 18.0), "down_seconds": (120.0, 300.0)},
-    "hpa-tokens": {"target": (600.0, 1000.0, 1500.0, 2200.0, 3000.0), "down_seconds": (120.0, 300.0)},
+    "hpa-requests": {"target": (5.0, 10.0, 15.0, 20.0), "down_seconds": (120.0, 300.0)},
+    "hpa-tokens": {"target": (1000.0, 2000.0, 3000.0, 4000.0), "down_seconds": (120.0, 300.0)},
     "dynamo": {"interval": (60.0, 180.0), "correction": (True, False)},
-    "wva": {"interval": (30.0, 60.0), "kv_spare": (0.1, 0.3, 0.6), "queue_spare": (1.0, 3.0)},
+    "wva": {"interval": (30.0, 60.0), "kv_spare": (0.1, 0.4), "queue_spare": (1.0, 3.0)},
 }
 
 
@@ -52,12 +52,12 @@ def tuning_traces(*, scaled: bool) -> Iterator[Trace]:
     """Of other forms and seeds than those that policies are judged on."""
     if scaled:
         base = named("diurnal", HOURS)
-        yield replace(base, name="tune-hills", rate=wave(1800.0, 0.5, 5.0))
+        yield replace(base, name="tune-hills", rate=wave(700.0, 0.5, 5.0))
         yield replace(base, name="tune-stairs", rate=knots(base.seconds, (0, 1), (0.3, 1), (0.31, 6), (0.7, 6), (1, 2)))
         return
     cpu, engine, gpu = (named(name, HOURS) for name in ("load-swings", "task-mix", "steady-gpu"))
     yield replace(cpu, name="tune-load", rate=knots(cpu.seconds, (0, 0.05), (0.5, 0.6), (1, 0.2)))
-    yield replace(engine, name="tune-mix", mix=lambda t: (0.6, 0.4), rate=wave(1200.0, 0.1, 0.6))
+    yield replace(engine, name="tune-mix", mix=lambda t: (0.6, 0.4), rate=wave(600.0, 0.1, 0.6))
     drift = replace(gpu.kinds[0], quality=knots(gpu.seconds, (0, 0.5), (0.5, -0.2), (1, 0.3)))
     yield replace(gpu, name="tune-drift", kinds=(drift,), rate=lambda t: 0.7)
 
