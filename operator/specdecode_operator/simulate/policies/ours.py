@@ -79,13 +79,14 @@ class Ours:
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
         """A new pod mounts the plan that is out."""
         table = fleet.truth(index).table
-        plan = self.memory.kept.plan or Plan(uid="simulated")
         last = len(table.pass_seconds) - 1
 
         def pass_seconds(running: int) -> float:
             return table.pass_seconds[min(running.bit_length() - 1, last)]
 
-        return PlanPilot(fleet.trace.labels, plan, pass_seconds)
+        found = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds)
+        found.calibrate(lambda count: table.seconds(count, count, 0, 20.0 * count), self.trace.limits.max_num_seqs)
+        return found
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         if self.trace.away(now):
@@ -108,6 +109,15 @@ class Ours:
                 assert isinstance(pilot, PlanPilot)
                 pilot.take(decision.plan)
         return decision.replicas if self.scaled else None
+
+    def _plan(self) -> Plan:
+        """The plan that is out. The first is written before the first pod is: it says depth.initial."""
+        if self.memory.kept.plan is None:
+            assert self._deployment is not None
+            observed = Observed(workload=None, workers=(), memory=self.memory)
+            self.decision, self.memory = decide(self._deployment, observed, DEFAULTS, now=START)
+        assert self.memory.kept.plan is not None
+        return self.memory.kept.plan
 
     def _restarted(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""

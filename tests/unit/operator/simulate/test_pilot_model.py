@@ -31,8 +31,10 @@ def test_many_steps_at_once_move_a_pace_as_one_after_the_other() -> None:
 def test_the_guard_says_what_the_workers_guard_says(seed: int) -> None:
     coins, modelled, real = random.Random(seed), Guard(), RealGuard()
     cell, verdicts = (0, 0), []
-    for step in range(4000):
-        wins = (step // 1300) % 2
+    modelled.assume(cell, 0.05)
+    real.assume(0, 0, 0.05)
+    for step in range(9000):
+        wins = (step // 3000) % 2
         is_plain = coins.random() < 0.2
         allowed = modelled.allows(cell, chain(3))
         assert allowed == real.allows(0, 0, TreeShape.chain(3)), step
