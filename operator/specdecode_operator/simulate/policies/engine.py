@@ -112,7 +112,7 @@ class Tiers:
         self._at = len(self.tiers) // 2
 
     def next(self, load: Load) -> Segment:
-        return Segment(dict.fromkeys(load.groups, chain(self.tiers[self._at])), self.interval)
+        return Segment(dict.fromkeys(load.groups, chain(self.tiers[self._at])), max(self.interval, SEGMENT_STEPS // 2))
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
         steps = max(1.0, outcome.sequences * outcome.steps)
@@ -177,9 +177,9 @@ class Goodput:
         if self._since >= self.interval:
             self._since = 0
             self._depth = max(range(DEEPEST + 1), key=lambda depth: self._goodput(load, depth))
-        # A depth of 0 would never learn again: now and then one token is tried.
+        # Runs are counted along the record at depth 0 too: a real engine would have to try a token now and then.
         form: Form = chain(self._depth)
-        return Segment(dict.fromkeys(load.groups, form), min(SEGMENT_STEPS, max(1, self.interval)))
+        return Segment(dict.fromkeys(load.groups, form), SEGMENT_STEPS)
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
         self._since += outcome.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,6 +59,12 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
 def test_missing_recordings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--recordings", str(tmp_path)]) == 1
     assert "ranks-smollm2.json" in capsys.readouterr().err
+
+
+def test_the_operator_starts_without_numpy() -> None:
+    """Its image has none; only simulate wants it."""
+    code = "import sys, specdecode_operator.__main__; sys.exit('numpy' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_intervals_are_students() -> None:
