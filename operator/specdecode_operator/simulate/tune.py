@@ -27,8 +27,8 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "sglang": {"tiers": ((1, 3, 7), (1, 2, 4), (0, 1, 3), (1, 3, 5)), "alpha": (0.05, 0.2)},
     "trtllm": {"depth": (1, 2, 3), "window": (50, 500), "threshold": (0.3, 0.7)},
     "turbospec": {"alpha": (0.005, 0.02, 0.1), "interval": (16, 128)},
-    "hpa-requests": {"target": (5.0, 10.0, 15.0, 20.0), "down_seconds": (300.0,)},
-    "hpa-tokens": {"target": (1000.0, 2000.0, 3000.0, 4000.0), "down_seconds": (300.0,)},
+    "hpa-requests": {"target": (2.5, 5.0, 10.0, 15.0), "down_seconds": (300.0,)},
+    "hpa-tokens": {"target": (500.0, 1000.0, 2000.0, 3000.0), "down_seconds": (300.0,)},
     "dynamo": {"interval": (60.0, 180.0), "correction": (True, False)},
     "wva": {"interval": (30.0, 60.0), "kv_spare": (0.1, 0.4), "queue_spare": (1.0, 3.0)},
 }
