@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--recordings", type=Path, metavar="DIR", help="default: benchmarks/recordings of a checkout")
+    parser.add_argument(
+        "--deployment",
+        type=Path,
+        metavar="FILE",
+        help="a SpecDecodeDeployment as JSON: its spec.speculation (bounds, hysteresis, ...) instead of defaults",
+    )
     parser.add_argument("--list", action="store_true", help="names of traces and policies")
     parser.add_argument("--tune", action="store_true", help=f"tune the baselines anew; prints {TUNED}")
 
@@ -55,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         folder = args.recordings or _recordings()
         if args.tune:
             return _tune(folder)
-        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs)
+        given = _given(args.deployment) if args.deployment else None
+        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs, given=given)
         if args.plot:
             _write(document, args.plot)
     except (SettingsError, OSError) as error:
@@ -67,14 +74,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _given(path: Path) -> Mapping[str, Any]:
+    """spec.speculation of a deployment's JSON. Raises SettingsError."""
+    from pydantic import ValidationError
+
+    from specdecode_operator.api.v1alpha1 import Spec
+
+    try:
+        spec = Spec.model_validate(json.loads(path.read_text())["spec"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise SettingsError(f"--deployment: {path} is no SpecDecodeDeployment as JSON: {error}") from error
+    return spec.speculation.model_dump(mode="json", by_alias=True, exclude={"method", "draft", "tasks"})
+
+
 def simulate(
-    traces: Sequence[str], policies: Sequence[str], seeds: int, hours: float, folder: Path, *, jobs: int = 1
+    traces: Sequence[str],
+    policies: Sequence[str],
+    seeds: int,
+    hours: float,
+    folder: Path,
+    *,
+    jobs: int = 1,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole document. Progress goes to standard error."""
+    """The whole document. ``given`` are fields of spec.speculation for ours. Progress goes to standard error."""
     from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE, scored, targets
 
     policies = list(dict.fromkeys((*policies, ORACLE, CLAIRVOYANT)))
-    tasks = [(name, hours, seed, tuple(policies), folder) for name in traces for seed in range(seeds)]
+    tasks = [(name, hours, seed, tuple(policies), folder, given) for name in traces for seed in range(seeds)]
     found: dict[str, dict[int, Any]] = {name: {} for name in traces}
     for done, (name, seed, runs) in enumerate(_all(tasks, jobs), start=1):
         found[name][seed] = runs
@@ -118,12 +145,13 @@ def _all(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[str, int, Any]]:
             yield future.result()
 
 
-def _one(task: tuple[str, float, int, Iterable[str], Path]) -> tuple[str, int, Any]:
+def _one(task: tuple[str, float, int, Iterable[str], Path, Mapping[str, Any] | None]) -> tuple[str, int, Any]:
     from specdecode_operator.simulate.run import run_trace
 
-    name, hours, seed, policies, folder = task
+    name, hours, seed, policies, folder, given = task
     path = folder / TUNED
     tuned = json.loads(path.read_text())["policies"] if path.exists() else {}
+    tuned = {**tuned, "ours": given} if given else tuned
     return name, seed, dict(run_trace(name, hours, seed, policies, library(folder), tuned))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +24,18 @@ DEEPEST = 7
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
 
 
-def deployment_for(trace: Trace, *, scaled: bool) -> Deployment:
-    """What a user would write for this trace; everything else is as the operator's defaults have it."""
+def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | None = None) -> Deployment:
+    """What a user would write for this trace, with ``given`` fields of spec.speculation instead of ours; everything
+    else is as the operator's defaults have it. The trace says model, draft and tasks. Raises pydantic's
+    ValidationError for a field that is none."""
     speculation: dict[str, Any] = {
+        "depth": {"min": 0, "max": DEEPEST, "initial": 3},
+        **(given or {}),
         "method": "eagle3",
         "draft": {"uri": "embedded://recorded"},
-        "depth": {"min": 0, "max": DEEPEST, "initial": 3},
         "tasks": [{"name": name} for name in trace.labels[:-1]],
     }
-    if "objective" in SpeculationSpec.model_fields:
+    if "objective" in SpeculationSpec.model_fields and "objective" not in speculation:
         speculation["objective"] = {
             "ttitMilliseconds": max(1, round(1000 * trace.ttit_seconds)),
             "ttftMilliseconds": max(1, round(1000 * trace.ttft_seconds)),
@@ -62,6 +66,7 @@ class Ours:
     trace: Trace
     seed: int
     scaled: bool
+    given: Mapping[str, Any] | None = None
     memory: Memory = field(default_factory=lambda: Memory(kept=Kept(uid="simulated")))
     versions: int = 0
     log: list[tuple[float, Any]] = field(default_factory=list)
@@ -73,7 +78,7 @@ class Ours:
     _was_away: bool = False
 
     def __post_init__(self) -> None:
-        self._deployment = deployment_for(self.trace, scaled=self.scaled)
+        self._deployment = deployment_for(self.trace, scaled=self.scaled, given=self.given)
         self._coins = np.random.default_rng([self.seed, 80])
 
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:

@@ -77,9 +77,10 @@ class Following:
 def controller(
     name: str, trace: Trace, library: Library, seed: int, tuned: Tuned, trajectory: tuple[int, ...] | None = None
 ) -> Controller:
-    """Depth policies and oracles follow ``trajectory`` where there is one. Raises KeyError for an unknown name."""
+    """Depth policies and oracles follow ``trajectory`` where there is one; ``tuned["ours"]`` are fields of
+    spec.speculation. Raises KeyError for an unknown name."""
     if name == "ours":
-        return Ours(trace, seed, scaled=trace.is_scaled and trace.family == "scaling")
+        return Ours(trace, seed, scaled=trace.is_scaled and trace.family == "scaling", given=tuned.get("ours"))
     if name in SCALERS:
         return Scaled(Constrained(trace, library), _rule(name, trace, library, tuned))
     found: Controller

@@ -56,6 +56,21 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
     assert "--list" in capsys.readouterr().err
 
 
+def test_a_deployment_brings_its_bounds(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Depth 0 alone: the same as the fixed depth 0, but for exploration, of which there is none."""
+    depth = {"min": 0, "max": 0, "initial": 0}
+    draft = {"method": "eagle3", "draft": {"uri": "embedded://d"}, "depth": depth, "explorePercent": 0}
+    file = tmp_path / "deployment.json"
+    file.write_text(json.dumps({"spec": {"model": {"uri": "embedded://m"}, "speculation": draft}}))
+    flags = ["--policy", "ours", "--policy", "fixed-0", "--recordings", str(recordings), "--json"]
+    assert main([*SHORT, *flags, "--deployment", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-quiet"]["policies"]
+    assert found["fixed-0"]["time_per_token_over_ours"]["mean"] == pytest.approx(1.0, abs=0.02)
+    file.write_text("{}")
+    assert main([*SHORT, *flags, "--deployment", str(file)]) == 1
+    assert "deployment.json" in capsys.readouterr().err
+
+
 def test_missing_recordings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--recordings", str(tmp_path)]) == 1
     assert "ranks-smollm2.json" in capsys.readouterr().err
