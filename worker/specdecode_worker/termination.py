@@ -18,12 +18,13 @@ MAX_BYTES = 4096
 
 
 def write_termination_message(text: str) -> None:
-    """Leaves ``text``, its first MAX_BYTES bytes. Never fails, and does nothing outside a pod: the default path is
-    written only where it exists."""
+    """Leaves ``text``, its first MAX_BYTES bytes, unless something stands there already: who spoke first was nearest
+    to the cause. Never fails, and does nothing outside a pod: the default path is written only where it exists."""
     given = os.environ.get(ENV_PATH)
     path = Path(given or DEFAULT_PATH)
     if given is None and not path.is_file():
         return
     words = text.encode(errors="replace")[:MAX_BYTES].decode(errors="ignore")
     with contextlib.suppress(OSError):
-        path.write_text(words)
+        if not path.exists() or path.stat().st_size == 0:
+            path.write_text(words)

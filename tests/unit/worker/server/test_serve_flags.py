@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import serve
-from specdecode_worker.contract import Env, Plan, WorkerConfig
+from specdecode_worker.contract import EngineConfig, Env, Plan, WorkerConfig
+from specdecode_worker.termination import ENV_PATH
 
 
 def read(*words: str) -> tuple[WorkerConfig, Plan]:
@@ -43,9 +45,41 @@ def test_vllms_form_of_the_draft() -> None:
         read("--speculative-config", form, "--depth", "2")
 
 
+def test_vllms_draft_of_two_models_and_its_lookup() -> None:
+    two, _ = read("--model", "file:///m", "--speculative-config", '{"method": "draft_model", "model": "file:///d"}')
+    assert (two.draft.method, two.draft.uri) == ("draft-model", "file:///d")
+    form = '{"method": "ngram", "model": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6}'
+    lookup, plan = read("--speculative-config", form)
+    assert (lookup.draft.method, lookup.draft.uri, plan.initial.depth) == ("ngram", None, 4)
+    assert (lookup.draft.prompt_lookup_min, lookup.draft.prompt_lookup_max) == (2, 6)
+
+
+@pytest.mark.parametrize("form", ["[]", "{", "3", '{"num_speculative_tokens": 0}', '{"num_speculative_tokens": "3"}',
+                                  '{"num_speculative_tokens": 64}'])  # fmt: skip
+def test_a_wrong_form_is_named(form: str) -> None:
+    with pytest.raises(ValueError, match="--speculative-config"):
+        read("--speculative-config", form)
+
+
+def test_vllms_names_of_the_engines_bounds() -> None:
+    words = "--max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 99 --gpu-memory-utilization 0.5 "
+    words += "--tensor-parallel-size 2 --no-enable-prefix-caching --no-enable-chunked-prefill --sampler mss "
+    words += "--tool-call-parser hermes --max-waiting 7 --dtype float32 --served-model-name x"
+    config, _ = read(*words.split())
+    assert config.engine == EngineConfig(
+        max_num_seqs=3, max_num_batched_tokens=64, gpu_memory_utilization=0.5, tensor_parallel_size=2,
+        enable_prefix_caching=False, enable_chunked_prefill=False, sampler="mss",
+    )  # fmt: skip
+    assert (config.server.tool_call_parser, config.server.max_waiting) == ("hermes", 7)
+    assert (config.model.max_model_len, config.model.dtype, config.model.served_name) == (99, "float32", "x")
+    assert read()[0].engine == EngineConfig(), "defaults are the contract's"
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
+        (["--method", "ngram", "--draft", "file:///d"], "--method ngram takes no --draft"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--model", "file:///m", "--method", "eagle3"], "--draft"),
         (["--max-model-len", "3"], "max_model_len"),
@@ -57,8 +91,10 @@ def test_wrong_flags_are_named(words: list[str], named: str, capsys: pytest.Capt
 
 
 def test_a_wrong_config_in_the_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv(Env.config, '{"model": {"uri": "x", "served_name": "m"}, "engine": {"max_num_seqs": "many"}}')
+    monkeypatch.setenv(ENV_PATH, str(tmp_path / "words"))
     assert main(["serve"]) == 2
     assert "engine.max_num_seqs" in capsys.readouterr().err
+    assert "engine.max_num_seqs" in (tmp_path / "words").read_text()
