@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
-from specdecode_worker.engine.keeping import keep_chunks, keep_paths, tell_rows
 from specdecode_worker.engine.launched import Launched
+from specdecode_worker.engine.launcher import Launcher
 from specdecode_worker.engine.laws import check_tokens
 from specdecode_worker.engine.messages import Submit, Tokens
+from specdecode_worker.engine.meter import Meter
+from specdecode_worker.engine.phases import Phases
 from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.recorder import Read, Recorder, size_of
+from specdecode_worker.engine.recorder import Read, Recorder
 from specdecode_worker.engine.report import Identity, Moment, build_report
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row, Scheduler
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.statistics import Statistics
-from specdecode_worker.engine.target import Pass, Target
-from specdecode_worker.engine.told import tell_emitted, tell_prompts
-from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.engine.target import Target
 from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.history import Texts
-from specdecode_worker.speculation.sampler import Sampler, SamplerOf
+from specdecode_worker.speculation.sampler import SamplerOf
 from specdecode_worker.speculation.synthetic import Synthetic
-from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +65,15 @@ class Engine:
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
-        self._state, self._pilot, self._make_sampler = parts.state, parts.pilot, parts.sampler
+        self._state, self._pilot = parts.state, parts.pilot
+        self._phases, self._meter = Phases(), Meter()
+        self._launcher = Launcher(parts.target, parts.drafts, parts.state, parts.sampler, self._phases)
         self._recorder = Recorder(Statistics())
-        self._synthetic = Synthetic()
         self._requests: dict[str, Request] = {}
         self._launched: deque[Launched] = deque()
         self._ahead = 1 if pipelined else 0
         if self._scheduler.prefix_caching:
             self._state.keep_block_states(self._scheduler.blocks)
-        self._pass_seconds = 0.0
-        self._collected_seconds = self._accounted_seconds = time.monotonic()
 
     @property
     def idle(self) -> bool:
@@ -152,7 +147,7 @@ class Engine:
         self._scheduler.forget_traffic()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        self._synthetic = Synthetic(knobs)
+        self._launcher.synthetic = Synthetic(knobs)
 
     @torch.inference_mode()
     def step(self) -> list[Tokens]:
@@ -165,44 +160,34 @@ class Engine:
         return []
 
     def launch(self) -> Launched | None:
-        """Queue one step on the device: draft, verify in one target pass, accept, keep. Waits for nothing."""
+        """Queues the next step on the device, if anybody can run; waits for nothing."""
         began = time.monotonic()
-        rows = self._next_rows(began)
+        self._phases.start()
+        self._account(began)
+        rows = tuple(self._scheduler.next_batch(self._pilot.trees))
         if not rows:
             return None
-        choosing = [row for row in rows if row.chooses]
-        forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
-        roots_C = self._target.roots(choosing)
-        sampler = self._sampler_of(choosing, forest, roots_C)
-        ranked_BNK = self._drafts.propose(choosing, forest, sampler) if choosing else None
-        drafted = time.monotonic()
-        step = self._target.pack(rows)
-        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
-        kept_depths = tuple(self._synthetic.kept_depth(row.tree.drafted_depth) for row in choosing)
-        outcome = None
-        if choosing:
-            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
-        self._keep(rows, step, roots_C, forest, outcome, aux_TA)
-        return Launched(
-            rows=rows,
-            epochs=tuple(row.request.epoch for row in rows),
-            choice=self._pilot.choice,
-            size=size_of(rows, len(forest.levels)),
-            outcome=outcome,
-            ranked_BNK=ranked_BNK,
-            emitted_told=tell_emitted(choosing, forest, logits_RV, outcome),
-            prompts_told=tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE),
-            kept_depths=kept_depths,
-            began_seconds=began,
-            draft_seconds=drafted - began,
-        )
+        for row in rows:
+            if row.begins:
+                self._recorder.admitted(row.request, began)
+        follows = self._pilot.drafts_prompts
+        launched = self._launcher.launch(rows, self._pilot.choice, began_seconds=began, follows=follows)
+        for row in rows:
+            row.request.in_flight.append(row.most_tokens)
+            row.request.draft.launched(0 if row.is_chunk and follows else row.most_tokens)
+            if row.is_chunk:
+                self._scheduler.publish(row.request, row.start + row.count)
+        return launched
 
     def collect(self, step: Launched) -> list[Tokens]:
         """Reads a step back: what it emitted, up to each request's end."""
+        self._phases.start()
         reads: list[Read | None] = list(step.read())
         reads += [None] * (len(step.rows) - len(reads))
         prompts = step.read_prompts()
-        seconds, now = self._finish_step(step)
+        self._phases.lap("verify")
+        seconds, now = self._meter.finish(step, self._launcher.synthetic)
+        self._phases.start()
         found = []
         emitted = 0
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
@@ -214,6 +199,7 @@ class Engine:
                 emitted += len(read.tokens)
                 found.append(self._emit(row, read, now))
         self._measure(step, seconds, emitted)
+        self._phases.lap("bookkeeping")
         return found
 
     def report(self) -> Report:
@@ -230,7 +216,8 @@ class Engine:
             kv_tokens_cached=self._scheduler.kv_tokens_cached,
             counters=self._scheduler.counters,
             plan=self._pilot.plan_state,
-            synthetic=self._synthetic.knobs,
+            synthetic=self._launcher.synthetic.knobs,
+            phases=self._phases.seconds,
             guard=self._pilot.guard_cells(),
         )
         return build_report(self.identity, moment, self._recorder.statistics)
@@ -238,65 +225,6 @@ class Engine:
     def check(self) -> None:
         """The books of slots and blocks balance; cheap enough to run whenever idle."""
         self._scheduler.check()
-
-    @property
-    def _device(self) -> torch.device:
-        return self._state.length_S.device
-
-    def _next_rows(self, now: float) -> tuple[Row, ...]:
-        self._account(now)
-        rows = tuple(self._scheduler.next_batch(self._pilot.trees))
-        for row in rows:
-            if row.begins:
-                self._recorder.admitted(row.request, now)
-        tell_rows(self._state, rows)
-        return rows
-
-    def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
-        requests = [row.request for row in choosing]
-        slots_C = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
-        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
-        texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
-        return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
-
-    def _accept(
-        self,
-        sampler: Sampler,
-        step: Pass,
-        forest: Forest,
-        logits_RV: Tensor,
-        ranked_BNK: Tensor | None,
-        kept_depths: tuple[int, ...],
-    ) -> Outcome:
-        """A row's tokens are what the pass has just read."""
-        tokens_BN = torch.full_like(forest.parents_BN, -2)
-        tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
-        kept_B = torch.tensor(kept_depths, device=logits_RV.device) if self._synthetic.cuts else None
-        at = step.batch_R, step.node_R, step.depth_R
-        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
-
-    def _keep(
-        self,
-        rows: tuple[Row, ...],
-        step: Pass,
-        roots_C: Tensor,
-        forest: Forest,
-        outcome: Outcome | None,
-        aux_TA: Tensor | None,
-    ) -> None:
-        """Chunks first: the draft's first slot of a chunk reads the ring before the chunk overwrites it."""
-        chunks = [row for row in rows if row.is_chunk]
-        follows = self._pilot.drafts_prompts
-        if chunks and follows:
-            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
-        keep_chunks(self._state, rows, step, aux_TA)
-        if outcome is not None:
-            keep_paths(self._state, self._target.cache, step, roots_C, forest, outcome, aux_TA)
-        for row in rows:
-            row.request.in_flight.append(row.most_tokens)
-            row.request.draft.launched(0 if row.is_chunk and follows else row.most_tokens)
-            if row.is_chunk:
-                self._scheduler.publish(row.request, row.start + row.count)
 
     def _emit(self, row: Row, read: Read, now: float) -> Tokens:
         request = row.request
@@ -329,32 +257,12 @@ class Engine:
         self._scheduler.release(request)
         self._recorder.ended(request, now)
 
-    def _finish_step(self, step: Launched) -> tuple[float, float]:
-        """(seconds that the step took, now). Pads it where a synthetic knob says so."""
-        began = max(step.began_seconds, self._collected_seconds)
-        nodes = max(row.tree.verified - 1 for row in step.rows)
-        context = max(row.request.cached for row in step.rows)
-        least = self._synthetic.least_seconds(len(step.rows), nodes, context)
-        now = time.monotonic()
-        if now - began < least:
-            time.sleep(least - (now - began))
-            now = time.monotonic()
-        self._collected_seconds = now
-        return now - began, now
-
     def _measure(self, step: Launched, seconds: float, emitted: int) -> None:
-        passes = step.size.draft_passes
-        if passes:
-            each = step.draft_seconds / passes
-            self._pass_seconds += 0.1 * (each - self._pass_seconds) if self._pass_seconds else each
+        self._meter.drafted(step)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
-            self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, self._pass_seconds)
+            self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, self._meter.pass_seconds)
 
     def _account(self, now: float) -> None:
-        """Request-seconds, up to now, of what was running and waiting until now."""
-        statistics, elapsed = self._recorder.statistics, now - self._accounted_seconds
-        statistics.running_request_seconds += elapsed * len(self._scheduler.running)
-        statistics.waiting_request_seconds += elapsed * len(self._scheduler.waiting)
-        self._accounted_seconds = now
+        self._meter.account(self._recorder.statistics, self._scheduler, now)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdecode_worker.contract import MAX_REPORT_BYTES, DraftState, GuardCell, PlanState, Report, SyntheticKnobs
+from specdecode_worker.contract import (
+    MAX_REPORT_BYTES,
+    DraftState,
+    GuardCell,
+    PhaseSeconds,
+    PlanState,
+    Report,
+    SyntheticKnobs,
+)
 from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
 
@@ -35,6 +43,7 @@ class Moment:
     counters: Counters
     plan: PlanState
     synthetic: SyntheticKnobs | None
+    phases: PhaseSeconds
     guard: tuple[GuardCell, ...]
 
 
@@ -52,6 +61,7 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             named_drafts=moment.named_drafts,
             plan=moment.plan,
             synthetic=moment.synthetic,
+            phases=moment.phases,
             max_num_seqs=identity.max_num_seqs,
             running=moment.running,
             waiting=moment.waiting,

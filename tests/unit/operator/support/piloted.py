@@ -9,7 +9,7 @@ from typing import Any
 
 from fleet import Loop, Truth, deployment_with
 
-from specdecode_worker.contract import OTHER_TASK, DraftState, Plan, Report, TreeShape
+from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
 from specdecode_worker.engine.costs import StepSize
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity, Moment, build_report
@@ -75,6 +75,7 @@ class PilotedWorker:
             kv_tokens_used=400,
             plan=self.pilot.plan_state,
             synthetic=None,
+            phases=PhaseSeconds(),
             guard=self.pilot.guard_cells(),
         )
         who = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=4)

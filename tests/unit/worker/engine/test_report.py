@@ -10,6 +10,7 @@ from specdecode_worker.contract import (
     MAX_REPORT_BYTES,
     MAX_TASKS,
     DraftState,
+    PhaseSeconds,
     PlanState,
     Report,
     StepTime,
@@ -32,6 +33,7 @@ MOMENT = Moment(
     counters=Counters(preemptions=5, prefill_chunks=6, prefix_query_tokens=70, prefix_hit_tokens=48),
     plan=PlanState(uid="u", version=4),
     synthetic=SyntheticKnobs(step_time=(StepTime(seconds=0.1),)),
+    phases=PhaseSeconds(draft=1.0),
     guard=(),
 )
 

@@ -1,0 +1,119 @@
+"""The device's half of a step: draft, verify in one target pass, accept, keep. Queues work and waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.engine.drafts.roster import Roster
+from specdecode_worker.engine.keeping import keep_chunks, keep_paths, tell_rows
+from specdecode_worker.engine.launched import Launched
+from specdecode_worker.engine.phases import Phases
+from specdecode_worker.engine.pilot import Choice
+from specdecode_worker.engine.recorder import size_of
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.engine.target import Pass, Target
+from specdecode_worker.engine.told import tell_emitted, tell_prompts
+from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.speculation.history import Texts
+from specdecode_worker.speculation.sampler import Sampler, SamplerOf
+from specdecode_worker.speculation.synthetic import Synthetic
+from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
+
+
+class Launcher:
+    """Owns nothing of a request: rows come in, a Launched goes out."""
+
+    def __init__(
+        self, target: Target, drafts: Roster, state: DeviceState, make_sampler: SamplerOf, phases: Phases
+    ) -> None:
+        self._target, self._drafts, self._state = target, drafts, state
+        self._make_sampler, self._phases = make_sampler, phases
+        self.synthetic = Synthetic()
+
+    def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
+        """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
+        phases = self._phases
+        tell_rows(self._state, rows)
+        choosing = [row for row in rows if row.chooses]
+        forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
+        roots_C = self._target.roots(choosing)
+        sampler = self._sampler_of(choosing, forest, roots_C)
+        phases.lap("bookkeeping")
+        ranked_BNK = self._drafts.propose(choosing, forest, sampler) if choosing else None
+        draft_seconds = phases.lap("draft")
+        step = self._target.pack(rows)
+        phases.lap("bookkeeping")
+        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
+        phases.lap("verify")
+        kept_depths = tuple(self.synthetic.kept_depth(row.tree.drafted_depth) for row in choosing)
+        outcome = None
+        if choosing:
+            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
+        emitted_told = tell_emitted(choosing, forest, logits_RV, outcome)
+        prompts_told = tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        phases.lap("sample")
+        self._keep(rows, step, roots_C, forest, outcome, aux_TA, follows=follows)
+        phases.lap("bookkeeping")
+        return Launched(
+            rows=rows,
+            epochs=tuple(row.request.epoch for row in rows),
+            choice=choice,
+            size=size_of(rows, len(forest.levels)),
+            outcome=outcome,
+            ranked_BNK=ranked_BNK,
+            emitted_told=emitted_told,
+            prompts_told=prompts_told,
+            kept_depths=kept_depths,
+            began_seconds=began_seconds,
+            draft_seconds=draft_seconds,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._state.length_S.device
+
+    def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
+        requests = [row.request for row in choosing]
+        slots_C = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
+        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
+        texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
+        return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
+
+    def _accept(
+        self,
+        sampler: Sampler,
+        step: Pass,
+        forest: Forest,
+        logits_RV: Tensor,
+        ranked_BNK: Tensor | None,
+        kept_depths: tuple[int, ...],
+    ) -> Outcome:
+        """A row's tokens are what the pass has just read."""
+        tokens_BN = torch.full_like(forest.parents_BN, -2)
+        tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
+        kept_B = torch.tensor(kept_depths, device=logits_RV.device) if self.synthetic.cuts else None
+        at = step.batch_R, step.node_R, step.depth_R
+        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
+
+    def _keep(
+        self,
+        rows: tuple[Row, ...],
+        step: Pass,
+        roots_C: Tensor,
+        forest: Forest,
+        outcome: Outcome | None,
+        aux_TA: Tensor | None,
+        *,
+        follows: bool,
+    ) -> None:
+        """Chunks first: the draft's first slot of a chunk reads the ring before the chunk overwrites it."""
+        chunks = [row for row in rows if row.is_chunk]
+        if chunks and follows:
+            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
+        keep_chunks(self._state, rows, step, aux_TA)
+        if outcome is not None:
+            keep_paths(self._state, self._target.cache, step, roots_C, forest, outcome, aux_TA)
