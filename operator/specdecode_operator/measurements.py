@@ -277,14 +277,19 @@ def _output(report: Report) -> int:
 
 def _acceptance(before: Report, after: Report, parent: str) -> dict[tuple[str, int], Hits]:
     """Greedy and sampled together: the mix that was measured is the mix that is planned for."""
-    draft = after.draft.hash
-    return _difference(_hits(before, draft, parent), _hits(after, draft, parent))
+    drafts = _loaded(after)
+    return _difference(_hits(before, drafts, parent), _hits(after, drafts, parent))
 
 
-def _hits(report: Report, draft: str, parent: str) -> dict[tuple[str, int], Hits]:
+def _loaded(report: Report) -> set[str]:
+    """Hashes of the drafts that run. A task uses one of them; counters of others stand still."""
+    return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
+
+
+def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
     found: dict[tuple[str, int], Hits] = {}
     for cell in report.acceptance:
-        if cell.draft == draft and cell.parent == parent:
+        if cell.draft in drafts and cell.parent == parent:
             hits = Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1])))
             found = merged(found, {(cell.task, cell.depth): hits})
     return found
@@ -299,13 +304,14 @@ def _traffic(report: Report) -> dict[str, TrafficSums]:
 
 
 def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
-    return _difference(_by_task(before, after.draft.hash), _by_task(after, after.draft.hash))
+    drafts = _loaded(after)
+    return _difference(_by_task(before, drafts), _by_task(after, drafts))
 
 
-def _by_task(report: Report, draft: str) -> dict[str, RequestSums]:
+def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
     found: dict[str, RequestSums] = {}
     for cell in report.requests:
-        if cell.draft == draft:
+        if cell.draft in drafts:
             sums = RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd)
             found = merged(found, {cell.task: sums})
     return found

@@ -42,7 +42,7 @@ def test_the_schema_check_sees_a_misfit(root: Path) -> None:
         "spec.model.size: unknown",
         "spec.model.uri: does not match the pattern",
         "spec.speculation.depth.max: 99 is above 16",
-        "spec.speculation.method: 'magic' is none of ['eagle3', 'none']",
+        "spec.speculation.method: 'magic' is none of ['eagle3', 'eagle', 'draft-model', 'medusa', 'ngram', 'none']",
     ]
 
 

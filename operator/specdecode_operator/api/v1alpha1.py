@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from specdecode_worker.contract import DRAFT_FREE, Method, TaskName
+
 GROUP = "specdecode.io"
 VERSION = "v1alpha1"
 KIND = "SpecDecodeDeployment"
@@ -78,6 +80,28 @@ class ModelSpec(Api):
 
 class DraftSpec(Api):
     uri: ModelUri
+
+
+DRAFT_RULE = "(self.method in ['ngram', 'none']) != has(self.{field})"
+DRAFT_MESSAGE = "{field} is needed by every method but ngram and none, and only by those"
+
+
+class NamedDraftSpec(Api):
+    """A further draft, loaded beside the first for the tasks that name it."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(rule(DRAFT_RULE.format(field="uri"), DRAFT_MESSAGE.format(field="uri")))
+    )
+
+    name: TaskName
+    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram"] = "eagle3"
+    uri: ModelUri | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.method in DRAFT_FREE) != (self.uri is None):
+            raise ValueError(DRAFT_MESSAGE.format(field="uri"))
+        return self
 
 
 class DepthSpec(Api):
@@ -160,6 +184,9 @@ class TaskSpec(Api):
         description="Overrides speculation.mode for this task where that is Auto, Advisory or Static.",
     )
     depth: TaskDepthSpec | None = Field(default=None, description="Overrides speculation.depth for this task.")
+    draft: TaskName | None = Field(
+        default=None, description="Name of one of speculation.drafts; the task uses it instead of speculation.draft."
+    )
 
 
 class SpeculationSpec(Api):
@@ -167,9 +194,14 @@ class SpeculationSpec(Api):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
+            rule(DRAFT_RULE.format(field="draft"), DRAFT_MESSAGE.format(field="draft.uri")),
             rule(
-                "(self.method == 'none') != has(self.draft)",
-                "draft.uri is needed by every method but none, and only by those",
+                "self.drafts.all(one, self.drafts.exists_one(other, other.name == one.name))",
+                "every draft needs a name of its own",
+            ),
+            rule(
+                "self.tasks.all(task, !has(task.draft) || self.drafts.exists(one, one.name == task.draft))",
+                "a task's draft must be the name of one of speculation.drafts",
             ),
             rule(
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
@@ -186,8 +218,15 @@ class SpeculationSpec(Api):
         )
     )
 
-    method: Literal["eagle3", "none"] = "eagle3"
+    method: Method = Field(
+        default="eagle3",
+        description="eagle3 or eagle: a head; medusa: heads; draft-model: a smaller model with the same tokenizer; "
+        "ngram: prompt lookup, without a draft; none: plain decoding.",
+    )
     draft: DraftSpec | None = None
+    drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4)] = Field(
+        default=(), description="Further drafts, loaded beside the first; tasks choose them by name."
+    )
     required: bool = Field(
         default=False, description="true: a draft that does not fit is fatal; false: the target serves plainly."
     )
@@ -207,8 +246,13 @@ class SpeculationSpec(Api):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.method == "none") != (self.draft is None):
-            raise ValueError("draft.uri is needed by every method but none, and only by those")
+        if (self.method in DRAFT_FREE) != (self.draft is None):
+            raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
+        names = [draft.name for draft in self.drafts]
+        if len(set(names)) < len(names):
+            raise ValueError("every draft needs a name of its own")
+        if any(task.draft not in (None, *names) for task in self.tasks):
+            raise ValueError("a task's draft must be the name of one of speculation.drafts")
         if not self.depth.min <= self.depth.initial <= self.depth.max:
             raise ValueError("depth must satisfy min <= initial <= max")
         if self.depth.initial > self.tree.max_nodes:
@@ -266,6 +310,12 @@ class WorkersSpec(Api):
     recycle: Literal["Never", "OnCollapse"] = Field(
         default="Never",
         description="OnCollapse: a worker whose acceptance collapses, while its peers' does not, is replaced.",
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=16, le=1048576, description="Tokens that one step computes at most, prompts included."
+    )
+    api_keys_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Keys of the public port, separated by whitespace; absent lets everyone in."
     )
     template: Anything = Field(
         default_factory=dict,

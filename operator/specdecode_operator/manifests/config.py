@@ -6,7 +6,7 @@ from decimal import Decimal, InvalidOperation
 
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.errors import SpecError
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, ServerConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
 
 CACHE_DIR = "/var/cache/specdecode"
 
@@ -26,9 +26,13 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
             uri=spec.speculation.draft.uri if spec.speculation.draft else None,
             required=spec.speculation.required,
         ),
+        drafts=tuple(
+            NamedDraft(name=draft.name, method=draft.method, uri=draft.uri) for draft in spec.speculation.drafts
+        ),
         engine=EngineConfig(
             max_num_seqs=spec.workers.max_num_seqs,
             kv_cache_tokens=spec.workers.kv_cache_tokens,
+            max_num_batched_tokens=spec.workers.max_num_batched_tokens or EngineConfig().max_num_batched_tokens,
             threads=threads(spec),
             device="cuda" if spec.workers.gpu else "cpu",
             tensor_parallel_size=spec.workers.tensor_parallel_size,
@@ -39,6 +43,13 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         ),
         cache_dir=CACHE_DIR,
     )
+
+
+def model_uris(spec: Spec) -> list[str]:
+    """Of the target and all drafts, each once."""
+    speculation = spec.speculation
+    drafts = [speculation.draft, *speculation.drafts]
+    return list(dict.fromkeys([spec.model.uri, *(draft.uri for draft in drafts if draft and draft.uri)]))
 
 
 def default_served_name(uri: str) -> str:

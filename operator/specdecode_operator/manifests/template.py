@@ -8,7 +8,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import CACHE_DIR, threads, worker_config
+from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
 from specdecode_operator.manifests.identity import ADMIN_TOKEN_KEY, admin_secret_name, selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.volumes import PLAN_PATH, model_mounts, serving_mounts, volumes
@@ -33,6 +33,7 @@ def rolling_hash(spec: Spec) -> str:
         "method": speculation.method,
         "draft": speculation.draft.uri if speculation.draft else None,
         "required": speculation.required,
+        **({"drafts": [draft.model_dump(mode="json") for draft in speculation.drafts]} if speculation.drafts else {}),
         "workers": spec.workers.model_dump(mode="json", exclude={"update_policy", "recycle"}, exclude_defaults=True),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
@@ -94,13 +95,11 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
 
 
 def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
-    draft = spec.speculation.draft
     secret = spec.model.token_secret_ref
     token = {"secretKeyRef": {"name": secret.name, "key": secret.key}} if secret else None
     return {
         **_container(spec, defaults, "pull"),
-        "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, spec.model.uri]
-        + ([draft.uri] if draft else []),
+        "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *model_uris(spec)],
         "env": [{"name": "HOME", "value": "/tmp"}, *([{"name": "HF_TOKEN", "valueFrom": token}] if token else [])],
         "resources": spec.workers.resources,
         "volumeMounts": model_mounts(spec),
@@ -135,6 +134,10 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         {"name": Env.admin_token, "valueFrom": {"secretKeyRef": token}},
         {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
     ]
+    keys = deployment.spec.workers.api_keys_secret_ref
+    if keys:
+        reference = {"secretKeyRef": {"name": keys.name, "key": keys.key}}
+        found.append({"name": Env.api_keys, "valueFrom": reference})
     count = threads(deployment.spec)
     return found + ([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else [])
 

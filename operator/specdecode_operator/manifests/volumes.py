@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec
-from specdecode_operator.manifests.config import CACHE_DIR
+from specdecode_operator.manifests.config import CACHE_DIR, model_uris
 from specdecode_operator.manifests.identity import PLAN_KEY, plan_name
 
 PLAN_DIR = "/etc/specdecode/plan"
@@ -47,9 +47,7 @@ def serving_mounts(spec: Spec) -> list[dict[str, Any]]:
 
 def model_claims(spec: Spec) -> list[str]:
     """Claims named by ``pvc://claim/path`` URIs, each once."""
-    draft = spec.speculation.draft
-    uris = [spec.model.uri, *([draft.uri] if draft else [])]
-    return list(dict.fromkeys(uri[6:].split("/", 1)[0] for uri in uris if uri.startswith("pvc://")))
+    return list(dict.fromkeys(uri[6:].split("/", 1)[0] for uri in model_uris(spec) if uri.startswith("pvc://")))
 
 
 def _cache(spec: Spec) -> dict[str, Any]:

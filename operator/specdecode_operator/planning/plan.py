@@ -43,7 +43,7 @@ def next_plan(
 
 
 def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets, rows: Iterable[RowMemory]) -> Plan:
-    tasks = tuple(TaskMatch(name=task.name, match=task.match) for task in speculation.tasks)
+    tasks = tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks)
     if speculation.method == "none" or speculation.mode == "Off":
         return Plan(uid=uid, draft=draft, buckets=found, explore=0, tasks=tasks)
     following = plans(speculation) and draft != ""

@@ -32,10 +32,18 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"tree": {"maxNodes": 4, "topK": 2}, "objective": {"ttitMilliseconds": 20, "minSpeedup": 1.1}}},
     {"speculation": {"tasks": [{"name": "code", "mode": "Off"}, {"name": "sql", "depth": {"min": 2, "max": 8}}]}},
     {"workers": {"recycle": "OnCollapse"}},
+    {"speculation": {"method": "ngram", "draft": None}},
+    {
+        "speculation": {
+            "drafts": [{"name": "lookup", "method": "ngram"}, {"name": "sql", "method": "medusa", "uri": "file:///m"}],
+            "tasks": [{"name": "edits", "draft": "lookup"}, {"name": "chat"}],
+        }
+    },
+    {"workers": {"apiKeysSecretRef": {"name": "keys"}, "maxNumBatchedTokens": 2048}},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"speculation": {"draft": None}}, "draft.uri is needed by every method but none"),
-    ({"speculation": {"method": "none"}}, "draft.uri is needed by every method but none"),
+    ({"speculation": {"draft": None}}, "draft.uri is needed by every method but ngram and none"),
+    ({"speculation": {"method": "none"}}, "draft.uri is needed by every method but ngram and none"),
     ({"speculation": {"depth": {"min": 4, "initial": 3, "max": 5}}}, "min <= initial <= max"),
     ({"speculation": {"depth": {"initial": 6}}}, "min <= initial <= max"),
     ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
@@ -54,6 +62,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"objective": {"minSpeedup": 0.5}}}, "[mM]in_?[sS]peedup"),
     ({"speculation": {"hysteresis": {"maxChangesPerHour": 0}}}, "[mM]ax_?[cC]hanges"),
     ({"workers": {"recycle": "Always"}}, "recycle"),
+    ({"speculation": {"method": "ngram"}}, "draft.uri is needed by every method but ngram and none"),
+    ({"speculation": {"drafts": [{"name": "a", "method": "medusa"}]}}, "uri is needed by every method but ngram"),
+    (
+        {"speculation": {"drafts": [{"name": "a", "method": "ngram"}, {"name": "a", "method": "ngram"}]}},
+        "every draft needs a name of its own",
+    ),
+    ({"speculation": {"tasks": [{"name": "code", "draft": "unknown"}]}}, "must be the name of one of"),
     ({"workers": {"maxNumSeqs": 0}}, "[mM]ax_?[nN]um_?[sS]eqs"),
     ({"replicas": -1}, "replicas"),
 ]

@@ -48,6 +48,27 @@ def test_the_config_reaches_the_worker_whole() -> None:
     assert config.server.grace_period_seconds == 90
 
 
+def test_every_draft_is_pulled_and_told_and_rolls_the_pods() -> None:
+    drafts = [{"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"}, {"name": "edits", "method": "ngram"}]
+    speculation = {"drafts": drafts, "tasks": [{"name": "code", "draft": "sql"}]}
+    found = template(speculation=speculation)
+    config = WorkerConfig.model_validate_json(environment(found)[Env.config])
+    assert [(one.name, one.method, one.uri) for one in config.drafts] == [
+        ("sql", "medusa", "pvc://heads/sql"),
+        ("edits", "ngram", None),
+    ]
+    assert container(found, "pull")["command"][-2:] == ["embedded://d", "pvc://heads/sql"]
+    assert any(volume["name"].endswith("heads") for volume in found["spec"]["volumes"])
+    plain, more = (deployment_with(speculation=one).spec for one in ({}, {"drafts": drafts}))
+    assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
+
+
+def test_keys_of_the_public_port_come_from_a_secret() -> None:
+    found = template(workers={"apiKeysSecretRef": {"name": "keys", "key": "all"}})
+    assert environment(found)[Env.api_keys] == {"secretKeyRef": {"name": "keys", "key": "all"}}
+    assert Env.api_keys not in environment(template())
+
+
 @pytest.mark.parametrize(
     ("uri", "name"),
     [("hf://org/Llama-3@main", "Llama-3"), ("pvc://claim/a/b", "b"), ("file:///m/x/", "x"), ("embedded://e", "e")],
