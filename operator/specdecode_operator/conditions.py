@@ -25,7 +25,7 @@ def verdicts(deployment: Deployment, observed: Observed, decision: Decision, out
     found = [reconciled(deployment, outcome), ready(observed, decision), progressing(observed)]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
-        found.append(draft_compatible(observed))
+        found += [draft_compatible(observed), workers_alike(decision)]
     if speculation.method != "none" and speculation.mode != "Off":
         found.append(speculation_effective(deployment, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":
@@ -107,6 +107,17 @@ def scaling_limited(decision: Decision) -> Verdict:
     if decision.limited is not None:
         return Verdict(kind, "True", decision.limited.reason, decision.limited.message, True)
     return Verdict(kind, "False", "WithinBounds", "the bounds do not stand in the way of demand")
+
+
+def workers_alike(decision: Decision) -> Verdict:
+    """A pod that differs from its past and its peers is named; what is done about it is planning's."""
+    kind = ConditionType.workers_alike
+    if not decision.suspects:
+        return Verdict(kind, "True", "Alike", "no worker stands out")
+    told = [f"pod {suspect.pod}: {suspect.message}" for suspect in decision.suspects[:3]]
+    others = len(decision.suspects) - len(told)
+    message = "; ".join([*told, *([f"and {others} more"] if others else [])])
+    return Verdict(kind, "False", decision.suspects[0].reason, message, True)
 
 
 def pinned(decision: Decision) -> Verdict:

@@ -5,6 +5,7 @@ Losing one loses nothing: status has the history and the conditions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,7 @@ BAD = {
     ConditionType.scaling_limited: "True",
     ConditionType.reports_fresh: "False",
     ConditionType.pinned: "False",
+    ConditionType.workers_alike: "False",
 }
 """Conditions worth an Event, and the status that is bad. Pods have Events of their own, decisions tell of speed."""
 
@@ -52,7 +54,13 @@ def _turned(before: Status, after: Status) -> Iterator[Notice]:
 
 
 def _same(old: Condition | None, new: Condition) -> bool:
-    """A refusal with other words is news; a limit with another number is not."""
+    """A refusal with other words is news, and so is another pod; a limit with another number is not."""
     if old is None or old.status != new.status or old.reason != new.reason:
         return False
+    if new.type == ConditionType.workers_alike:
+        return _pods(old.message) >= _pods(new.message)
     return new.type == ConditionType.scaling_limited or old.message == new.message
+
+
+def _pods(message: str) -> set[str]:
+    return set(re.findall(r"\bpod (\S+):", message))

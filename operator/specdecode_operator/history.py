@@ -49,7 +49,8 @@ def scaled(before: int | None, after: int | None, measured: str, reason: str, no
 
 def measured(kept: Kept, task: str) -> str:
     """What a change of the plan goes by, in a line: acceptance by depth and the load."""
-    cells = sorted((cell.depth, cell.hits / cell.total) for cell in kept.acceptance if cell.task == task and cell.total)
+    main = [cell for cell in kept.acceptance if cell.task == task and cell.total and cell.parent == "main"]
+    cells = sorted((cell.depth, cell.hits / cell.total) for cell in main)
     rates = ", ".join(f"{rate:.2f}" for _, rate in cells) or "not measured"
     return f"{kept.load.sequences:.1f} sequences a step, acceptance by depth {rates}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from specdecode_operator.api.v1alpha1 import ConditionType, ScalingSpec, Status
+from specdecode_operator.api.v1alpha1 import ConditionType, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.records import Decision, Deployment, Key, Observed
 
@@ -20,6 +20,7 @@ QUEUE_DEPTH = Gauge("specdecode_operator_queue_depth", "Deployments that are due
 DESIRED_REPLICAS = Gauge("specdecode_desired_replicas", "Workers that should run.", OF_ONE)
 READY_REPLICAS = Gauge("specdecode_ready_replicas", "Workers that are ready.", OF_ONE)
 WANTED_REPLICAS = Gauge("specdecode_wanted_replicas", "Workers that demand asks for, before the bounds.", OF_ONE)
+CAPACITY = Gauge("specdecode_capacity_requests_per_second", "Arrivals that one worker carries.", OF_ONE)
 DEPTH = Gauge("specdecode_depth", "Draft depth at the present load.", OF_ONE)
 ACCEPTANCE = Gauge("specdecode_acceptance_rate", "Accepted over drafted tokens, last measured.", OF_ONE)
 FIRST_ACCEPTANCE = Gauge(
@@ -32,6 +33,7 @@ WAITING = Gauge("specdecode_waiting_requests", "Requests that wait, mean of a mi
 TOKENS_PER_SECOND = Gauge("specdecode_tokens_per_second", "Tokens of answers a second, mean of a minute.", OF_ONE)
 CONDITION = Gauge("specdecode_condition", "1 for True, 0 for False, -1 for Unknown.", [*OF_ONE, "condition"])
 STALE_REPORTS = Gauge("specdecode_stale_reports", "Ready workers without a report for some time.", OF_ONE)
+SUSPECTS = Gauge("specdecode_suspect_workers", "Workers that differ from their past and their peers.", OF_ONE)
 PLAN_VERSION = Gauge("specdecode_operator_plan_version", "Version of the plan that is out.", OF_ONE)
 PLAN_CHANGES = Counter("specdecode_operator_plan_changes", "Changes of plans by measurement.", OF_ONE)
 DECISIONS = Counter("specdecode_operator_decisions", "Decisions, by kind and why.", [*OF_ONE, "kind", "reason"])
@@ -52,24 +54,19 @@ def record(deployment: Deployment, observed: Observed, decision: Decision, statu
     """Everything that one look says about one deployment."""
     key = deployment.key
     REPORTS_REFUSED.inc(sum(worker.report_problem is not None for worker in observed.workers))
-    DESIRED_REPLICAS.labels(*key).set(_desired(deployment.spec.scaling, decision))
+    DESIRED_REPLICAS.labels(*key).set(decision.desired)
     READY_REPLICAS.labels(*key).set(status.ready_replicas)
     PLAN_VERSION.labels(*key).set(decision.plan.version)
     STALE_REPORTS.labels(*key).set(len(decision.silent))
+    SUSPECTS.labels(*key).set(len({suspect.pod for suspect in decision.suspects}))
     _known(WANTED_REPLICAS, key, decision.wanted)
+    _known(CAPACITY, key, decision.capacity.rate if decision.capacity else None)
     _known(DEPTH, key, decision.depth)
     _known(FIRST_ACCEPTANCE, key, decision.first_acceptance)
     _decisions(key, decision.changes)
     _figures(key, decision)
     _gains(key, decision.history)
     _conditions(key, status)
-
-
-def _desired(scaling: ScalingSpec | None, decision: Decision) -> int:
-    """What an autoscaler may follow: with an owner other than the operator, what it would set itself."""
-    if scaling is None or scaling.owner == "Operator" or decision.wanted is None:
-        return decision.replicas
-    return max(scaling.min_replicas, min(scaling.max_replicas, decision.wanted))
 
 
 def reason_of(change: DecisionRecord) -> str:

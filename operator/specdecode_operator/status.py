@@ -25,6 +25,8 @@ from specdecode_operator.pins import Pin, read_pin
 from specdecode_operator.records import Decision, Deployment, Figures, Observed, Outcome
 
 ROUNDING = 0.05
+WITH_FIGURES = (ConditionType.scaling_limited, ConditionType.workers_alike)
+"""Conditions whose messages have what was measured in them."""
 
 
 def status_of(
@@ -74,8 +76,8 @@ def rounded(value: float | None) -> float | None:
 
 
 def _calm(before: Status, verdict: Verdict, decision: Decision) -> Verdict:
-    """What demand asks for moves with every poll; between two publications of figures the words stay as they are."""
-    if verdict.type != ConditionType.scaling_limited or decision.figures is not None:
+    """Figures in words move with every poll; between two publications the words stay as they are."""
+    if verdict.type not in WITH_FIGURES or decision.figures is not None:
         return verdict
     known = next((found for found in before.conditions if found.type == verdict.type), None)
     same = known is not None and (known.status, known.reason) == (verdict.status, verdict.reason)
@@ -88,7 +90,13 @@ def _capacity(before: CapacityStatus | None, decision: Decision) -> CapacityStat
         return None
     if before is not None and decision.figures is None:
         return before
-    return CapacityStatus(wanted_replicas=decision.wanted)
+    found = decision.capacity
+    return CapacityStatus(
+        wanted_replicas=decision.wanted,
+        requests_per_second=float(f"{found.rate:.2g}") if found else None,
+        arrivals_per_second=before.arrivals_per_second if before else None,
+        limited_by=found.limited_by if found else None,
+    )
 
 
 def _condition(before: Status, verdict: Verdict, generation: int, now: float) -> Condition:

@@ -393,6 +393,7 @@ class ConditionType(StrEnum):
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
     reports_fresh = "ReportsFresh"
+    workers_alike = "WorkersAlike"
     pinned = "Pinned"
     reconciled = "Reconciled"
 

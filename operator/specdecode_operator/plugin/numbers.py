@@ -15,12 +15,13 @@ _LEAST_STEPS = 1
 
 
 def acceptance_lines(kept: Kept) -> Iterator[str]:
-    """How often the draft's first choice was right, by task and depth, wherever its parent was."""
-    tasks = sorted({cell.task for cell in kept.acceptance})
+    """How often the draft's first choice was right, by task and depth, along the main path."""
+    main = [cell for cell in kept.acceptance if cell.parent == "main"]
+    tasks = sorted({cell.task for cell in main})
     if not tasks:
         return
     rates: dict[tuple[str, int], tuple[float, float]] = {}
-    for cell in kept.acceptance:
+    for cell in main:
         hits, total = rates.get((cell.task, cell.depth), (0.0, 0.0))
         rates[cell.task, cell.depth] = hits + cell.hits, total + cell.total
     depths = sorted({depth for _, depth in rates})

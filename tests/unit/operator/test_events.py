@@ -12,7 +12,7 @@ from specdecode_operator.api.v1alpha1 import Condition, Decision, Status
 from specdecode_operator.decide import decide
 from specdecode_operator.events import notices
 from specdecode_operator.memory import Memory
-from specdecode_operator.records import Observed, Outcome, Worker
+from specdecode_operator.records import Observed, Outcome, Suspect, Worker
 from specdecode_operator.status import status_of
 
 POD = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report_problem="no answer")
@@ -131,3 +131,36 @@ def test_status_shows_pin_and_modes_of_tasks() -> None:
     assert {task.name: task.mode for task in status.tasks} == {"code": "Static", "chat": "Auto", "sql": "Pinned"}
     assert status.speculation is not None
     assert status.speculation.pinned == "sql=none"
+
+
+# --- workers that stand out -----------------------------------------------------------------------------------------
+
+
+def suspected(*pods: str, acceptance: str = "0.31") -> Status:
+    deployment = deployment_with()
+    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    decision, _ = decide(deployment, observed, DEFAULTS, now=1)
+    message = f"first token accepted {acceptance}, usually 0.72; its peers are well"
+    suspects = tuple(
+        Suspect(pod=pod, uid=pod, reason="AcceptanceCollapsed", message=message, since=0.0) for pod in pods
+    )
+    return status_of(deployment, observed, replace(decision, suspects=suspects), Outcome(), now=1)
+
+
+def test_a_pod_that_stands_out_is_named_and_does_not_touch_ready() -> None:
+    found = condition(suspected("p1", "p2"), "WorkersAlike")
+    assert found is not None
+    assert (found.status, found.reason) == ("False", "AcceptanceCollapsed")
+    assert "pod p1: first token accepted 0.31" in found.message
+    assert "pod p2" in found.message
+    ready = condition(suspected("p1"), "Ready")
+    assert ready is not None
+    assert ready.status == "True"
+
+
+def test_another_pod_is_news_and_another_figure_is_not() -> None:
+    assert reasons(suspected(), suspected("p1")) == [("Warning", "AcceptanceCollapsed")]
+    assert reasons(suspected("p1"), suspected("p1", acceptance="0.29")) == []
+    assert reasons(suspected("p1"), suspected("p1", "p2")) == [("Warning", "AcceptanceCollapsed")]
+    assert reasons(suspected("p1", "p2"), suspected("p1")) == []
+    assert reasons(suspected("p1"), suspected()) == [("Normal", "Alike")]

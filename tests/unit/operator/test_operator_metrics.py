@@ -52,7 +52,7 @@ def test_an_autoscaler_is_told_what_the_operator_would_set() -> None:
     """With another owner the operator leaves the replicas and says what it would do, within the bounds."""
     loop = loop_over(scaling={"owner": "External", "maxReplicas": 3})
     observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
-    decision = replace(loop.poll(), wanted=7)
+    decision = replace(loop.poll(), desired=3)
     status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
     metrics.record(loop.deployment, observed, decision, status)
     assert decision.replicas == 1

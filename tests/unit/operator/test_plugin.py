@@ -9,6 +9,7 @@ import pytest
 from fleet import Loop, Truth, loop_over
 from resources import polled, remembered, resource_of
 
+from specdecode_operator.memory import DepthMemory
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import HEAD, detail, overview
 from specdecode_operator.plugin.past import past
@@ -121,6 +122,15 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
     (deep,) = [line for line in lines if line.startswith("  depth 5")]
     plain, drafted = 21.2, (20 + 2 * 5 + 0.4 * 3 * 6) / 5.7
     assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
+
+
+def test_acceptance_is_that_of_the_main_path(deepened: Loop) -> None:
+    """What stands under a sibling is another question: there the draft was wrong before."""
+    kept = remembered(deepened)
+    under = DepthMemory(task="other", depth=2, hits=0, total=1e6, at=0, parent="sibling")
+    mixed = kept.model_copy(update={"acceptance": (*kept.acceptance, under)})
+    resource = resource_of(deepened)
+    assert explain(resource, mixed, deepened.now) == explain(resource, kept, deepened.now)
 
 
 def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:

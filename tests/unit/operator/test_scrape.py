@@ -6,6 +6,7 @@ The same on a cluster, with real traffic, is tests/e2e's.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -23,10 +24,15 @@ from specdecode_operator.memory import Memory
 from specdecode_operator.records import Observed, Outcome
 from specdecode_operator.status import status_of
 from specdecode_worker.contract import LatencyHistogram, Report
-from specdecode_worker.metrics import SpeculationCounts, render
+from specdecode_worker.metrics import Counts, render
 
 DASHBOARD = ROOT / "helm" / "specdecode" / "files" / "dashboard.json"
-QUIET = {"specdecode_wanted_replicas", "specdecode_spec_decode_num_accepted_tokens_per_pos_total", "changes("}
+QUIET = {
+    "specdecode_wanted_replicas",
+    "specdecode_capacity_requests_per_second",
+    "specdecode_spec_decode_num_accepted_tokens_per_pos_total",
+    "changes(",
+}
 """Nobody scales, no request named its positions, and no plan changes while Prometheus looks."""
 
 
@@ -62,7 +68,7 @@ def worker() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(render(report, SpeculationCounts()))
+            self.wfile.write(render(report, Counts(time.monotonic)))
 
         def log_message(self, *_: object) -> None: ...
 
