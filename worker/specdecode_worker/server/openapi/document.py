@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specdecode_worker.server.openapi.objects import ANSWERS, COUNT, TEXT
+from specdecode_worker.server.openapi.objects import ANSWERS, COUNT, TEXT, record
 from specdecode_worker.server.openapi.schemas import PREFIX, schemas_of, within
 from specdecode_worker.server.requests import (
     ChatRequest,
@@ -82,7 +82,7 @@ def _paths(served_name: str) -> Json:
 
 
 def _generating(request: str, answer: str) -> Json:
-    stream = {_SSE: {"schema": {**TEXT, "description": "events of chunks, and data: [DONE]; with stream alone"}}}
+    stream = {_SSE: {"schema": {**record(data=TEXT), "description": "with stream: an event a chunk, then [DONE]"}}}
     return {
         "parameters": _HEADERS,
         "requestBody": _body((request,)),
