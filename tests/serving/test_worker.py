@@ -185,6 +185,32 @@ def test_who_hangs_up_on_several_answers_costs_one_more_step(
         httpx.delete(worker.admin + Route.synthetic).raise_for_status()
 
 
+def test_logprobs_of_an_answer_are_those_of_its_text_scored_as_a_prompt(
+    client: openai.OpenAI, worker: WorkerProcess
+) -> None:
+    told: dict[str, list[float]] = {}
+    for version, shape in enumerate(("none", "chain:4", "tree:3,2"), start=200):
+        push(worker, shape, version)
+        answer = client.completions.create(model="small", prompt="several", logprobs=2, **GREEDY)
+        assert answer.choices[0].text.isascii(), "a token would not be a letter"
+        assert answer.choices[0].logprobs is not None
+        told[shape] = answer.choices[0].logprobs.token_logprobs or []
+    text = "several" + answer.choices[0].text
+    scored = client.completions.create(model="small", prompt=text, echo=True, logprobs=2, max_tokens=0)
+    assert scored.choices[0].logprobs is not None
+    assert (scored.choices[0].text, scored.choices[0].logprobs.text_offset) == (text, list(range(len(text))))
+    for found in told.values():
+        assert found == pytest.approx((scored.choices[0].logprobs.token_logprobs or [])[len("several") :], abs=1e-4)
+
+
+def test_penalties_and_biases_change_the_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "small", "prompt": "several", "temperature": 0, "max_tokens": 20}
+    plain = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, presence_penalty=2, frequency_penalty=2).choices[0].text != plain
+    only_x = small_model.byte_tokenizer().encode("x").ids[0]
+    assert client.completions.create(**asked, logit_bias={str(only_x): 100}).choices[0].text == "x" * 20
+
+
 def test_more_answers_change_no_first_one(client: openai.OpenAI) -> None:
     asked: Any = {"model": "small", "prompt": "several", "seed": 11, "temperature": 2.0, "max_tokens": 30}
     alone = client.completions.create(**asked)
