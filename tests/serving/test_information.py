@@ -1,0 +1,50 @@
+"""What the public port tells of itself, and tokens without an answer."""
+
+from __future__ import annotations
+
+import fake_engine
+import httpx
+from fastapi.routing import APIRoute
+
+from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.service import Service
+
+
+async def test_information_about_the_model_and_the_program(client: httpx.AsyncClient) -> None:
+    card = (await client.get("/v1/models")).json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("small", fake_engine.MAX_MODEL_LEN)
+    assert (await client.get("/version")).json()["version"]
+    assert (await client.get("/v1/models/small")).json() == card
+
+
+async def test_tokenize_and_detokenize_undo_each_other(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "é<|end|>", "return_token_strs": True}
+    found = (await client.post("/tokenize", json=body)).json()
+    assert (found["count"], found["max_model_len"]) == (3, fake_engine.MAX_MODEL_LEN)
+    assert found["token_strs"] == ["\u00c3", "\u00a9", "<|end|>"]
+    back = await client.post("/detokenize", json={"model": "small", "tokens": found["tokens"]})
+    assert back.json() == {"prompt": "é<|end|>"}
+    for wrong, status in (
+        ({"tokens": [258]}, 400), ({"tokens": ["a"]}, 400), ({"tokens": [1], "model": "other"}, 404), ({}, 400),
+    ):  # fmt: skip
+        assert (await client.post("/detokenize", json=wrong)).status_code == status, wrong
+
+
+async def test_the_description_names_every_route(client: httpx.AsyncClient, service: Service) -> None:
+    described = (await client.get("/openapi.json")).json()
+    served = {(route.path.replace(":path", ""), m.lower()) for route in public_app(service).routes
+              if isinstance(route, APIRoute) for m in route.methods}  # fmt: skip
+    named = {(path, method) for path, methods in described["paths"].items() for method in methods}
+    assert named == served - {("/openapi.json", "get")}
+    assert described["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]["maximum"] == 257
+
+
+async def test_unknown_paths_and_methods_get_an_error_object(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/nothing")).json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    assert (await client.get("/v1/completions")).status_code == 405
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/models")).json()["data"][0]["id"] == "small"
+    assert (await client.get("/v1/models/small")).json()["max_model_len"] == fake_engine.MAX_MODEL_LEN
+    assert (await client.get("/v1/models/other")).status_code == 404
