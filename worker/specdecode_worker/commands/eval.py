@@ -1,4 +1,5 @@
-"""``eval``: acceptance of a draft by domain and depth, by replay of the target's own greedy text."""
+"""``eval``: acceptance of a draft by domain and depth, by replay of the target's own greedy text; with ``--sampler``
+the acceptance of samplers side by side (samplers.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 
+from specdecode_worker.commands import samplers
 from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.store import resolve
 from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.evaluation import evaluate
@@ -30,6 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_flags(parser)
     add_output_flags(parser)
     parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
+    parser.add_argument(
+        "--sampler", type=samplers.samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=samplers.temperatures,
+        default=samplers.TEMPERATURES,
+        metavar="T,T",
+        help="with --sampler (default: 0.3 to 1.2)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
     try:
-        document = _evaluated(args, str(draft))
-    except (TrainingError, ModelError) as error:
+        document = samplers.compare(args) if args.sampler else _evaluated(args, str(draft))
+    except (TrainingError, ModelError, TokenizerProblem, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(document, indent=2) if args.json else _table(document))
+    table = samplers.table if args.sampler else _table
+    print(json.dumps(document, indent=2) if args.json else table(document))
     return 0
 
 

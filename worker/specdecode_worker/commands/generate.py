@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_flags(parser)
     add_sampling_flags(parser, max_tokens=256)
     add_output_flags(parser)
+    parser.add_argument("--sampler", choices=("coupled", "mss"), default="coupled", help="how drafts are judged")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print("generate needs either --prompt TEXT or --prompts FILE.jsonl", file=sys.stderr)
         return 2
     try:
-        engine = local_engine(args, max_num_seqs=args.concurrency if args.prompts else 1)
+        engine = local_engine(args, max_num_seqs=args.concurrency if args.prompts else 1, sampler=args.sampler)
         engine.run_shape(args.shape if args.shape is not None else DEFAULT_SHAPE)
         prompts = engine.prompts(Path(args.prompts)) if args.prompts else [_one(engine, args)]
         return (

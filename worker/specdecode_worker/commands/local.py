@@ -18,6 +18,7 @@ from specdecode_worker.contract import (
     ModelConfig,
     NamedDraft,
     Plan,
+    Sampler,
     TaskMatch,
     TreeShape,
     WorkerConfig,
@@ -127,14 +128,14 @@ class LocalEngine:
         return answers, Pace(now - (began or now), tokens, steps)
 
 
-def local_engine(args: argparse.Namespace, *, max_num_seqs: int) -> LocalEngine:
+def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:
     """From the flags of ``add_model_flags``. Raises ValueError, ModelError."""
     method, draft = method_and_draft(args)
     config = WorkerConfig(
         model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype),
         draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
         drafts=(NamedDraft(name=NGRAM, method="ngram"),),
-        engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads, sampler=sampler),
     )
     return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
 

@@ -124,3 +124,24 @@ def test_a_target_that_only_loops_teaches_nothing(
 def test_eval_without_prompts_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     assert "--prompts" in capsys.readouterr().err
+
+
+def test_samplers_side_by_side(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Coupled text does not depend on the shape; both samplers say as many tokens as were asked for."""
+    assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 0
+    capsys.readouterr()
+    flags = ["--model", f"file://{model}", "--draft", f"file://{tmp_path / 'out' / 'head'}", "--dtype", "float32"]
+    flags += ["--prompts", str(prompts), "--max-tokens", "12", "--sampler", "coupled,mss", "--temperature", "0.5,1.1"]
+    assert main(["eval", *flags, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    places = {(cell["sampler"], cell["shape"], cell["temperature"]) for cell in cells}
+    assert places == {(s, t, x) for s in ("coupled", "mss") for t in ("chain:3", "tree:3,2,1") for x in (0.5, 1.1)}
+    for cell in cells:
+        assert len(cell["acceptance"]) == 3
+        assert cell["acceptance"][0] + 1 <= cell["tokens_per_step"] + 1e-4
+        assert 6 <= cell["steps"] <= 22, "two answers of twelve tokens, the first of each from its prompt"
+    assert main(["eval", *flags]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9
+    with pytest.raises(SystemExit):
+        main(["eval", *flags, "--sampler", "typical"])
+    assert "typical" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""A request's parameters as a law, its early stops, and token ids that the model does not have."""
+
+from __future__ import annotations
+
+import pytest
+from small_engine import VOCABULARY, drain, small_engine, submit, texts
+
+from specdecode_worker.engine.laws import check_tokens, law_of
+from specdecode_worker.engine.request import Request
+
+
+def test_a_law_says_what_was_asked_for() -> None:
+    asked = submit(
+        prompt=(4, 5),
+        temperature=0.7,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        logit_bias=((3, 1.0), (4, 2.0), (3, 0.5)),
+    )
+    law = law_of(asked, ())
+    assert (law.temperature, law.top_k, law.top_p, law.min_p) == (0.7, 3, 0.9, 0.1)
+    assert (law.presence_penalty, law.frequency_penalty, law.repetition_penalty) == (0.2, 0.3, 1.1)
+    assert dict(law.logit_bias) == {3: 1.5, 4: 2.0}
+    assert (law.prompt_tokens, law.greedy, law.truncated, law.adjusts) == (2, False, True, True)
+    plain = law_of(submit(), (7,))
+    assert (plain.greedy, plain.truncated, plain.adjusts, plain.blocks) == (True, False, False, False)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stops_and_ends_of_text_are_held_back_until_enough_is_out(ignore_eos: bool) -> None:
+    asked = submit(min_tokens=3, stop_token_ids=(9, 8), ignore_eos=ignore_eos)
+    law = law_of(asked, (2, 9))
+    assert law.blocked == (2, 8, 9)
+    assert law.blocks
+    request = Request.of(asked, (2, 9), arrived_seconds=0.0)
+    assert request.take([1, 1]) == [1, 1]
+    assert request.law.blocks
+    request.take([1])
+    assert not request.law.adjusts, "nothing is held back any more, and nothing is paid for it"
+    assert request.take([5, 8, 1]) == [5, 8]
+    assert request.finish == "stop"
+
+
+def test_a_stop_that_comes_too_early_is_no_stop() -> None:
+    request = Request.of(submit(min_tokens=3, stop_token_ids=(9,)), (), arrived_seconds=0.0)
+    assert request.take([9, 1, 9, 4]) == [9, 1, 9]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logit_bias": ((VOCABULARY, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"min_tokens": 1, "stop_token_ids": (999,)}],
+)
+def test_token_ids_that_the_model_has_not_are_refused_and_harm_nobody(fields: dict[str, object]) -> None:
+    engine = small_engine()
+    with pytest.raises(ValueError, match=f"run from 0 to {VOCABULARY - 1}"):
+        engine.add(submit("bad", **fields))
+    engine.add(submit("good"))
+    assert len(texts(drain(engine))["good"]) == 20
+    check_tokens(law_of(submit(logit_bias=((0, 1.0), (VOCABULARY - 1, 1.0))), ()), VOCABULARY)
+
+
+def test_end_of_text_waits_for_min_tokens() -> None:
+    """Every second word ends the text, so without it the answer is short."""
+    ends = tuple(range(0, VOCABULARY, 2))
+    found = {}
+    for least in (0, 12):
+        engine = small_engine(eos=ends)
+        engine.add(submit(temperature=1.0, min_tokens=least))
+        found[least] = texts(drain(engine))["r"]
+    assert len(found[0]) < 12
+    assert not set(found[12][:12]) & set(ends)
+    assert len(found[12]) > 12
