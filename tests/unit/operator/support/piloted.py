@@ -13,6 +13,7 @@ from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Pla
 from specdecode_worker.engine.costs import StepSize
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity, Moment, build_report
+from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.statistics import Sort, Statistics
 from specdecode_worker.speculation.dispatch import Dispatcher
 
@@ -73,6 +74,8 @@ class PilotedWorker:
             waiting=0,
             kv_tokens_total=4096,
             kv_tokens_used=400,
+            kv_tokens_cached=0,
+            counters=Counters(),
             plan=self.pilot.plan_state,
             synthetic=None,
             phases=PhaseSeconds(),
