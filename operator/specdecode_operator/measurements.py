@@ -331,5 +331,15 @@ def _cells(report: Report) -> dict[CellKey, Moments]:
 
 
 def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
-    """What ``after`` has more than ``before``; a cell that the worker dropped in between counts from zero."""
-    return {key: value.plus(before[key].times(-1)) if key in before else value for key, value in after.items()}
+    """What ``after`` has more than ``before``; a cell that the worker dropped in between counts from zero, and one
+    that fell says nothing."""
+    found = {key: value.plus(before[key].times(-1)) if key in before else value for key, value in after.items()}
+    return {key: value for key, value in found.items() if _has_risen(value)}
+
+
+def _has_risen(value: Hits | RequestSums | TrafficSums | Moments) -> bool:
+    if isinstance(value, Moments):
+        return min(value.count, value.seconds, value.seconds_squared, value.emitted) >= 0
+    if isinstance(value, Hits):
+        return min(value.hits, value.total - value.hits, *value.ranks, 0.0) >= 0
+    return min(value) >= 0

@@ -24,6 +24,7 @@ from specdecode_operator.measurements import (
 )
 from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
 from specdecode_operator.planning.change import LEAST_STEPS, cost_changed, rate_changed
+from specdecode_operator.planning.steptime import LEAST_SECONDS
 from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_SECONDS = 10.0
@@ -171,7 +172,7 @@ def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[Co
     """Steps without prefill alone: plans are made for decoding."""
     cells = {_key(cell): cell for cell in known}
     for key, fresh in delta.steps.items():
-        if not key.prefill and fresh.count > 0 and fresh.seconds > 0:
+        if not key.prefill and fresh.count > 0 and fresh.seconds > LEAST_SECONDS * fresh.count:
             cells[key] = _cost(cells.get(key), key, fresh, now)
     return (cells[key] for key in sorted(cells))
 

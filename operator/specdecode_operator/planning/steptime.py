@@ -29,6 +29,8 @@ OWN_WEIGHT = 8.0
 NEAR = math.log(1.5)
 """How far a cell's sequences may be from the load's, as a ratio."""
 
+LEAST_SECONDS = 1e-7
+"""A step that is said to take less was not timed."""
 SAME_TOKENS, SAME_SHARE = 0.5, 1 / 3
 """How far a cell's verified tokens of a sequence may be from a shape's to be carried there along the slope: less than
 one node, or a third of many. A mix of tasks verifies somewhat less than the chain that was timed."""
@@ -84,7 +86,7 @@ class StepTimes:
         cells = tuple(
             _Cell(cost.draft_passes, cost.context_bucket, Moments(cost.values), cost.at)
             for cost in costs
-            if not cost.prefill and cost.values[0] >= 1 and cost.values[1] > 0
+            if not cost.prefill and cost.values[0] >= 1 and cost.values[1] > LEAST_SECONDS * cost.values[0]
         )
         if not cells:
             return None
@@ -94,7 +96,7 @@ class StepTimes:
         right = [0.0] * len(FEATURES)
         for cell in cells:
             _add(precision, right, cell.moments, scale, wander)
-        covariance = inverse(precision)
+        covariance = _inverse(precision)
         floor = 0.1 * min(cell.moments.mean_seconds for cell in cells)
         return cls(cells, scale, tuple(product(covariance, right)), covariance, wander, floor)
 
@@ -241,6 +243,14 @@ def features(load: Load, passes: int, verified: float | None = None) -> tuple[fl
         float(passes),
         0.0,
     )
+
+
+def _inverse(precision: Matrix) -> Matrix:
+    """Where a report's moments are none that steps can have, every feature stands for itself."""
+    try:
+        return inverse(precision)
+    except ValueError:
+        return inverse([[abs(x) if i == j else 0.0 for j, x in enumerate(row)] for i, row in enumerate(precision)])
 
 
 def _add(precision: Matrix, right: list[float], moments: Moments, scale: tuple[float, ...], wander: float) -> None:

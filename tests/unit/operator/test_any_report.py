@@ -1,0 +1,148 @@
+"""Whatever finite numbers reports carry, decisions are made, within bounds, and the same for the same input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet import DEFAULTS, deployment_with, workload_with
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from specdecode_operator.decide import decide
+from specdecode_operator.measurements import PAIRS, K
+from specdecode_operator.memory import Kept, Memory, kept_of, state_data
+from specdecode_operator.records import Observed, Worker
+from specdecode_worker.contract import (
+    AcceptanceCell,
+    DraftState,
+    GuardCell,
+    PlanState,
+    Report,
+    RequestCell,
+    StepCell,
+    TrafficCell,
+)
+
+counts = st.integers(0, 10**9)
+seconds = st.floats(0, 1e12)
+names = st.sampled_from(["other", "code", "unknown"])
+cells = st.builds(
+    AcceptanceCell,
+    draft=st.just("d1"),
+    task=names,
+    sampled=st.booleans(),
+    depth=st.integers(1, 16),
+    parent=st.sampled_from(["main", "sibling"]),
+    ranks=st.lists(counts, min_size=9, max_size=9).map(tuple),
+)
+steps = st.builds(
+    StepCell,
+    tokens_bucket=st.integers(1, 1 << 12),
+    draft_passes=st.integers(0, 16),
+    prefill=st.booleans(),
+    context_bucket=st.integers(0, 2),
+    count=counts,
+    x=st.lists(seconds, min_size=K, max_size=K).map(tuple),
+    xx=st.lists(seconds, min_size=len(PAIRS), max_size=len(PAIRS)).map(tuple),
+    xt=st.lists(seconds, min_size=K, max_size=K).map(tuple),
+    t=seconds,
+    tt=seconds,
+    device_seconds=seconds,
+    wall_seconds=seconds,
+    clipped=counts,
+    emitted=counts,
+)
+requests = st.builds(
+    RequestCell,
+    draft=st.just("d1"),
+    task=names,
+    sampled=st.booleans(),
+    n=counts,
+    a=counts,
+    d=counts,
+    aa=counts,
+    ad=counts,
+    dd=counts,
+)
+traffic = st.builds(
+    TrafficCell,
+    task=names,
+    arrivals=counts,
+    finished=counts,
+    prompt_tokens=counts,
+    cached_tokens=counts,
+    output_tokens=counts,
+)
+guards = st.builds(
+    GuardCell,
+    concurrency=st.integers(0, 40),
+    context=st.integers(0, 3),
+    speculative=st.none() | seconds,
+    plain=st.none() | seconds,
+    suppressed=st.booleans(),
+)
+reports = st.builds(
+    Report,
+    boot_id=st.sampled_from(["a", "a", "a", "b"]),
+    worker=st.just("w"),
+    clock_seconds=st.floats(0, 1e4),
+    draft=st.builds(DraftState, method=st.just("eagle3"), hash=st.sampled_from(["d1", "d2", ""])),
+    plan=st.builds(PlanState, uid=st.just("u1"), version=st.integers(0, 50), quiet=st.booleans()),
+    max_num_seqs=st.integers(1, 1024),
+    running=counts,
+    waiting=counts,
+    running_request_seconds=seconds,
+    waiting_request_seconds=seconds,
+    kv_tokens_total=counts,
+    drafts=counts,
+    draft_tokens=counts,
+    accepted_tokens=counts,
+    plain_steps=counts,
+    acceptance=st.lists(cells, max_size=5).map(tuple),
+    requests=st.lists(requests, max_size=2).map(tuple),
+    steps=st.lists(steps, max_size=6).map(tuple),
+    traffic=st.lists(traffic, max_size=3).map(tuple),
+    guard=st.lists(guards, max_size=2).map(tuple),
+)
+SPEC: dict[str, Any] = {
+    "speculation": {
+        "tree": {"topK": 2, "maxNodes": 6},
+        "depth": {"max": 4},
+        "objective": {"ttitMilliseconds": 30, "ttftMilliseconds": 500},
+        "tasks": [{"name": "code"}],
+        "hysteresis": {"minDwellSeconds": 0},
+    },
+    "scaling": {"owner": "Operator", "maxReplicas": 5},
+    "workers": {"recycle": "OnCollapse"},
+}
+
+
+RISING = ("drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds", "clock_seconds")
+
+
+def later(before: Report | None, after: Report) -> Report:
+    """What is compared at all: counters of a worker that rise. Its cells may do what they like."""
+    if before is None or before.boot_id != after.boot_id:
+        return after
+    return after.model_copy(update={name: getattr(before, name) + getattr(after, name) for name in RISING})
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(st.lists(reports, min_size=1, max_size=2), min_size=2, max_size=5))
+def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) -> None:
+    deployment, memory, now = deployment_with(**SPEC), Memory(kept=Kept(uid="u1")), 1e6
+    last: dict[int, Report] = {}
+    for look in looks:
+        now += 5
+        last.update({i: later(last.get(i), report) for i, report in enumerate(look)})
+        workers = tuple(
+            Worker(name=f"p{i}", uid=f"p{i}", address=f"at-{i}", ready=True, report=last[i]) for i in range(len(look))
+        )
+        observed = Observed(workload=workload_with(len(workers)), workers=workers, memory=memory)
+        decision, memory = decide(deployment, observed, DEFAULTS, now=now)
+        assert (decision, memory) == decide(deployment, observed, DEFAULTS, now=now)
+        assert 1 <= decision.replicas <= 5
+        assert len(decision.recycle) <= 1
+        for row in decision.plan.rows:
+            assert (row.shape.depth <= 4, row.shape.nodes <= 6, max(row.shape.ranks) < 2) == (True, True, True)
+        assert kept_of(state_data(memory.kept), "u1") is not None
