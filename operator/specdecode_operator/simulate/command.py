@@ -132,7 +132,7 @@ def _trace_document(name: str, hours: float, by_seed: Mapping[int, Any], scored:
         "family": named(name, hours).family,
         "policies": scored(runs),
         "answers": [answer for run in ours for answer in run.answers],
-        "decisions": list(ours[0].decisions[-40:]) if ours else [],
+        "decisions": list(ours[0].decisions[:100]) if ours else [],
     }
 
 
