@@ -269,7 +269,7 @@ class Scheduler:
                 return True
             in_batch = {row.request.id for row in rows}
             victim = next(other for other in reversed(self.running) if other.id not in in_batch)
-            if victim is request or victim.order < request.order:
+            if victim is request:
                 return False
             self._preempt(victim)
         return True

@@ -71,11 +71,18 @@ class Traffic(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
-    @rule(topic=st.integers(1, 2), common=st.integers(1, 60), own=st.integers(0, 20), new=st.integers(1, 20))
-    def arrive(self, topic: int, common: int, own: int, new: int) -> None:
-        name = str(len(self.requests))
-        prompt = [topic] * common + [5 + len(self.requests)] * own
-        self.requests.append(self.device.arrive(name, prompt, new))
+    @rule(
+        topic=st.integers(1, 2),
+        common=st.integers(1, 40),
+        own=st.integers(0, 20),
+        new=st.integers(1, 40),
+        times=st.integers(1, 4),
+    )
+    def arrive(self, topic: int, common: int, own: int, new: int, times: int) -> None:
+        for _ in range(times):
+            name = str(len(self.requests))
+            prompt = [topic] * common + [5 + len(self.requests)] * own
+            self.requests.append(self.device.arrive(name, prompt, new))
 
     @rule(topic=st.integers(0, 30))
     def ask_on(self, topic: int) -> None:
@@ -220,10 +227,10 @@ def test_without_chunks_neither_prompts_nor_decoding_starve() -> None:
     device = Device(Limits(64, 20, chunked_prefill=False), 400, [CHAIN])
     one = device.arrive("0", [0] * 10, new=12)
     for i in range(1, 40):
-        device.arrive(str(i), [i] * 18, new=1)
+        device.arrive(str(i), [i] * 20, new=1)
     prompts = sum(row.is_chunk for _ in range(30) for row in device.step())
     assert one.finish == "length"
-    assert prompts >= 15
+    assert prompts >= 14
 
 
 def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
