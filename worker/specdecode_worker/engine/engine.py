@@ -146,6 +146,10 @@ class Engine:
         self._recorder = Recorder(Statistics(costs=self._recorder.statistics.costs))
         self._scheduler.forget_traffic()
 
+    def close(self) -> None:
+        """Ends what runs beside this process: the other ranks of a replica on several devices."""
+        self._target.close()
+
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         self._launcher.synthetic = Synthetic(knobs)
 

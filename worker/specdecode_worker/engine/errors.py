@@ -2,7 +2,8 @@
 
 EngineError
 ├── EngineGone     the process crashed or was killed; nothing more will come
-└── CallRefused    the engine did not take a plan, a draft or knobs; what was in force stays
+├── CallRefused    the engine did not take a plan, a draft or knobs; what was in force stays
+└── RankLost       a rank of a replica on several devices ended, or does not answer
 """
 
 
@@ -16,3 +17,7 @@ class EngineGone(EngineError):
 
 class CallRefused(EngineError):
     """The engine did not take a plan, a draft or knobs; what was in force stays."""
+
+
+class RankLost(EngineError):
+    """A rank of a replica on several devices ended, or does not answer; the message holds its last words."""

@@ -38,18 +38,27 @@ class Target:
         self._model, self._state = model, state
         self._last_position = model.config.max_position_embeddings - 1
 
+    def close(self) -> None:
+        """Lets go of what is not the device's."""
+
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 
     def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
         """(logits [R, V], the states [T, A] that drafts read, None when they read none, last hidden states [T, H])."""
-        packed = step.packed
-        out = self._model(packed.tokens_T, packed.positions_T, self.cache.attend(packed), reads)
+        return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
+
+    @staticmethod
+    def run(
+        model: Llama, cache: PagedCache, packed: Packed, logit_rows_R: Tensor, reads: Reads
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """``forward`` without what only the engine knows: the ranks of a replica run it with their parts."""
+        out = model(packed.tokens_T, packed.positions_T, cache.attend(packed), reads)
         hidden = out.hidden_TE
-        if len(step.logit_rows_R) != len(hidden):
-            hidden = hidden[step.logit_rows_R]
-        return self.logits(hidden) if len(hidden) else hidden, out.aux_TA, out.hidden_TE
+        if len(logit_rows_R) != len(hidden):
+            hidden = hidden[logit_rows_R]
+        return model.logits(hidden) if len(hidden) else hidden, out.aux_TA, out.hidden_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Of last hidden states."""

@@ -7,19 +7,39 @@ loading it (``Prepared``) and is loaded only once it fits. Safetensors only: no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
 
 Network = TypeVar("Network", bound=nn.Module)
+Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+"""Name in the network and shape -> one slice a dimension."""
 _FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the initial values of embeddings: on the meta device torch imports its compiler for them, which is
+    seconds of every start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return given["tensor"] if func is nn.init.normal_ else func(*args, **given)
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Networks that are made inside have names and shapes, and no data."""
+    with torch.device("meta"), _Unfilled():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +60,9 @@ class Checkpoint:
         """One tensor, as it is stored."""
         return dict(self.read_all([name]))[name]
 
-    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names in the network, file by file. Raises WeightMismatch when a file cannot be read."""
+    def read_all(self, names: Iterable[str], part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names in the network, file by file; of each only its ``part``, where that is given. Raises
+        WeightMismatch when a file cannot be read."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)
@@ -49,7 +70,11 @@ class Checkpoint:
             try:
                 with safe_open(self.folder / file_name, framework="pt") as file:
                     for name in inside:
-                        yield name, file.get_tensor(self.origins[name])
+                        origin = self.origins[name]
+                        if part is None:
+                            yield name, file.get_tensor(origin)
+                        else:
+                            yield name, file.get_slice(origin)[part(name, self.tensors[name].shape)]
             except (SafetensorError, OSError) as error:
                 raise WeightMismatch(f"{self.folder / file_name} cannot be read as safetensors: {error}") from None
 

@@ -20,7 +20,7 @@ from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.placing import Checkpoint, Prepared, open_checkpoint
+from specdecode_worker.models.placing import Checkpoint, Prepared, open_checkpoint, unfilled
 
 _EMBEDDING = "embed_tokens.weight"
 
@@ -29,7 +29,7 @@ def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Prepared
     """A target, or a draft model, that serves texts of up to ``max_model_len`` tokens."""
     config = llama_config(read_config(folder), max_model_len)
     checkpoint = open_checkpoint(folder)
-    with torch.device("meta"):
+    with unfilled():
         model = Llama(config)
     if not config.tie_word_embeddings:
         return Prepared(model, checkpoint)
@@ -54,7 +54,7 @@ def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
             f"{folder}: {_EMBEDDING} is missing; a head of hidden_size {config.hidden_size} cannot use the target's "
             f"embeddings of size {target.config.hidden_size}"
         )
-    with torch.device("meta"):
+    with unfilled():
         embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
         head = Eagle3Head(config, embedding, own_embedding=own)
     whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
@@ -76,7 +76,7 @@ def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
     checkpoint = open_checkpoint(folder, _eagle_name)
     if config.fc_bias is None:
         config = replace(config, fc_bias="fc.bias" in checkpoint)
-    with torch.device("meta"):
+    with unfilled():
         head = EagleHead(
             config, target, own_embedding=_EMBEDDING in checkpoint, own_lm_head="lm_head.weight" in checkpoint
         )
@@ -91,7 +91,7 @@ def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch
 def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
     config = medusa_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
-    with torch.device("meta"):
+    with unfilled():
         heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
     return Prepared(heads, checkpoint)
 

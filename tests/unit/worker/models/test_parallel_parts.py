@@ -1,0 +1,126 @@
+"""A target's parts against the whole, family by family; the ranks are threads, and their sums go through memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdecode_worker.models import parallel
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.parallel import Shard, load_shard, slices
+from specdecode_worker.models.weights import load_llama
+
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """Collectives of threads: each leaves its tensor, all meet, each takes what is its."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._meet = threading.Barrier(size, timeout=30)
+        self._left: dict[int, Tensor] = {}
+        self._own = threading.local()
+
+    def run(self, work: Any) -> list[Any]:
+        def as_rank(rank: int) -> Any:
+            self._own.rank = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(self._size) as pool:
+            return list(pool.map(as_rank, range(self._size)))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        parts = self._exchange(tensor)
+        tensor.copy_(torch.stack(parts).sum(0))
+
+    def gather(self, tensor: Tensor, found: list[Tensor] | None, dst: int) -> None:
+        parts = self._exchange(tensor)
+        for place, part in zip(found or [], parts, strict=False):
+            place.copy_(part)
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._left[self._own.rank] = tensor.clone()
+        self._meet.wait()
+        parts = [self._left[rank] for rank in range(self._size)]
+        self._meet.wait()
+        return parts
+
+
+def written(folder: Path, config: dict[str, Any], randomise: Any) -> Path:
+    model = Llama(llama_config(config))
+    randomise(model, 5)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("changed", [{}, BIASES, {"tie_word_embeddings": True}, QWEN3], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_together_compute_the_whole(
+    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, size: int
+) -> None:
+    folder = written(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
+    whole = load_llama(folder, dtype=torch.float64, device=CPU)
+    ranks = Ranks(size)
+    monkeypatch.setattr(parallel, "dist", ranks)
+    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        part = load_shard(folder, Shard(rank, size), dtype=torch.float64, device=CPU)
+        hidden = part(tokens_T, positions_T, dense).hidden_TE
+        return hidden, part.logits(hidden)
+
+    expected = whole(tokens_T, positions_T, dense).hidden_TE
+    (first, logits), *others = ranks.run(work)
+    torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logits, whole.logits(expected), rtol=1e-9, atol=1e-9)
+    for hidden, none in others:
+        torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
+        assert none.shape == (9, 0)
+
+
+@given(st.integers(1, 500), st.integers(1, 16))
+def test_every_row_is_on_one_device(count: int, size: int) -> None:
+    rows = [row for rank in range(size) for row in range(count)[Shard(rank, size).part(count)]]
+    assert rows == list(range(count))
+
+
+def test_what_is_split_and_what_is_whole() -> None:
+    shard = Shard(1, 2)
+    whole, second = slice(0, 6), slice(3, 6)
+    prefix = "model.layers.0."
+    assert slices(prefix + "self_attn.q_proj.weight", (6, 6), shard) == (second, whole)
+    assert slices(prefix + "self_attn.q_proj.bias", (6,), shard) == (second,)
+    assert slices(prefix + "mlp.down_proj.weight", (6, 6), shard) == (whole, second)
+    assert slices(prefix + "mlp.down_proj.bias", (6,), shard) == (whole,)
+    assert slices("model.embed_tokens.weight", (6, 6), shard) == (whole, whole)
+    assert slices("lm_head.weight", (6, 6), shard) == (second, whole)
+
+
+def test_a_part_is_as_strict_as_the_whole(tmp_path: Path, shape: dict[str, Any], randomise: Any) -> None:
+    folder = written(tmp_path, shape, randomise)
+    with pytest.raises(ConfigMismatch, match="num_key_value_heads 2 cannot be split over tensor_parallel_size 4"):
+        load_shard(folder, Shard(0, 4), dtype=torch.float64, device=CPU)
+    (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 6}))
+    with pytest.raises(WeightMismatch, match=r"model\.layers\.5.* is missing"):
+        load_shard(folder, Shard(0, 2), dtype=torch.float64, device=CPU)
