@@ -16,7 +16,8 @@ import pytest
 import small_model
 from worker_process import WorkerProcess, real
 
-from specdecode_worker.contract import Plan, Report, Route, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import CheckVerdict, Plan, Report, Route, SyntheticKnobs, TreeShape
+from specdecode_worker.termination import ENV_PATH
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
@@ -286,3 +287,15 @@ def test_the_embedded_model_chats(tmp_path: Path) -> None:
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert "Paris" in text
+
+
+def test_what_cannot_fit_leaves_a_verdict_and_ends(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    last_words = tmp_path / "termination-log"
+    last_words.write_text("")
+    environment = {ENV_PATH: str(last_words)}
+    with real(flags(*folders, "--kv-cache-tokens", str(10**12)), tmp_path / "log", environment) as worker:
+        assert worker.exit_code(240) == 1
+        assert "- weights of the target" in worker.log, worker.log
+    verdict = CheckVerdict.model_validate_json(last_words.read_text())
+    assert (verdict.serves, verdict.fits) == (False, False)
+    assert "kv_cache_tokens asks for 1,000,000,000,000" in verdict.problem

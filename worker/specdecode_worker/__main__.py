@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "OpenAI-compatible server over the engine",
     "generate": "text for prompts, with the engine alone",
     "pull": "fetch a model into the cache and check it",
+    "check": "whether target and draft fit each other and the memory",
     "bench": "speculation against plain decoding, in one run",
     "load": "open-loop load on a running server",
     "eval": "acceptance of a draft by domain and depth",

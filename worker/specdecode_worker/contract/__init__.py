@@ -33,6 +33,7 @@ from specdecode_worker.contract.report import (
 )
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
+from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES, CheckVerdict
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
     MAX_NODES,
@@ -58,9 +59,11 @@ __all__ = [
     "MAX_RANKS",
     "MAX_REPORT_BYTES",
     "MAX_TASKS",
+    "MAX_VERDICT_BYTES",
     "OTHER_TASK",
     "AcceptanceCell",
     "Buckets",
+    "CheckVerdict",
     "DraftConfig",
     "DraftState",
     "Dtype",

@@ -1,4 +1,4 @@
-"""Builds an Engine from model folders: loads target and draft, sizes the caches, checks that the two fit."""
+"""Builds an Engine from model folders: checks that all fits, loads target and drafts, makes the caches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
 from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.inventory import take_inventory
+from specdecode_worker.engine.parallel.group import Group
+from specdecode_worker.engine.parallel.leading import LeadingTarget
+from specdecode_worker.engine.parallel.messages import Assignment
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
 from specdecode_worker.engine.scheduler import Limits, Scheduler
+from specdecode_worker.engine.sizing import Budget, kv_tokens
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.verdict import insist, memory_state
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
@@ -33,27 +39,49 @@ log = logging.getLogger(__name__)
 def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     """The engine of a worker. Raises ModelError when the target, or a required draft, cannot be served."""
     device = device_of(config.engine.device)
-    if config.engine.tensor_parallel_size > 1:
-        raise ModelError(
-            f"workers.tensorParallelSize is {config.engine.tensor_parallel_size}, but this version runs a replica on"
-            " one device; set it to 1 and serve a model that fits there"
-        )
+    threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
-        torch.set_num_threads(config.engine.threads or cpu_limit())
+        torch.set_num_threads(threads)
+    inventory = take_inventory(config, resolve, device)
+    insist(inventory)
     folder = resolve(config.model.uri)
-    dtype = getattr(torch, config.model.dtype)
-    target = load_llama(folder, dtype=dtype, device=device, max_model_len=config.model.max_model_len)
+    if config.engine.tensor_parallel_size > 1:
+        group = Group(_assignment(config, folder, device, inventory.budget, threads))
+        target, device = group.load()
+        return assemble(target, folder, config, resolve, inventory.budget, group)
+    dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
+    target = load_llama(folder, dtype=dtype, device=device, max_model_len=length)
     fuse(target)
-    return assemble(target, folder, config, resolve)
+    return assemble(target, folder, config, resolve, inventory.budget)
 
 
-def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve) -> Engine:
+def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget: Budget, threads: int) -> Assignment:
+    """Rank 0's own; the others' differ by the rank."""
+    return Assignment(
+        rank=0,
+        size=config.engine.tensor_parallel_size,
+        meeting="",
+        folder=str(folder),
+        dtype=config.model.dtype,
+        device=device.type,
+        max_model_len=config.model.max_model_len,
+        blocks=kv_tokens(budget) // BLOCK_SIZE + 1,
+        threads=threads,
+    )
+
+
+def assemble(
+    target: Llama,
+    folder: Path,
+    worker: WorkerConfig,
+    resolve: Resolve,
+    budget: Budget,
+    group: Group | None = None,
+) -> Engine:
     """Caches, drafts and parts around the target that ``folder`` held. Raises ModelError for a required draft that
     does not fit."""
     config, weight = worker.engine, target.model.embed_tokens.weight
-    limit = target.config.max_position_embeddings
-    length = min(worker.model.max_model_len or limit, limit)
-    blocks = -(-(config.kv_cache_tokens or _cache_tokens(target, config, length)) // BLOCK_SIZE) + 1
+    length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
     state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
     pipelined = weight.device.type != "cpu"
     loader = DraftLoader(
@@ -66,11 +94,11 @@ def assemble(target: Llama, folder: Path, worker: WorkerConfig, resolve: Resolve
         foresees=not pipelined,
     )
     drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
-    identity = _identity(weights_hash(folder), worker)
+    identity = _identity(weights_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     parts = Parts(
         scheduler=_scheduler(config, blocks, identity.target),
-        target=Target(target, cache, state),
+        target=Target(target, cache, state) if group is None else LeadingTarget(target, cache, state, group),
         drafts=drafts,
         state=state,
         pilot=Pilot(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
@@ -108,13 +136,14 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
     return found
 
 
-def _identity(target_hash: str, worker: WorkerConfig) -> Identity:
+def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> Identity:
     return Identity(
         boot_id=uuid.uuid4().hex,
         worker=os.environ.get(Env.pod_name) or socket.gethostname(),
         model=worker.model.served_name,
         target=target_hash,
         max_num_seqs=worker.engine.max_num_seqs,
+        memory=memory_state(budget),
     )
 
 
@@ -136,26 +165,3 @@ def cpu_limit() -> int:
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):
         return cores
-
-
-def _cache_tokens(model: Llama, config: EngineConfig, length: int) -> int:
-    """As many tokens as the batch could ever need, or as half of the free memory holds."""
-    target, weight = model.config, model.model.embed_tokens.weight
-    device = weight.device
-    per_token = (
-        2 * (target.num_hidden_layers + 1) * target.num_key_value_heads * target.head_dim * weight.element_size()
-    )
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    wanted = config.max_num_seqs * (length + 4 * BLOCK_SIZE)
-    return max(min(wanted, free // 2 // per_token), length + 4 * BLOCK_SIZE)
-
-
-def _free_memory() -> int:
-    """Bytes that the machine, or the container's limit, still gives."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return free if limit == "max" else max(0, min(free, int(limit) - used))
-    except (OSError, ValueError):
-        return free

@@ -21,6 +21,7 @@ import zmq
 
 from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.calibration import Calibrated, calibrate
+from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.messages import (
     Abort,
     Crashed,
@@ -39,7 +40,8 @@ from specdecode_worker.engine.messages import (
 )
 from specdecode_worker.engine.swapping import POLL_SECONDS, Swap, Swaps
 from specdecode_worker.models import store
-from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:  # the server's process imports this module, and no torch
     from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft
@@ -208,6 +210,8 @@ def main(address: str, config_json: str, plan_json: str | None, build: Build | N
         port.send([loaded])
         EngineLoop(engine, port).run()
     except Exception as error:
+        if isinstance(error, CannotServe):
+            write_termination_message(error.verdict.model_dump_json())
         port.send([Crashed(_last_words(error))])
         port.close()
         sys.exit(1)
@@ -216,7 +220,7 @@ def main(address: str, config_json: str, plan_json: str | None, build: Build | N
 
 def _last_words(error: Exception) -> str:
     """What a user named wrongly needs no traceback; everything else is a bug and gets one in the log."""
-    if isinstance(error, ModelError):
+    if isinstance(error, ModelError | RankLost):
         return str(error)
     traceback.print_exc()
     return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from specdecode_worker.contract import (
     MAX_REPORT_BYTES,
     DraftState,
     GuardCell,
+    MemoryState,
     PhaseSeconds,
     PlanState,
     Report,
@@ -26,6 +27,7 @@ class Identity:
     model: str
     target: str
     max_num_seqs: int
+    memory: MemoryState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             synthetic=moment.synthetic,
             phases=moment.phases,
             max_num_seqs=identity.max_num_seqs,
+            memory=identity.memory,
             running=moment.running,
             waiting=moment.waiting,
             running_request_seconds=statistics.running_request_seconds,

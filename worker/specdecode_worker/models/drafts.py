@@ -14,6 +14,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.headers import method_of, read_tensor_headers
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.placing import Network, Prepared
 from specdecode_worker.models.vocabulary import check_vocabulary, fit_vocabulary
 from specdecode_worker.models.weights import (
     load_eagle,
@@ -70,18 +71,32 @@ def load_draft(
 def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
     """Judges a draft by config.json, tokenizers and tensor headers; reads no weights. Raises as ``load_draft``, for
     all but the values of weights."""
-    expect_method(method, folder)
     target = prepare_llama(target_folder, max_model_len=max_model_len).network
+    shape_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
+
+
+def shape_draft(
+    method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
+) -> Draft:
+    """What ``load_draft`` would load, on the meta device, once it has been judged as ``check_draft`` judges."""
+    expect_method(method, folder)
     match method:
         case "eagle3":
-            prepare_eagle3(folder, target).check()
+            return _judged(prepare_eagle3(folder, target))
         case "eagle":
-            prepare_eagle(folder, target).check()
+            return _judged(prepare_eagle(folder, target))
         case "medusa":
-            prepare_medusa(folder, target).check()
+            return _judged(prepare_medusa(folder, target))
         case "draft-model":
             check_vocabulary(target_folder, folder)
-            prepare_llama(folder, max_model_len=max_model_len).check()
+            draft = _judged(prepare_llama(folder, max_model_len=max_model_len))
+            fit_vocabulary(draft, target.config.vocab_size)
+            return draft
+
+
+def _judged(prepared: Prepared[Network]) -> Network:
+    prepared.check()
+    return prepared.network
 
 
 def expect_method(method: WeightMethod, folder: Path) -> None:

@@ -6,6 +6,7 @@ ModelError
 ├── VocabularyMismatch  two models that should draft for each other do not read text as the same tokens
 ├── BadUri              the URI names no model
 ├── NotPresent          the URI is fine, but nothing complete is there
+├── CannotServe         no room on the device, or a required draft that is not for the target; found before loading
 └── PullFailed
     ├── AccessDenied      gated, private, or no such repository
     ├── NotOnHub          no such repository, revision or usable file
@@ -13,6 +14,10 @@ ModelError
     ├── HashMismatch      what came is not what the hub announced
     └── DiskFull          no room for the files
 """
+
+from __future__ import annotations
+
+from specdecode_worker.contract import CheckVerdict
 
 
 class ModelError(Exception):
@@ -37,6 +42,15 @@ class BadUri(ModelError):
 
 class NotPresent(ModelError):
     """Nothing complete is where the URI points; the message says how to get it."""
+
+
+class CannotServe(ModelError):
+    """Found before anything is loaded; the message is the arithmetic, or what of a required draft does not fit."""
+
+    def __init__(self, verdict: CheckVerdict) -> None:
+        draft = verdict.draft_problem or ""
+        super().__init__(draft if verdict.fits else "\n".join((verdict.problem, *verdict.arithmetic)))
+        self.verdict = verdict
 
 
 class PullFailed(ModelError):

@@ -93,14 +93,18 @@ def _pack(model: nn.Module) -> None:
                 setattr(module, name, PackedLinear(child))
 
 
-def _packs(model: nn.Module) -> bool:
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """bf16 on a CPU that has oneDNN and multiplies bf16 natively; elsewhere plain matrices are as fast."""
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    if not weights or any(w.device.type != "cpu" or w.dtype != torch.bfloat16 for w in weights):
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     ops = torch.ops.mkldnn
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
+
+
+def _packs(model: nn.Module) -> bool:
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    return bool(weights) and all(packs(weight.dtype, weight.device) for weight in weights)
 
 
 def _joined(*parts: nn.Linear) -> nn.Linear:

@@ -1,0 +1,98 @@
+"""``check``: what it prints, what it returns, and that it reads headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from small_folders import config_of, write_head, write_target
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.contract import CheckVerdict
+
+FITS = """\
+memory                                                               2.00 GiB
+- reserve of 20%                                                    -0.40 GiB
+- Python and torch                                                  -0.38 GiB
+- weights of the target                                             -0.00 GiB
+- weights of the draft                                              -0.00 GiB
+- tables and state of 16 sequences                                  -0.00 GiB
+- activations of a step of 512 tokens                               -0.00 GiB
+= for keys and values                                                1.22 GiB
+/ bytes per block of 16 tokens (target 384, draft 128 a token)        8,576 B
+= tokens of keys and values that there is room for                2,443,328
+  one sequence of 256 tokens needs                                      320
+
+fits: 5,120 tokens of keys and values, 16 sequences of 256 tokens at once
+warning: the draft's weights are 48% of the target's; beyond 30% a draft usually costs more than it brings
+"""
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    target, head = write_target(tmp_path / "t"), write_head(tmp_path / "h")
+    return ["--model", f"file://{target}", "--draft", f"file://{head}", "--dtype", "float32", "--device", "cpu"]
+
+
+def test_the_arithmetic_line_by_line(folders: list[str], capsys: Any) -> None:
+    assert main(["check", *folders, "--memory", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told == FITS
+
+
+def test_what_does_not_fit_returns_1_and_says_what_to_change(folders: list[str], capsys: Any) -> None:
+    assert main(["check", *folders, "--memory", "0.48", "--kv-cache-tokens", "1000000"]) == 1
+    told = capsys.readouterr().out
+    assert "does not fit: the memory of 0.48 GiB leaves" in told
+    assert "\nfits:" not in told
+
+
+def test_json_is_the_verdict(folders: list[str], capsys: Any) -> None:
+    assert main(["check", *folders, "--json"]) == 0
+    found = CheckVerdict.model_validate_json(capsys.readouterr().out)
+    assert (found.serves, found.kv_tokens) == (True, 5120)
+    assert main(["check", *folders, "--memory", "0.2", "--json"]) == 1
+    assert not CheckVerdict.model_validate_json(capsys.readouterr().out).fits
+
+
+def test_no_weight_is_read(folders: list[str], tmp_path: Path, capsys: Any) -> None:
+    """The data of every file is cut to zeros that were never written: what reads it would see."""
+    for name in ("t", "h"):
+        path = tmp_path / name / "model.safetensors"
+        size, header = path.stat().st_size, path.read_bytes()
+        end = 8 + int.from_bytes(header[:8], "little")
+        path.write_bytes(header[:end])
+        with path.open("r+b") as file:
+            file.truncate(size)
+    assert main(["check", *folders]) == 0
+    assert "fits:" in capsys.readouterr().out
+
+
+def test_a_draft_that_is_not_for_the_target(folders: list[str], tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "h" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["fc.weight"]
+    save_file(tensors, path)
+    assert main(["check", *folders]) == 1
+    assert f"the draft is not for this target: {tmp_path / 'h'}: fc.weight is missing" in capsys.readouterr().out
+
+
+def test_a_target_that_cannot_be_read(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert main(["check", "--model", f"file://{tmp_path}", "--method", "none"]) == 1
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_wrong_usage(folders: list[str], capsys: Any) -> None:
+    assert main(["check", *folders, "--gpu-memory-utilization", "1.5"]) == 2
+    assert "gpu_memory_utilization" in capsys.readouterr().err
+
+
+def test_a_pod_needs_no_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    config = config_of(write_target(tmp_path / "t"), model={"uri": f"file://{tmp_path / 't'}"}, max_num_seqs=3)
+    monkeypatch.setenv("SPECDECODE_CONFIG", config.model_dump_json())
+    assert main(["check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"] == 3

@@ -1,0 +1,86 @@
+"""Model folders as users have them, small and random: a target of three layers and a head for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def write(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = dict(model.state_dict())
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One word a token; a draft model needs to show that it has the same."""
+    words = {f"w{i}": i for i in range(SHAPE["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def write_target(folder: Path, **changed: Any) -> Path:
+    config = SHAPE | changed
+    model = Llama(llama_config(config))
+    _randomise(model, 1)
+    return write(folder, config, model)
+
+
+def write_head(
+    folder: Path, *, target: dict[str, Any] | None = None, own_embedding: bool = False, **changed: Any
+) -> Path:
+    """A head for the target of ``target`` changes; a draft vocabulary of 40 unless it says otherwise."""
+    of_target = llama_config(SHAPE | (target or {}))
+    config = SHAPE | {"num_hidden_layers": 1, "draft_vocab_size": 40} | changed
+    shape = eagle3_config(config, of_target)
+    embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+    head = Eagle3Head(shape, embedding, own_embedding=own_embedding)
+    _randomise(head, 2)
+    if shape.draft_vocab_size < shape.vocab_size:
+        head.d2t += torch.arange(shape.draft_vocab_size)
+    return write(folder, config, head)
+
+
+def config_of(
+    target: Path, head: Path | None = None, *, model: dict[str, Any] | None = None, **engine: Any
+) -> WorkerConfig:
+    """A worker's config for such folders; ``resolve`` is ``Path``."""
+    draft = DraftConfig(method="none") if head is None else DraftConfig(method="eagle3", uri=str(head))
+    return WorkerConfig(
+        model=ModelConfig(**{"uri": str(target), "served_name": "small", "dtype": "float32", **(model or {})}),
+        draft=draft,
+        engine=EngineConfig(**{"device": "cpu", "threads": 1, "max_num_seqs": 4, **engine}),
+    )
+
+
+def _randomise(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(0.3 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)

@@ -1,0 +1,223 @@
+"""The arithmetic against what an engine really allocates, to the byte; and what a worker refuses before it loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_engine import drain, plan_of, submit
+from small_folders import config_of, write_head, write_target, write_tokenizer
+from torch import Tensor, nn
+
+from specdecode_worker.contract import MemoryState, NamedDraft, WorkerConfig
+from specdecode_worker.engine import device_memory as memory_of
+from specdecode_worker.engine import factory, sizing
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.inventory import take_inventory
+from specdecode_worker.engine.sizing import Device, kv_cache_bytes, kv_tokens
+from specdecode_worker.engine.state import RING
+from specdecode_worker.engine.verdict import judge
+from specdecode_worker.models.errors import CannotServe, ModelError
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return write_target(tmp_path / "target")
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return write_head(tmp_path / "head")
+
+
+def storages(*modules: nn.Module | Tensor) -> int:
+    """Bytes of all storage that modules and tensors hold, each counted once."""
+    found: dict[int, int] = {}
+    for module in modules:
+        tensors = [module] if isinstance(module, Tensor) else [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def drafters(engine: Engine) -> list[Any]:
+    return [loaded.drafter for loaded in engine._drafts._drafts.values()]
+
+
+def memory(engine: Engine) -> MemoryState:
+    found = engine.report().memory
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
+    """bf16 unpacked here: packed matrices are opaque, and as large."""
+    monkeypatch.setattr("specdecode_worker.models.fusing._packs", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device: False)
+    folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
+    config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
+    engine = load_engine(config, Path)
+    found = take_inventory(config, Path, CPU).budget
+    (drafter,) = drafters(engine)
+    assert memory(engine).weights + found.target.tables == storages(engine._target._model)
+    assert memory(engine).drafts + found.drafts[0].tables == storages(drafter._head)
+    assert found.drafts[0].tables == found.target.tables == 2 * 256 * 8 * 4
+
+
+def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    config = config_of(write_target(tmp_path / "t", tie_word_embeddings=True), model={"dtype": "bfloat16"})
+    sizes = []
+    for packed in (False, True):
+        monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device, packed=packed: packed)
+        sizes.append(take_inventory(config, Path, CPU).budget.target.weights)
+    assert sizes[1] - sizes[0] == 97 * 32 * 2
+
+
+def test_embeddings_of_its_own_count_for_the_draft(tmp_path: Path, target: Path, head: Path) -> None:
+    own = write_head(tmp_path / "own", own_embedding=True)
+    sizes = [take_inventory(config_of(target, each), Path, CPU).budget.draft_weights for each in (head, own)]
+    assert sizes[1] - sizes[0] == 97 * 32 * 4
+
+
+@pytest.mark.parametrize("tokens", [None, 1000])
+def test_the_caches_are_what_was_computed(target: Path, head: Path, tokens: int | None) -> None:
+    config = config_of(target, head, kv_cache_tokens=tokens)
+    engine = load_engine(config, Path)
+    found = take_inventory(config, Path, CPU).budget
+    made = engine._target.cache.data.nbytes + sum(each._cache.data.nbytes for each in drafters(engine))
+    assert engine._state.block_aux_NA is not None
+    made += engine._state.block_aux_NA.nbytes
+    assert memory(engine).kv_cache == made == kv_cache_bytes(found, kv_tokens(found))
+    assert engine.report().kv_tokens_total == kv_tokens(found)
+    assert (memory(engine).limit, memory(engine).reserve) == (found.device.limit, found.reserve)
+
+
+def test_several_drafts_each_bring_weights_and_a_cache(tmp_path: Path, target: Path, head: Path) -> None:
+    small = write_target(tmp_path / "small", num_hidden_layers=1)
+    write_tokenizer(target)
+    write_tokenizer(small)
+    misfit = write_head(tmp_path / "misfit", target={"vocab_size": 98}, vocab_size=98)
+    more = (
+        NamedDraft(name="code", method="draft-model", uri=str(small)),
+        NamedDraft(name="prose", method="ngram"),
+        NamedDraft(name="other", method="eagle3", uri=str(misfit)),
+    )
+    config = config_of(target, head).model_copy(update={"drafts": more})
+    engine, found = load_engine(config, Path), take_inventory(config, Path, CPU)
+    assert [draft.name for draft in found.budget.drafts] == ["draft", "draft code"]
+    first, second, _ = drafters(engine)
+    made = engine._target.cache.data.nbytes + first._cache.data.nbytes + second._cache.data.nbytes
+    assert engine._state.block_aux_NA is not None
+    assert memory(engine).kv_cache == made + engine._state.block_aux_NA.nbytes
+    tables = sum(draft.tables for draft in found.budget.drafts)
+    assert memory(engine).drafts + tables == storages(first._head) + storages(second._model)
+    assert (found.draft_problem or "").startswith("draft other: ")
+    assert judge(found).serves
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_the_state_of_slots_is_what_is_allocated(target: Path, head: Path, draft: bool) -> None:
+    config = config_of(target, head if draft else None, max_num_seqs=7, model={"max_model_len": 131})
+    engine, found = load_engine(config, Path), take_inventory(config, Path, CPU).budget
+    kept = [v for k, v in vars(engine._state).items() if isinstance(v, Tensor) and k != "block_aux_NA"]
+    tables = found.target.tables + sum(each.tables for each in found.drafts)
+    assert found.state == storages(*kept) + tables
+    assert sizing.RING == RING
+
+
+def test_a_misfit_draft_takes_no_memory_and_is_told_as_loading_tells_it(tmp_path: Path, target: Path) -> None:
+    narrow = write_head(tmp_path / "narrow", intermediate_size=40)
+    (narrow / "config.json").write_text((narrow / "config.json").read_text().replace("40", "48", 1))
+    config = config_of(target, narrow)
+    found = judge(take_inventory(config, Path, CPU))
+    assert (found.serves, found.memory.drafts) == (True, 0)
+    assert "midlayer.mlp" in (found.draft_problem or "")
+    engine = load_engine(config, Path)
+    assert engine.report().draft.problem == found.draft_problem
+    needed = config.model_copy(update={"draft": config.draft.model_copy(update={"required": True})})
+    with pytest.raises(CannotServe, match=r"midlayer\.mlp"):
+        load_engine(needed, Path)
+
+
+def test_a_draft_for_another_target_is_told_by_its_field(tmp_path: Path, target: Path) -> None:
+    other = write_head(tmp_path / "other", target={"vocab_size": 98}, vocab_size=98)
+    found = judge(take_inventory(config_of(target, other), Path, CPU))
+    assert found.draft_problem == "the draft's vocab_size is 98, the target's 97"
+
+
+def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    device = Device(kind="cpu", limit=size, free=size, source="container's memory limit")
+    monkeypatch.setattr("specdecode_worker.engine.inventory.device_memory", lambda kind, count: device)
+
+
+def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_device(monkeypatch, GIB // 4)
+    monkeypatch.setattr(factory, "load_llama", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(CannotServe, match=r"limit of 0\.25 GiB leaves no room") as told:
+        load_engine(config_of(target), Path)
+    assert "- weights of the target" in str(told.value)
+    assert not told.value.verdict.serves
+
+
+def test_the_engine_gets_what_the_container_holds_and_no_more(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(target, head, max_num_seqs=64, model={"max_model_len": 200})
+    generous = take_inventory(config, Path, CPU).budget
+    wanted = generous.spent + 20 * 200 * generous.bytes_per_token
+    small_device(monkeypatch, int(wanted / 0.8))
+    engine = load_engine(config, Path)
+    assert 15 * 200 < engine.report().kv_tokens_total < 20 * 200
+    engine.set_plan(plan_of("chain:3", draft=engine.report().draft.hash))
+    for index in range(40):
+        engine.add(submit(str(index), max_tokens=30))
+    assert {found.finish for found in drain(engine) if found.finish} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [
+        ("memory.max", "2147483648\n", 2 * GIB),
+        ("memory.max", "max\n", None),
+        ("memory/memory.limit_in_bytes", "1073741824\n", GIB),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
+    ],
+)
+def test_the_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, limit: int | None
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:  6291456 kB\n")
+    monkeypatch.setattr(memory_of, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory_of, "MEMINFO", meminfo)
+    found = memory_of.device_memory(CPU)
+    assert found.limit == (limit or 8 * GIB)
+    assert found.free == (limit or 6 * GIB)
+    assert ("container" in found.source) == (limit is not None)
+
+
+def test_of_several_gpus_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((70 - 30 * index) * GIB, 80 * GIB))
+    found = memory_of.device_memory(torch.device("cuda"), 2)
+    assert (found.limit, found.free, found.count) == (80 * GIB, 40 * GIB, 2)
+    with pytest.raises(ModelError, match="torch sees 2 GPUs"):
+        memory_of.device_memory(torch.device("cuda"), 4)
+
+
+def test_another_device_may_be_asked_about(target: Path) -> None:
+    config: WorkerConfig = config_of(target)
+    tiny = Device(kind="cpu", limit=1000, free=1000, source="memory")
+    assert not judge(take_inventory(config, Path, CPU, tiny)).fits
+    assert replace(take_inventory(config, Path, CPU).budget, device=tiny).room_tokens == 0

@@ -1,0 +1,199 @@
+"""Two ranks over gloo against one device: the same tokens, the memory of a part, and what happens when a rank ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from small_engine import drain, plan_of, submit, texts
+from small_folders import SHAPE, config_of, write_head, write_target
+
+from specdecode_worker.contract import ModelConfig, WorkerConfig
+from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.errors import RankLost
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.parallel.leading import LeadingTarget
+from specdecode_worker.models.errors import ConfigMismatch
+
+PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
+
+
+def config(target: Path, head: Path | None, ranks: int, **engine: Any) -> WorkerConfig:
+    """float64, which no user may ask for: then tokens are the same or the code is wrong."""
+    found = config_of(target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine)
+    model = ModelConfig.model_construct(**dict(found.model) | {"dtype": "float64"})
+    return found.model_copy(update={"model": model})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_target(folder / "target"), write_head(folder / "head")
+
+
+@pytest.fixture(scope="module")
+def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
+    engine = load_engine(config(*folders, 2), Path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def whole(folders: tuple[Path, Path]) -> Engine:
+    return load_engine(config(*folders, 1), Path)
+
+
+VERSIONS = itertools.count(1)
+
+
+def run(engine: Engine, shape: str, count: int, **sampling: Any) -> dict[str, list[int]]:
+    engine.set_plan(plan_of(shape, draft=engine.report().draft.hash, version=next(VERSIONS)))
+    for index in range(count):
+        engine.add(submit(str(index), PROMPTS[index], seed=index, **sampling))
+    return texts(drain(engine))
+
+
+def numbers(nested: Any) -> list[float]:
+    """All numbers of nested lists, in order."""
+    return [x for each in nested for x in numbers(each)] if isinstance(nested, list | tuple) else [nested]
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
+TRUNCATED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3,2,1"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, TRUNCATED], ids=["greedy", "sampled", "truncated"])
+def test_two_ranks_say_what_one_says(
+    whole: Engine, split: Engine, shape: str, count: int, sampling: dict[str, Any]
+) -> None:
+    expected = run(whole, "none", count, **sampling)
+    assert run(split, shape, count, **sampling) == expected
+    assert all(len(tokens) == 20 for tokens in expected.values())
+
+
+def test_a_prompt_is_told_by_all_ranks(whole: Engine, split: Engine) -> None:
+    """Its logits are made apart from those of the pass."""
+    found = []
+    for engine in (whole, split):
+        engine.add(submit("told", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
+        found.append([told for one in drain(engine) for told in one.prompt_logprobs])
+    assert len(found[0]) == len(PROMPTS[3]) - 1
+    one, two = (numbers(msgspec.to_builtins(told)) for told in found)
+    assert one == pytest.approx(two, abs=1e-9)
+
+
+def test_trees_were_accepted_beside_the_main_path(split: Engine) -> None:
+    """Else no key would have moved on the other rank, and the tests above would say nothing of it."""
+    before = split.report()
+    run(split, "tree:3,2,1", 8)
+    after = split.report()
+    assert after.accepted_tokens > before.accepted_tokens
+    siblings = [cell for cell in after.acceptance if cell.depth == 1 and sum(cell.ranks[1:3])]
+    assert siblings
+
+
+def test_a_rank_holds_its_part_and_the_check_counts_it(whole: Engine, split: Engine) -> None:
+    one, two = whole.report().memory, split.report().memory
+    assert one is not None
+    assert two is not None
+    assert isinstance(split._target, LeadingTarget)
+    model, cache = split._target._model, split._target.cache
+    held = {id(t): t.untyped_storage().nbytes() for t in model.state_dict(keep_vars=True).values()}
+    assert two.weights == sum(held.values()) < one.weights
+    assert two.drafts == one.drafts
+    assert cache.data.shape[4] == SHAPE["num_key_value_heads"] // 2
+
+
+def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
+        load_engine(config(*folders, 3), Path)
+
+
+def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
+    """Processes that ``pid`` spawned; the resource tracker is none of them."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if name in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def served(target: Path, head: Path) -> WorkerConfig:
+    """As a process gets it: models by URI."""
+    found = config_of(target, head, tensor_parallel_size=2)
+    model = found.model.model_copy(update={"uri": f"file://{target}"})
+    return found.model_copy(update={"model": model, "draft": found.draft.model_copy(update={"uri": f"file://{head}"})})
+
+
+@pytest.fixture
+def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, int]]:
+    """An engine of two ranks, and the pid of the second. Only one can be open in a process."""
+    split.close()
+    before = set(children(os.getpid()))
+    engine = load_engine(config(*folders, 2), Path)
+    (second,) = set(children(os.getpid())) - before
+    yield engine, second
+    engine.close()
+
+
+class TestLoss:
+    """A rank that ends takes the replica with it."""
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_the_engine_learns_of_it_wherever_it_is(self, doomed: tuple[Engine, int], busy: bool) -> None:
+        engine, second = doomed
+        with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - it may come at any time
+            os.kill(second, signal.SIGKILL)
+            while busy:
+                run(engine, "chain:3", 8)
+            time.sleep(20)
+
+    def test_the_engine_process_ends_with_the_reason(self, folders: tuple[Path, Path]) -> None:
+        async def lose() -> tuple[str, int]:
+            client = EngineClient(served(*folders), None)
+            try:
+                await asyncio.wait_for(client.loaded, 120)
+                (second,) = children(client.pid)
+                os.kill(second, signal.SIGKILL)
+                return await asyncio.wait_for(client.gone, 30), second
+            finally:
+                await client.close()
+
+        reason, _ = asyncio.run(lose())
+        assert reason == "rank 1: ended with exit code -9"
+
+    def test_ranks_end_with_their_engine(self, folders: tuple[Path, Path]) -> None:
+        async def kill() -> int:
+            client = EngineClient(served(*folders), None)
+            await asyncio.wait_for(client.loaded, 120)
+            (second,) = children(client.pid)
+            os.kill(client.pid, signal.SIGKILL)
+            await asyncio.wait_for(client.gone, 30)
+            await client.close()
+            return second
+
+        second = asyncio.run(kill())
+        deadline = time.monotonic() + 15
+        while Path(f"/proc/{second}").exists():
+            assert time.monotonic() < deadline, "the second rank outlives its engine"
+            time.sleep(0.1)
+
+    def test_shutdown_ends_all_in_order(self, folders: tuple[Path, Path]) -> None:
+        async def shut_down() -> tuple[int, int | None]:
+            client = EngineClient(served(*folders), None)
+            await asyncio.wait_for(client.loaded, 120)
+            (second,) = children(client.pid)
+            await client.close()
+            return second, client._process.exitcode
+
+        second, exit_code = asyncio.run(shut_down())
+        assert exit_code == 0
+        assert not Path(f"/proc/{second}").exists()

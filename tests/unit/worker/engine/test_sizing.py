@@ -1,0 +1,195 @@
+"""The arithmetic of memory: monotone in every argument, and consistent with itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.engine.blocks import BLOCK_SIZE
+from specdecode_worker.engine.inventory import Inventory
+from specdecode_worker.engine.sizing import (
+    SLACK_TOKENS,
+    Bounds,
+    Budget,
+    Device,
+    Network,
+    kv_cache_bytes,
+    kv_tokens,
+)
+from specdecode_worker.engine.verdict import judge
+
+GIB = 2**30
+
+
+def network(name: str = "target", **changed: Any) -> Network:
+    """As Llama-3.1-8B in bf16; a draft is as an EAGLE-3 head for it."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "weights": 16_060_522_496,
+        "tables": 2 * 131072 * 128 * 4,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "kv_layers": 32,
+    }
+    if name != "target":
+        fields |= {"weights": 850_000_000, "kv_layers": 1}
+    return Network(**fields | changed)
+
+
+def budget(
+    gib: float = 80, *, draft: bool = True, kind: Any = "cuda", free: float | None = None, **bounds: Any
+) -> Budget:
+    limit = int(gib * GIB)
+    fields: dict[str, Any] = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 8192,
+        "dtype_bytes": 2,
+        "utilization": 0.8,
+    }
+    return Budget(
+        device=Device(kind=kind, limit=limit, free=limit if free is None else int(free * GIB), source="GPU memory"),
+        bounds=Bounds(**fields | bounds),
+        target=network(),
+        drafts=(network("draft"),) if draft else (),
+        aux_size=3 * 4096 if draft else 0,
+    )
+
+
+def test_llama_8b_on_80_gib_by_hand() -> None:
+    found = budget()
+    assert found.bytes_per_token == 2 * 33 * 8 * 128 * 2
+    assert found.usable == int(0.8 * 80 * GIB)
+    spent = found.runtime + 16_060_522_496 + 850_000_000 + found.state + found.activations
+    assert found.left == found.usable - spent
+    assert 0 <= found.left - kv_cache_bytes(found, kv_tokens(found)) < BLOCK_SIZE * found.bytes_per_token
+    assert found.fits
+    assert 300_000 < kv_tokens(found) < 400_000
+
+
+def test_what_others_use_is_not_there_twice() -> None:
+    alone, beside = budget(), budget(free=40)
+    assert (alone.occupied, beside.occupied) == (0, int(0.8 * 80 * GIB) - 40 * GIB)
+    assert beside.usable == 40 * GIB
+    assert budget(free=70).left == alone.left, "it fits into the reserve"
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "gib": st.floats(12, 140),
+        "max_num_seqs": st.integers(1, 256),
+        "max_num_batched_tokens": st.integers(16, 4096),
+        "max_model_len": st.integers(16, 131072),
+        "utilization": st.floats(0.3, 1.0),
+        "kind": st.sampled_from(["cpu", "cuda"]),
+    }
+)
+WORSE: dict[str, Any] = {
+    "gib": lambda x: x * 0.9,
+    "max_num_seqs": lambda x: x + 7,
+    "max_num_batched_tokens": lambda x: x + 100,
+    "max_model_len": lambda x: x + 1000,
+    "utilization": lambda x: x * 0.9,
+}
+
+
+@given(SIZES, st.sampled_from(sorted(WORSE)))
+def test_more_asked_or_less_given_never_leaves_more(sizes: dict[str, Any], which: str) -> None:
+    before, after = budget(**sizes), budget(**sizes | {which: WORSE[which](sizes[which])})
+    assert after.room_tokens <= before.room_tokens
+    assert before.fits or not after.fits
+    assert after.room_tokens % BLOCK_SIZE == 0
+
+
+@given(SIZES, st.sampled_from(["weights", "tables", "kv_layers", "kv_heads", "intermediate_size", "vocab_size"]))
+def test_a_larger_network_never_leaves_more(sizes: dict[str, Any], field: str) -> None:
+    before = budget(**sizes)
+    larger = replace(before.target, **{field: 2 * getattr(before.target, field)})
+    assert replace(before, target=larger).room_tokens <= before.room_tokens
+    assert replace(before, drafts=()).room_tokens >= before.room_tokens
+
+
+@given(SIZES)
+def test_what_is_made_is_never_more_than_there_is(sizes: dict[str, Any]) -> None:
+    found = budget(**sizes)
+    if found.fits:
+        assert kv_cache_bytes(found, kv_tokens(found)) <= found.left
+        assert kv_tokens(found) >= found.bounds.max_model_len + SLACK_TOKENS
+        assert 1 <= found.sequences <= found.bounds.max_num_seqs
+    else:
+        assert found.sequences == 0
+
+
+@given(SIZES)
+def test_the_length_that_would_fit_fits_and_the_next_does_not(sizes: dict[str, Any]) -> None:
+    found = budget(**sizes)
+    if found.fits:
+        assert found.longest == found.bounds.max_model_len
+    elif found.longest:
+        other = [replace(found, bounds=replace(found.bounds, max_model_len=found.longest + d)).fits for d in (0, 1)]
+        assert other == [True, False]
+    assert found.bounds.max_model_len >= found.longest
+
+
+def test_tokens_that_were_asked_for_are_made_or_refused() -> None:
+    assert kv_tokens(budget(kv_cache_tokens=100_001)) == 100_016
+    assert not budget(kv_cache_tokens=10_000_000).fits
+    assert budget(kv_cache_tokens=1024).fits, "shorter than the model's limit: the engine bounds requests by it"
+
+
+def test_a_cpu_keeps_what_no_batch_could_need() -> None:
+    asked = budget(800, kind="cpu")
+    assert kv_tokens(asked) == 16 * (8192 + SLACK_TOKENS)
+    assert kv_tokens(budget(800)) > kv_tokens(asked)
+
+
+def verdict_of(found: Budget) -> Any:
+    return judge(Inventory(budget=found))
+
+
+def test_what_does_not_fit_says_which_length_would() -> None:
+    found = verdict_of(budget(24, max_model_len=131072))
+    length = budget(24, max_model_len=131072).longest
+    assert not found.serves
+    assert 1000 < length < 131072
+    assert f"set max_model_len to at most {length}" in found.problem
+    assert "131,072 needs 131,136" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({"kv_cache_tokens": 10**6}, "set kv_cache_tokens to at most"),
+        ({"free": 10}, "free the 54.00 GiB that others use"),
+        ({"gib": 16}, "lower max_num_seqs"),
+        ({"gib": 16}, r"serve without the draft \(0.79 GiB\)"),
+        ({"gib": 16, "dtype_bytes": 4}, "set dtype to bfloat16"),
+        ({"gib": 16}, "take a larger GPU"),
+    ],
+)
+def test_what_to_change(changed: dict[str, Any], remedy: str) -> None:
+    found = verdict_of(budget(**changed))
+    assert not found.serves
+    assert re.search(remedy, found.problem), found.problem
+
+
+def test_a_large_draft_is_a_warning_and_no_refusal() -> None:
+    heavy = replace(budget(), drafts=(network("draft", weights=6_000_000_000),))
+    assert verdict_of(heavy).serves
+    assert "37% of the target's" in verdict_of(heavy).warnings[0]
+    assert verdict_of(budget()).warnings == ()
+
+
+def test_a_verdict_fits_a_termination_message() -> None:
+    problem = "x" * 5000
+    long = judge(Inventory(budget=budget(16, max_model_len=131072), draft_problem=problem))
+    assert len(long.model_dump_json()) < 4096

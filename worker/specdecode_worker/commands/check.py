@@ -1,0 +1,104 @@
+"""``check``: whether a target and a draft fit each other and the device, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from specdecode_worker.commands.flags import add_model_flags, method_and_draft
+from specdecode_worker.contract import CheckVerdict, DraftConfig, EngineConfig, Env, ModelConfig, WorkerConfig
+from specdecode_worker.engine.factory import device_of
+from specdecode_worker.engine.inventory import Inventory, take_inventory
+from specdecode_worker.engine.sizing import Device
+from specdecode_worker.engine.verdict import judge
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.store import default_cache_dir, resolve
+
+_ENGINE = EngineConfig()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
+    add_model_flags(parser)
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    parser.add_argument("--max-num-seqs", type=int, default=_ENGINE.max_num_seqs, metavar="N")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=_ENGINE.max_num_batched_tokens, metavar="N")
+    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="default: what is left of the memory")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=_ENGINE.gpu_memory_utilization,
+        metavar="SHARE",
+        help="of the memory, on a CPU too; the rest is reserve (default: %(default)s)",
+    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices of a replica")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of another device than is here")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when it fits, 1 when it does not or cannot be read, 2 for wrong usage."""
+    try:
+        config = _config(args)
+    except ValueError as error:
+        print(f"specdecode-worker check: {error}", file=sys.stderr)
+        return 2
+    try:
+        verdict = judge(_inventory(args, config))
+    except ModelError as error:
+        print(f"specdecode-worker check: {error}", file=sys.stderr)
+        return 1
+    print(verdict.model_dump_json(indent=2) if args.json else _told(verdict))
+    return 0 if verdict.serves else 1
+
+
+def _config(args: argparse.Namespace) -> WorkerConfig:
+    """Raises ValueError."""
+    if Env.config in os.environ:
+        return WorkerConfig.model_validate_json(os.environ[Env.config])
+    method, draft = method_and_draft(args)
+    return WorkerConfig(
+        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, max_model_len=args.max_model_len),
+        draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
+        engine=EngineConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_tokens=args.kv_cache_tokens,
+            device=args.device,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            tensor_parallel_size=args.tensor_parallel_size,
+        ),
+        cache_dir=args.cache_dir or str(default_cache_dir()),
+    )
+
+
+def _inventory(args: argparse.Namespace, config: WorkerConfig) -> Inventory:
+    cache, memory = Path(config.cache_dir), None
+    if args.memory:
+        memory = _another(args.memory, config.engine)
+    device = device_of("cpu" if memory and memory.kind == "cpu" else "auto" if memory else config.engine.device)
+    return take_inventory(config, lambda uri: resolve(uri, cache), device, memory)
+
+
+def _another(gib: float, engine: EngineConfig) -> Device:
+    size = int(gib * 2**30)
+    kind: Literal["cpu", "cuda"] = "cuda" if engine.device == "cuda" else "cpu"
+    source = "GPU memory" if kind == "cuda" else "memory"
+    return Device(kind=kind, limit=size, free=size, source=source, count=engine.tensor_parallel_size)
+
+
+def _told(verdict: CheckVerdict) -> str:
+    lines = [*verdict.arithmetic, ""]
+    if verdict.draft_problem:
+        lines.append(f"the draft is not for this target: {verdict.draft_problem}")
+    if not verdict.fits:
+        lines.append(f"does not fit: {verdict.problem}")
+    if verdict.serves:
+        lines.append(
+            f"fits: {verdict.kv_tokens:,} tokens of keys and values, {verdict.sequences} sequences of"
+            f" {verdict.max_model_len:,} tokens at once"
+        )
+    return "\n".join(lines + [f"warning: {warning}" for warning in verdict.warnings])

@@ -1,0 +1,149 @@
+"""What a worker is asked to hold, from config.json and the headers of the weights alone: figures for ``sizing``.
+
+The networks are those that the loader fills, still on the meta device: so their sizes are those that will be, and what
+does not fit together is told in the words of loading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specdecode_worker.contract import DraftConfig, WorkerConfig
+from specdecode_worker.engine.device_memory import device_memory
+from specdecode_worker.engine.drafts.features import joined
+from specdecode_worker.engine.drafts.loading import CachedConfig, Resolve
+from specdecode_worker.engine.sizing import Bounds, Budget, Device, Network
+from specdecode_worker.models.draft_config import MedusaConfig
+from specdecode_worker.models.drafts import Draft, shape_draft
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.fusing import packs
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.parallel import Shard, split_network
+from specdecode_worker.models.weights import prepare_llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """``draft_problem`` says why a draft that was asked for is not in the budget."""
+
+    budget: Budget
+    draft_problem: str | None = None
+    draft_required: bool = False
+
+
+def take_inventory(
+    config: WorkerConfig, resolve: Resolve, device: torch.device, memory: Device | None = None
+) -> Inventory:
+    """Loads nothing. ``memory`` stands for another device's. Raises ModelError for a target that cannot be served."""
+    dtype, ranks = getattr(torch, config.model.dtype), config.engine.tensor_parallel_size
+    folder = resolve(config.model.uri)
+    prepared = prepare_llama(folder, max_model_len=config.model.max_model_len)
+    prepared.check()
+    target = prepared.network
+    part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
+    found = _drafts(config, resolve, target, folder)
+    models = [(name, one) for name, one in found if not isinstance(one, Misfit)]
+    misfits = [one for _, one in found if isinstance(one, Misfit)]
+    budget = Budget(
+        device=memory or device_memory(device, ranks),
+        bounds=bounds_of(config, target.config.max_position_embeddings),
+        target=network_of("target", part, dtype, device),
+        drafts=tuple(network_of(name, model, dtype, device) for name, model in models),
+        aux_size=joined(model.reads for _, model in models if not isinstance(model, Llama)).width(
+            target.config.hidden_size
+        ),
+    )
+    return Inventory(
+        budget=budget,
+        draft_problem="; ".join(misfit.problem for misfit in misfits) or None,
+        draft_required=any(misfit.required for misfit in misfits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A draft that is not for the target."""
+
+    problem: str
+    required: bool
+
+
+def _drafts(config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path) -> list[tuple[str, Draft | Misfit]]:
+    """Drafts with weights, by what to call them."""
+    found: list[tuple[str, Draft | Misfit]] = []
+    for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
+        if draft.uri is None or draft.method == "ngram" or draft.method == "none":
+            continue
+        where, length = draft.uri, config.model.max_model_len
+        try:
+            _expect_own_logits(draft, config.engine.tensor_parallel_size)
+            model = shape_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
+            found.append((name, model))
+        except ModelError as error:
+            words = str(error) if name == "draft" else f"{name}: {error}"
+            found.append((name, Misfit(words, draft.required)))
+    return found
+
+
+def _expect_own_logits(draft: DraftConfig, ranks: int) -> None:
+    if draft.method == "eagle" and ranks > 1:
+        raise ModelError(
+            f"{draft.uri}: a head of method eagle makes logits with the target's matrix, which is split over {ranks}"
+            " devices; take an eagle3 head, or one device"
+        )
+
+
+def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
+    """``positions`` is the model's own limit."""
+    engine = config.engine
+    return Bounds(
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=min(config.model.max_model_len or positions, positions),
+        dtype_bytes=getattr(torch, config.model.dtype).itemsize,
+        utilization=engine.gpu_memory_utilization,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        prefix_caching=engine.enable_prefix_caching,
+    )
+
+
+def network_of(name: str, model: Draft, dtype: torch.dtype, device: torch.device) -> Network:
+    """``model`` as it is before ``fuse``, still on the meta device; ``dtype`` and ``device`` are those it will have."""
+    shape = model.config
+    weights = _weights(model, dtype)
+    if isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
+        weights += model.lm_head.weight.numel() * dtype.itemsize  # packed, it is no longer that of the embeddings
+    return Network(
+        name=name,
+        weights=weights,
+        tables=_tables(model),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
+    )
+
+
+def _blocks(shape: CachedConfig) -> dict[str, int]:
+    return {
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.num_attention_heads,
+        "kv_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "kv_layers": shape.num_hidden_layers,
+    }
+
+
+def _weights(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of what a checkpoint holds, once loaded; a matrix with two names counts once."""
+    kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    return sum(tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in kept)
+
+
+def _tables(model: nn.Module) -> int:
+    """Bytes of what a network computes for itself."""
+    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in kept)
