@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
 def verdicts(deployment: Deployment, observed: Observed, decision: Decision, outcome: Outcome) -> tuple[Verdict, ...]:
     """All conditions whose feature is in use, the gravest first."""
-    found = [reconciled(deployment, outcome), ready(observed, decision), progressing(observed)]
+    found = [reconciled(deployment, outcome), ready(observed, decision), progressing(observed), memory_fits(observed)]
     speculation = deployment.spec.speculation
     if speculation.method != "none":
         found += [draft_compatible(observed), workers_alike(decision)]
@@ -73,9 +73,25 @@ def progressing(observed: Observed) -> Verdict:
     return Verdict(kind, "True", "RollingOut", counts)
 
 
+def memory_fits(observed: Observed) -> Verdict:
+    """Found out by a worker before it loads anything. One that cannot fit never replaces one that serves."""
+    kind = ConditionType.memory_fits
+    refusal = next((verdict for verdict in observed.refusals if not verdict.fits), None)
+    if refusal:
+        return Verdict(kind, "False", "DoesNotFit", "\n".join((refusal.problem, *refusal.arithmetic)), True)
+    found = next((report for report in observed.last_reports if report.memory), None)
+    if found:
+        message = f"{found.kv_tokens_total} tokens of keys and values fit beside the weights"
+        return Verdict(kind, "True", "Fits", message)
+    return Verdict(kind, "Unknown", "NotCheckedYet", "no worker has told yet")
+
+
 def draft_compatible(observed: Observed) -> Verdict:
     """A draft that does not fit never takes the endpoint down: the workers serve plainly."""
     kind = ConditionType.draft_compatible
+    refused = next((verdict.draft_problem for verdict in observed.refusals if verdict.draft_problem), None)
+    if refused:
+        return Verdict(kind, "False", "DraftRefused", f"{refused}; a new worker does not start", True)
     reports = observed.last_reports
     problem = next((report.draft.problem for report in reports if report.draft.problem), None)
     if problem:

@@ -16,6 +16,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
 from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
 from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
+from specdecode_operator.last_words import last_words, verdict_of
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.records import Deployment, Observed, Worker, Workload
 from specdecode_operator.worker_client import Workers
@@ -115,15 +116,18 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
     status = pod.get("status", {})
     conditions = {found["type"]: found["status"] for found in status.get("conditions", [])}
     over = status.get("phase") in ("Succeeded", "Failed")
+    ready = conditions.get("Ready") == "True"
     return Worker(
         name=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         address=status.get("podIP"),
-        ready=conditions.get("Ready") == "True",
+        ready=ready,
         leaving=over or "deletionTimestamp" in pod["metadata"],
         trouble=_trouble(status),
         deletion_cost=_deletion_cost(pod),
         startup_seconds=_startup(pod),
+        # One that serves by now has proven its last words wrong.
+        verdict=None if ready else verdict_of(status),
     )
 
 
@@ -150,7 +154,7 @@ def _trouble(status: Mapping[str, Any]) -> str | None:
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             ended = container.get("lastState", {}).get("terminated", {}).get("message", "")
-            words = ended.strip().rsplit("\n", 1)[-1] or waiting.get("message", "")
+            words = last_words(ended) or waiting.get("message", "")
             return f"{container['name']}: {waiting['reason']}: {words}".strip(": ")[:500]
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":

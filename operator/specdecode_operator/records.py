@@ -9,7 +9,7 @@ from typing import Any, Literal
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.memory import Memory
-from specdecode_worker.contract import Plan, Report
+from specdecode_worker.contract import CheckVerdict, Plan, Report
 
 Manifest = Mapping[str, Any]
 Key = tuple[str, str]
@@ -79,6 +79,8 @@ class Worker:
     leaving: bool = False
     trouble: str | None = None
     """What the kubelet says keeps it from starting."""
+    verdict: CheckVerdict | None = None
+    """Why it ended before it loaded anything, in its own words."""
     report: Report | None = None
     report_problem: str | None = None
     deletion_cost: int | None = None
@@ -100,6 +102,12 @@ class Observed:
     @property
     def reports(self) -> tuple[Report, ...]:
         return tuple(worker.report for worker in self.workers if worker.report and not worker.leaving)
+
+    @property
+    def refusals(self) -> tuple[CheckVerdict, ...]:
+        """Of workers that found out that they cannot serve, and have not served since."""
+        found = (worker.verdict for worker in self.workers if not worker.leaving)
+        return tuple(verdict for verdict in found if verdict and not verdict.serves)
 
     @property
     def last_reports(self) -> tuple[Report, ...]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import chain
 
 from specdecode_operator.api.v1alpha1 import (
     CapacityStatus,
     Condition,
     ConditionType,
     DraftStatus,
+    MemoryStatus,
     SpeculationSpec,
     SpeculationStatus,
     Status,
@@ -52,6 +54,7 @@ def status_of(
         draft=_draft(deployment, observed),
         traffic=_traffic(before.traffic, decision.figures),
         capacity=_capacity(before.capacity, decision),
+        memory=_memory(before.memory, observed),
     )
 
 
@@ -190,6 +193,28 @@ def _draft(deployment: Deployment, observed: Observed) -> DraftStatus | None:
     before = deployment.status.draft
     known = hashes[0] if hashes else (before.hash if before else None)
     return DraftStatus(hash=known, uri=deployment.spec.speculation.draft.uri)
+
+
+def _memory(before: MemoryStatus | None, observed: Observed) -> MemoryStatus | None:
+    """Of a worker that serves; while none does, what one found that could not."""
+    served = ((report.memory, report.kv_tokens_total) for report in observed.last_reports if report.memory)
+    refused = ((verdict.memory, verdict.kv_tokens) for verdict in observed.refusals)
+    memory, tokens = next(chain(served, refused), (None, 0))
+    if memory is None:
+        return before
+    return MemoryStatus(
+        limit=gib(memory.limit),
+        weights=gib(memory.weights),
+        drafts=gib(memory.drafts),
+        kv_cache=gib(memory.kv_cache),
+        reserve=gib(memory.reserve),
+        kv_tokens=tokens,
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes as Kubernetes writes quantities, to a hundredth."""
+    return f"{size / 2**30:.2f}Gi"
 
 
 def _hashes(observed: Observed) -> Iterator[str]:

@@ -389,6 +389,7 @@ class ConditionType(StrEnum):
 
     ready = "Ready"
     progressing = "Progressing"
+    memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
@@ -468,6 +469,17 @@ class DraftStatus(Api):
     uri: Text | None = None
 
 
+class MemoryStatus(Api):
+    """Memory of one worker's device, as it stood before anything was loaded."""
+
+    limit: Text | None = Field(default=None, description="Of the GPU, or the container's limit.")
+    weights: Text | None = Field(default=None, description="Of the target, on each device.")
+    drafts: Text | None = None
+    kv_cache: Text | None = Field(default=None, description="Keys and values of the target and the drafts.")
+    reserve: Text | None = Field(default=None, description="Left alone.")
+    kv_tokens: int | None = Field(default=None, description="Tokens of keys and values that there is room for.")
+
+
 class TrafficStatus(Api):
     """Demand over the last minute, whole fleet."""
 
@@ -512,6 +524,7 @@ class Status(Api):
     draft: DraftStatus | None = None
     traffic: TrafficStatus | None = None
     capacity: CapacityStatus | None = None
+    memory: MemoryStatus | None = None
 
 
 class SpecDecodeDeployment(Api):

@@ -31,6 +31,7 @@ from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.observe import deployment_of, observe
 from specdecode_operator.reconcile import Reconciler
 from specdecode_operator.worker_client import Workers
+from specdecode_worker.contract import CheckVerdict, MemoryState
 
 pytestmark = pytest.mark.cluster
 MOST_MEMORY_MIB = 120
@@ -174,6 +175,34 @@ async def test_a_refused_child_is_a_condition(
     assert conditions["Reconciled"]["status"] == "False"
     assert "restartPolicy" in conditions["Reconciled"]["message"]
     assert await api.get(WORKLOADS, namespace, "refused-worker") is None
+
+
+async def test_a_verdict_in_a_termination_message_becomes_a_condition(
+    api: Cluster, namespace: str, cluster: Kubectl, kind_is_known: None
+) -> None:
+    """A pod that nobody schedules, with a status as the kubelet would write it."""
+    cluster.apply(resource("large"), namespace=namespace)
+    reconciler = Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5)
+    await reconciler.handle((namespace, "large"))
+    strategy = cluster.get("deploy", "large-worker", namespace)["spec"]["strategy"]
+    assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}, "no pod goes before another serves"
+    container = {"name": "worker", "image": "none"}
+    spec = {"schedulerName": "nobody", "containers": [container]}
+    metadata = {"name": "large-pod", "labels": manifests.selector("large")}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, namespace=namespace)
+    verdict = CheckVerdict(serves=False, fits=False, problem="0.26 GiB short", memory=MemoryState(limit=2**31))
+    ended = {"terminated": {"exitCode": 1, "message": verdict.model_dump_json()}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    told = {**container, "imageID": "", "ready": False, "restartCount": 1, "state": waiting, "lastState": ended}
+    patch = json.dumps({"status": {"containerStatuses": [told]}})
+    words = ("patch", "pod", "large-pod", "--subresource=status", "--type=merge", "-p", patch)
+    cluster.kubectl(*words, namespace=namespace)
+    await reconciler.handle((namespace, "large"))
+    status = cluster.get("sdd", "large", namespace)["status"]
+    conditions = {found["type"]: found for found in status["conditions"]}
+    assert (conditions["MemoryFits"]["status"], conditions["MemoryFits"]["message"]) == ("False", "0.26 GiB short")
+    assert status["memory"]["limit"] == "2.00Gi"
+    cluster.kubectl("delete", "pod", "large-pod", "--wait=false", namespace=namespace)
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""From a worker's last words to MemoryFits, DraftCompatible and status.memory; and what a rollout may replace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, deployment_with, workload_with
+
+from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import Condition, Status
+from specdecode_operator.decide import decide
+from specdecode_operator.memory import Memory
+from specdecode_operator.observe import worker_of
+from specdecode_operator.records import Observed, Outcome, Worker
+from specdecode_operator.status import status_of
+from specdecode_worker.contract import CheckVerdict, DraftState, MemoryState, Report
+
+GIB = 2**30
+PROBLEM = "the container's memory limit of 2.00 GiB leaves no room for keys and values: 0.26 GiB short; lower it"
+TOO_LARGE = CheckVerdict(
+    serves=False,
+    fits=False,
+    problem=PROBLEM,
+    arithmetic=("container's memory limit  2.00 GiB", "- reserve of 20%  -0.40 GiB"),
+    memory=MemoryState(limit=2 * GIB, weights=3 * GIB // 2, reserve=2 * GIB // 5),
+    kv_tokens=0,
+)
+MISFIT = CheckVerdict(serves=False, fits=True, draft_problem="fc.weight is missing")
+
+
+def pod(message: str, *, when: str = "lastState", ready: bool = False, name: str = "new") -> Worker:
+    """As the kubelet tells of a worker that ends and is started again."""
+    container: dict[str, Any] = {"name": "worker", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    container[when] = {"terminated": {"exitCode": 1, "message": message}}
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    status = {"podIP": "10.0.0.2", "containerStatuses": [container], "conditions": conditions}
+    return worker_of({"metadata": {"name": name, "uid": name}, "status": status})
+
+
+def serving(kv_tokens: int = 5000) -> Worker:
+    memory = MemoryState(limit=4 * GIB, weights=GIB, drafts=GIB // 10, kv_cache=GIB // 2, reserve=GIB)
+    draft = DraftState(method="eagle3", hash="d")
+    report = Report(boot_id="b", worker="w", clock_seconds=1, draft=draft, memory=memory, kv_tokens_total=kv_tokens)
+    return Worker(name="old", uid="old", address="10.0.0.1", ready=True, report=report)
+
+
+def told(*workers: Worker, before: Status | None = None, available: int = 1) -> Status:
+    deployment = deployment_with(before)
+    observed = Observed(workload=workload_with(available=available), workers=workers, memory=Memory())
+    decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
+    return status_of(deployment, observed, decision, Outcome(), now=1000)
+
+
+def condition(status: Status, kind: str) -> Condition:
+    return next(found for found in status.conditions if found.type == kind)
+
+
+@pytest.mark.parametrize("when", ["state", "lastState"])
+def test_a_verdict_is_read_from_the_termination_message(when: str) -> None:
+    assert pod(TOO_LARGE.model_dump_json(), when=when).verdict == TOO_LARGE
+    assert pod(TOO_LARGE.model_dump_json(), ready=True).verdict is None, "it serves by now"
+
+
+@pytest.mark.parametrize(
+    "message", ["", "Killed", "{", "{}", '{"kind": "other", "serves": false, "fits": true}', "[1]"]
+)
+def test_other_last_words_are_no_verdict(message: str) -> None:
+    assert pod(message).verdict is None
+
+
+def test_what_a_pod_may_write_is_bounded() -> None:
+    long = TOO_LARGE.model_dump() | {"problem": "x" * 3000}
+    assert pod(json.dumps(long)).verdict is None
+
+
+def test_memory_that_does_not_fit_is_told_with_its_arithmetic() -> None:
+    status = told(pod(TOO_LARGE.model_dump_json()), available=0)
+    found = condition(status, "MemoryFits")
+    assert (found.status, found.reason) == ("False", "DoesNotFit")
+    assert PROBLEM in found.message
+    assert "- reserve of 20%" in found.message
+    assert status.memory is not None
+    assert (status.memory.limit, status.memory.weights, status.memory.kv_tokens) == ("2.00Gi", "1.50Gi", 0)
+    assert condition(status, "Ready").message == f"pod new: worker: CrashLoopBackOff: {PROBLEM}"
+
+
+def test_memory_that_fits_is_told_by_the_report() -> None:
+    status = told(serving())
+    found = condition(status, "MemoryFits")
+    assert (found.status, found.message) == ("True", "5000 tokens of keys and values fit beside the weights")
+    assert status.memory is not None
+    assert status.memory.model_dump(exclude_none=True) == {
+        "limit": "4.00Gi",
+        "weights": "1.00Gi",
+        "drafts": "0.10Gi",
+        "kv_cache": "0.50Gi",
+        "reserve": "1.00Gi",
+        "kv_tokens": 5000,
+    }
+
+
+def test_a_new_worker_that_does_not_fit_leaves_the_old_one_serving() -> None:
+    status = told(serving(), pod(TOO_LARGE.model_dump_json()))
+    assert condition(status, "MemoryFits").status == "False"
+    assert condition(status, "Ready").status == "True"
+    assert status.memory is not None
+    assert status.memory.limit == "4.00Gi", "of what serves"
+
+
+def test_a_required_draft_that_is_not_for_the_target() -> None:
+    status = told(serving(), pod(MISFIT.model_dump_json()))
+    found = condition(status, "DraftCompatible")
+    assert (found.status, found.reason) == ("False", "DraftRefused")
+    assert found.message == "fc.weight is missing; a new worker does not start"
+    assert condition(status, "MemoryFits").status == "True"
+
+
+def test_nothing_known_yet_and_what_was_known_stays() -> None:
+    assert condition(told(), "MemoryFits").status == "Unknown"
+    assert told().memory is None
+    assert told(before=told(serving())).memory == told(serving()).memory
+
+
+def test_a_rollout_waits_for_the_new_worker_to_serve() -> None:
+    """Readiness is what a verdict keeps a pod from, and no pod goes before another is ready."""
+    deployment = deployment_with()
+    template = manifests.pod_template(deployment, DEFAULTS)
+    spec = manifests.workload(deployment, template, "h", 1)["spec"]
+    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    worker = next(found for found in template["spec"]["containers"] if found["name"] == "worker")
+    assert worker["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert "terminationMessagePath" not in worker, "Kubernetes' default is where a worker leaves its verdict"
