@@ -44,7 +44,9 @@ def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
         """
         import pkgutil, importlib, specdecode_operator
         for module in pkgutil.walk_packages(specdecode_operator.__path__, "specdecode_operator."):
-            importlib.import_module(module.name)
+            # The simulator is an extra of its own, for machines that have numpy.
+            if not module.name.startswith("specdecode_operator.simulate."):
+                importlib.import_module(module.name)
         """,
     )
     assert done.returncode == 0, done.stderr
