@@ -124,6 +124,10 @@ def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
         case "eagle":
             hidden = pair.eagle1(final[:-1], tokens[1:], slots, dense)
             return pair.eagle1.logits(hidden).argmax(-1, keepdim=True).tolist()  # type: ignore[no-any-return]
+        case "draft-model":
+            model = pair.copy.llama
+            hidden = model(tokens, torch.arange(len(tokens)), dense).hidden_TE
+            return model.logits(hidden[1:]).argmax(-1, keepdim=True).tolist()  # type: ignore[no-any-return]
         case "eagle3":
             hidden = pair.eagle(pair.eagle.fuse(features[:-1]), tokens[1:], slots, dense)
             best = pair.eagle.logits(hidden).argmax(-1, keepdim=True)
@@ -137,7 +141,7 @@ def dense(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Ten
     return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
 
 
-@pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1)])
+@pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])
 def test_what_is_accepted_is_what_the_method_by_definition_proposes(
     make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:

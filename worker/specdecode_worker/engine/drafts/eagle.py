@@ -79,7 +79,9 @@ class EagleDrafter:
             ]
             first_B = torch.tensor([first for *_, first in kept], device=aux_TA.device)
             requests = [request for request, *_ in kept]
-            packed = causal_pass(self._state, requests, [count for _, count, _ in kept], first_B, self._last_position)
+            packed = causal_pass(
+                self._state, requests, [count for _, count, _ in kept], first_B, self._last_position, first_slot=1
+            )
             self._fused(torch.cat(parts), packed)
         for row in rows:
             if row.request.draft.lag > 1:  # it did not follow the prompt so far
@@ -97,7 +99,7 @@ class EagleDrafter:
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(self._state, rows, level, depth, forest, self._last_position)
+                packed = level_pass(self._state, rows, level, depth, forest, self._last_position, first_slot=1)
                 hidden_RE = self._forward(hidden_RE, packed)
             return self._rank(level, depth, hidden_RE, sampler)
 
@@ -112,7 +114,7 @@ class EagleDrafter:
                 request.draft.start = max(request.cached_least + 1 - count, 1)
             request.draft.reached_root(len(request.in_flight))
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self._last_position)
+        packed = causal_pass(self._state, requests, counts, first_B, self._last_position, first_slot=1)
         out_TE = self._fused(self._state.aux(slots_T, index_T - 1), packed)
         return roots_of(out_TE, counts, drafting, len(rows))
 

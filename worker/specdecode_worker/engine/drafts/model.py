@@ -47,13 +47,10 @@ class ModelDrafter:
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         first_B = torch.tensor([row.start for row in rows], device=self._state.length_S.device)
-        packed = causal_pass(
-            self._state, [row.request for row in rows], [row.count for row in rows], first_B, self._last_position
-        )
-        self._forward(packed)
+        self._run([row.request for row in rows], [row.count for row in rows], first_B)
         for row in rows:
             if row.request.draft.lag > 1:  # it did not follow the prompt so far
-                row.request.draft.start = row.start
+                row.request.draft.start = row.start if row.start == 0 else max(row.start, 2)
             row.request.draft.lag = 1
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
@@ -65,7 +62,8 @@ class ModelDrafter:
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
             if depth:
-                hidden_RE = self._forward(level_pass(self._state, rows, level, depth, forest, self._last_position))
+                at = self._last_position
+                hidden_RE = self._forward(level_pass(self._state, rows, level, depth, forest, at, first_slot=0))
             else:
                 hidden_RE = hidden_RE[level.source_R]
             return self._rank(level, depth, hidden_RE, sampler)
@@ -77,11 +75,14 @@ class ModelDrafter:
         counts = [min(request.unseen(0), LONGEST_CATCH_UP) for request in requests]
         for request, count in zip(requests, counts, strict=True):
             if request.unseen(0) > count:
-                request.draft.start = request.cached_least + 1 - count
+                request.draft.start = max(request.cached_least + 1 - count, 2)  # 1 would show slot 0
             request.draft.reached_root(len(request.in_flight))
         first_B, _, _ = catch_up_runs(self._state, requests, counts)
-        out_TE = self._forward(causal_pass(self._state, requests, counts, first_B, self._last_position))
-        return roots_of(out_TE, counts, drafting, len(rows))
+        return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
+
+    def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
+        """Hidden states [T, E] of ``counts[b]`` slots from ``first_B[b]`` on."""
+        return self._forward(causal_pass(self._state, requests, counts, first_B, self._last_position, first_slot=0))
 
     def _forward(self, packed: Packed) -> Tensor:
         return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]

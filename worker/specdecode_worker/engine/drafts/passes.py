@@ -20,9 +20,15 @@ from specdecode_worker.speculation.trees import Forest, Level
 
 
 def causal_pass(
-    state: DeviceState, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor, last_position: int
+    state: DeviceState,
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    first_B: Tensor,
+    last_position: int,
+    *,
+    first_slot: int,
 ) -> Packed:
-    """``counts[b]`` consecutive slots from ``first_B[b]`` on."""
+    """``counts[b]`` consecutive slots from ``first_B[b]`` on; the draft's own slots begin at ``first_slot``."""
     device = first_B.device
     slots_B = torch.tensor([request.slot for request in requests], device=device)
     sequence_T, row_T = spread(tuple(counts), device)
@@ -42,13 +48,20 @@ def causal_pass(
         blocks=tuple(tuple(request.blocks) for request in requests),
         query_counts=tuple(counts),
         key_bounds=bounds,
-        key_starts=tuple(request.draft.start for request in requests),
+        key_starts=tuple(_first_key(request, first_slot) for request in requests),
         dense=False,
     )
 
 
 def level_pass(
-    state: DeviceState, rows: Sequence[Row], level: Level, depth: int, forest: Forest, last_position: int
+    state: DeviceState,
+    rows: Sequence[Row],
+    level: Level,
+    depth: int,
+    forest: Forest,
+    last_position: int,
+    *,
+    first_slot: int,
 ) -> Packed:
     """The nodes of one level of the trees."""
     running = [b for b, count in enumerate(level.counts) if count]
@@ -70,9 +83,13 @@ def level_pass(
         blocks=tuple(tuple(request.blocks) for request in requests),
         query_counts=counts,
         key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
-        key_starts=tuple(request.draft.start for request in requests),
+        key_starts=tuple(_first_key(request, first_slot) for request in requests),
         dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
     )
+
+
+def _first_key(request: Request, first_slot: int) -> int:
+    return request.draft.start if request.draft.start > 1 else first_slot
 
 
 def catch_up_runs(

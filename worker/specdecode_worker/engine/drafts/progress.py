@@ -15,7 +15,7 @@ class DraftProgress:
     caught_up: int = 0
     """The draft has caught up with this many of the steps in flight, the oldest: they bound its lag no more."""
     start: int = 1
-    """The draft sees no key before this position."""
+    """The draft sees no key before this position; up to 1 it sees all that it has, slot 0 too if it has one."""
     features_from: int = 0
     """The ring holds what this draft reads of the target from this position on."""
 
