@@ -12,6 +12,9 @@ from specdecode_worker.contract import FEATURES, Buckets
 CONTEXT_EDGES = (1024, 8192)
 """The same for every deployment: remembered cells stay comparable when a spec changes."""
 
+MOST_CONTEXT = 1e8
+"""Tokens of one sequence that nobody has: a report may say anything."""
+
 _TYPICAL_CONTEXT = (512.0, 4096.0, 12288.0)
 _SEQUENCES = FEATURES.index("sequences")
 _KV_TOKENS = FEATURES.index("kv_tokens")
@@ -51,7 +54,8 @@ def typical(costs: Iterable[CostMemory], found: Buckets, concurrency: int, conte
     if count < 1:
         return Load(float(max(low + 1, high)), _TYPICAL_CONTEXT[min(context, len(_TYPICAL_CONTEXT) - 1)])
     sequences = sum(moments.x[_SEQUENCES] for moments in inside)
-    return Load(sequences / count, sum(moments.x[_KV_TOKENS] for moments in inside) / sequences)
+    context_tokens = min(MOST_CONTEXT, sum(moments.x[_KV_TOKENS] for moments in inside) / max(count, sequences))
+    return Load(max(1.0, sequences / count), context_tokens)
 
 
 def present_row(load: LoadMemory, found: Buckets) -> tuple[int, int]:
