@@ -22,6 +22,9 @@ CACHE_USABLE = 0.9
 HALVINGS = 6
 """Of the last interval of sequences; its edges are at most half of them apart, so this leaves one in a hundred."""
 
+MOST_DOUBT = 5.0
+"""A step that might as well take 150 times as long is not known at all; more makes no difference."""
+
 Limit = Literal["slots", "ttit", "ttft", "cache"]
 """As in records.Capacity."""
 
@@ -150,7 +153,7 @@ def _at(sequences: float, mix: Mix, pace: Pace, limits: Limits, doubt: float) ->
     alone = pace(sequences, 0.0)
     ended = sequences * alone.tokens / mix.output_tokens
     step = pace(sequences, ended * mix.prompt_tokens)
-    seconds = step.seconds * math.exp(doubt * step.error)
+    seconds = step.seconds * math.exp(min(MOST_DOUBT, doubt * step.error))
     rate = sequences * step.tokens / (mix.output_tokens * seconds)
     return _Point(sequences, rate, seconds, _broken(sequences, seconds, step, mix, limits))
 
