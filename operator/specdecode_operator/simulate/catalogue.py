@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from specdecode_operator.simulate.job import Limits
 from specdecode_operator.simulate.traces import Curve, Kind, Trace, flat, knots, square, wave
-from specdecode_operator.simulate.worker import Limits
 
 CPU, BUSY, GPU, SLOW_GPU, ENGINE = "smollm2-cpu", "smollm2-cpu-busy", "h200-8b", "l40s-8b", "plain-engine-8b"
 DWELL_SECONDS = 60.0

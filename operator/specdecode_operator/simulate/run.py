@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdecode_operator.simulate.catalogue import named
+from specdecode_operator.simulate.job import Job
 from specdecode_operator.simulate.policies.oracle import accepted_tokens
 from specdecode_operator.simulate.policies.ours import Ours
 from specdecode_operator.simulate.policies.registry import SCALERS, Tuned, controller
 from specdecode_operator.simulate.traces import Trace
-from specdecode_operator.simulate.worker import Job
 from specdecode_operator.simulate.world import Fleet, Library
 
 ANSWERED = 1.03

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from specdecode_operator.simulate.job import Job, Limits
 from specdecode_operator.simulate.walks import Records
-from specdecode_operator.simulate.worker import Job, Limits
 
 Array = Any
 Curve = Callable[[float], float]

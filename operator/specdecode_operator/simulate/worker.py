@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from specdecode_operator.simulate.counters import Counters, Features, Moment
+from specdecode_operator.simulate.job import Job, Limits, Truth
 from specdecode_operator.simulate.segment import Group, Load, Outcome, Pilot, Segment
-from specdecode_operator.simulate.steptimes import StepTable
-from specdecode_operator.simulate.walks import MOST_STEPS, Form, Records
+from specdecode_operator.simulate.walks import MOST_STEPS, Form
 
 Array = Any
 LEAST_SECONDS = 0.25
@@ -25,48 +23,6 @@ LEAST_SECONDS = 0.25
 _ROOT, _LEFT, _CONTEXT, _ACCEPTED, _DRAFTS, _CODE, _JOB = range(7)
 _KINDS = 64
 """Codes are label x this + kind."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One request on its way. ``todo`` of its ``context`` must be prefilled still; after a preemption all of it."""
-
-    id: int
-    arrived: float
-    label: int
-    kind: int
-    prompt: int
-    output: int
-    root: int
-    context: int = 0
-    todo: int = 0
-    left: int = 0
-    accepted: int = 0
-    drafts: int = 0
-    queued: float = 0.0
-    first: float | None = None
-    done: float | None = None
-    tries: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    kv_tokens: int = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """What a worker is really like."""
-
-    table: StepTable
-    records: Records
-    quality: Callable[[int, float], float]
-    """By kind and time."""
-    factor: Callable[[float], float]
-    """Of this pod's step times, by time."""
-    context_edges: tuple[int, ...] = (1024, 8192)
 
 
 class Worker:

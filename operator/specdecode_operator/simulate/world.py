@@ -9,11 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from specdecode_operator.simulate.counters import Counters, Names
+from specdecode_operator.simulate.job import Job, Truth
 from specdecode_operator.simulate.segment import Pilot
 from specdecode_operator.simulate.steptimes import StepTable
 from specdecode_operator.simulate.traces import Trace, demand
 from specdecode_operator.simulate.walks import Records
-from specdecode_operator.simulate.worker import Job, Truth, Worker
+from specdecode_operator.simulate.worker import Worker
 
 POLL_SECONDS = 5.0
 TRIES = 3

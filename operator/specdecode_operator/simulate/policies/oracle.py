@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdecode_operator.planning import buckets
+from specdecode_operator.simulate.job import Truth
 from specdecode_operator.simulate.pilot import PlanPilot
 from specdecode_operator.simulate.policies.ours import DEEPEST
 from specdecode_operator.simulate.segment import Load, Outcome, Segment
 from specdecode_operator.simulate.steptimes import StepTable
 from specdecode_operator.simulate.traces import Trace
 from specdecode_operator.simulate.walks import Records, chain
-from specdecode_operator.simulate.worker import Truth
 from specdecode_operator.simulate.world import Fleet, Library
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 

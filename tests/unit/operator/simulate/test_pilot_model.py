@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from specdecode_operator.simulate.pilot import Exploration, Guard, Pace, PlanPilot
+from specdecode_operator.simulate.guard import Guard, Pace
+from specdecode_operator.simulate.pilot import Exploration, PlanPilot
 from specdecode_operator.simulate.walks import chain
 from specdecode_worker.contract import Buckets, Plan, TreeShape
 from specdecode_worker.speculation.dispatch import Dispatcher

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from specdecode_operator.simulate.catalogue import TRACES, named
+from specdecode_operator.simulate.job import Limits
 from specdecode_operator.simulate.policies import ours as ours_module
 from specdecode_operator.simulate.policies.engine import Fixed
 from specdecode_operator.simulate.policies.ours import DEEPEST, Ours
 from specdecode_operator.simulate.policies.registry import InEngine, controller
 from specdecode_operator.simulate.run import one
 from specdecode_operator.simulate.traces import Kind, Trace, flat
-from specdecode_operator.simulate.worker import Limits
 from specdecode_operator.simulate.world import Fleet, Library
 from specdecode_worker.contract import TreeShape
 

@@ -1,0 +1,154 @@
+"""The worker's guard, modelled: per load the pace with and without speculation; it may only lower to depth 0.
+
+The rules are those of specdecode_worker.speculation.guard; decaying sums move by many steps at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdecode_operator.simulate.walks import MOST_STEPS, Form
+from specdecode_worker.contract import GuardCell
+
+ENOUGH = 24
+LOSES, WINS = 1.05, 0.98
+PROBE_EVERY, PROBE_STEPS = 400, 24
+MOST_PATIENCE = 16
+ENOUGH_TO_GIVE_UP, LOSES_BY_FAR = 8, 1.3
+DECAY = 0.97
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds per token of one sequence, as a ratio of two decaying sums."""
+
+    steps: int = 0
+    _seconds: float = 0.0
+    _tokens: float = 0.0
+
+    def add(self, steps: int, seconds: float, tokens: float) -> None:
+        """``seconds`` and ``tokens`` (of one sequence) are of all ``steps`` together."""
+        kept = DECAY**steps
+        weight = (1 - kept) / (1 - DECAY) / steps
+        self.steps += steps
+        self._seconds = kept * self._seconds + weight * seconds
+        self._tokens = kept * self._tokens + weight * tokens
+
+    @property
+    def pace(self) -> float | None:
+        return self.after(ENOUGH)
+
+    def after(self, steps: int) -> float | None:
+        return self._seconds / self._tokens if self.steps >= steps and self._tokens > 0 else None
+
+    def assume(self, seconds: float) -> None:
+        self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
+
+
+@dataclass(slots=True)
+class Watch:
+    speculative: Pace = field(default_factory=Pace)
+    suppressed: bool = False
+    since_verdict: int = 0
+    patience: int = PROBE_EVERY
+    probe: Pace | None = None
+
+    def add(self, steps: int, seconds: float, tokens: float) -> None:
+        if self.suppressed and self.since_verdict >= self.patience:
+            self.probe = self.probe or Pace()
+            self.probe.add(steps, seconds, tokens)
+        self.speculative.add(steps, seconds, tokens)
+
+    def judge(self, plain: Pace) -> None:
+        without = plain.pace
+        if without is None:
+            return
+        if self.probe is not None:
+            self._judge_probe(self.probe, without)
+        elif not self.suppressed and _loses(self.speculative, without):
+            self.suppressed, self.since_verdict = True, 0
+
+    def until_verdict(self) -> int:
+        """Steps that may pass before the next verdict could fall."""
+        if self.probe is not None:
+            return _until(self.probe.steps, (ENOUGH_TO_GIVE_UP, PROBE_STEPS))
+        if self.suppressed:
+            return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else 8
+        return _until(self.speculative.steps, (ENOUGH_TO_GIVE_UP, ENOUGH))
+
+    def _judge_probe(self, probe: Pace, without: float) -> None:
+        won, by_far = probe.after(PROBE_STEPS), probe.after(ENOUGH_TO_GIVE_UP)
+        if won is not None and won <= WINS * without:
+            self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
+        elif won is not None or (by_far is not None and by_far > LOSES_BY_FAR * without):
+            self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
+        else:
+            return
+        self.probe, self.since_verdict = None, 0
+
+
+def _until(steps: int, edges: tuple[int, ...]) -> int:
+    return next((edge - steps for edge in edges if edge > steps), MOST_STEPS)
+
+
+def _loses(pace: Pace, without: float) -> bool:
+    for steps, bound in ((ENOUGH, LOSES), (ENOUGH_TO_GIVE_UP, LOSES_BY_FAR)):
+        found = pace.after(steps)
+        if found is not None:
+            return found > bound * without
+    return False
+
+
+Cell = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Guard:
+    """Per load the pace with and without speculation; may only lower to depth 0."""
+
+    plain: dict[Cell, Pace] = field(default_factory=dict)
+    watches: dict[tuple[Cell, Form], Watch] = field(default_factory=dict)
+
+    def keep(self, planned: Callable[[Cell, Form], bool]) -> None:
+        self.watches = {key: watch for key, watch in self.watches.items() if planned(*key)}
+
+    def allows(self, cell: Cell, form: Form) -> bool:
+        if form.nodes == 0:
+            return True
+        watch = self.watches.setdefault((cell, form), Watch())
+        return not watch.suppressed or watch.since_verdict >= watch.patience
+
+    def assume(self, cell: Cell, plain_seconds: float) -> None:
+        """What plain decoding took in the calibration at start; where it is known, it stays."""
+        pace = self.plain.setdefault(cell, Pace())
+        if pace.pace is None:
+            pace.assume(plain_seconds)
+
+    def until_verdict(self, cell: Cell) -> int:
+        """Steps after which a watch at this load may change its mind: a segment must not run past that."""
+        left = [watch.until_verdict() for (where, _), watch in self.watches.items() if where == cell]
+        return max(1, min(left, default=MOST_STEPS))
+
+    def measured(self, cell: Cell, form: Form, steps: int, seconds: float, tokens: float) -> None:
+        plain = self.plain.setdefault(cell, Pace())
+        if form.nodes == 0:
+            plain.add(steps, seconds, tokens)
+        elif watch := self.watches.get((cell, form)):
+            watch.add(steps, seconds, tokens)
+        for (where, _), watched in self.watches.items():
+            if where == cell:
+                watched.since_verdict += steps
+                watched.judge(plain)
+
+    def cells(self) -> tuple[GuardCell, ...]:
+        return tuple(
+            GuardCell(
+                concurrency=cell[0],
+                context=cell[1],
+                speculative=watch.speculative.after(ENOUGH_TO_GIVE_UP),
+                plain=self.plain.get(cell, Pace()).pace,
+                suppressed=watch.suppressed,
+            )
+            for (cell, _), watch in sorted(self.watches.items(), key=lambda item: item[0][0])
+        )
