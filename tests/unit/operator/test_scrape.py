@@ -17,6 +17,7 @@ import pytest
 from fleet import Truth, loop_over, workload_with
 from kube import ROOT, wait_for
 from prometheus import Promtool, queries_of
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_server import Prometheus, Target, prometheus_over
 
 from specdecode_operator import metrics
@@ -38,7 +39,11 @@ QUIET = {
 
 @pytest.fixture(scope="module")
 def operator() -> Iterator[str]:
-    """Address of an operator's metrics after a decision whose gain was measured."""
+    """Address of an operator's metrics after a decision whose gain was measured. The registry is the process's: what
+    other tests have left there goes first."""
+    for family in vars(metrics).values():
+        if isinstance(family, MetricWrapperBase) and family._labelnames:
+            family.clear()
     loop = loop_over(Truth(chances=[0.98] * 5), explore=0.1)
     observed = Observed(workload=workload_with(), workers=(), memory=Memory())
     for _ in range(40):

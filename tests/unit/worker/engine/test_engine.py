@@ -302,7 +302,7 @@ def test_a_shadow_scores_depths_that_nothing_verifies() -> None:
     """The plan runs chains of one; what the shadow drafts behind them is scored, and never verified."""
     engine = small_engine()
     engine.set_plan(plan_of("chain:1", explore=0.5, max_depth=5))
-    for i in range(4):
+    for i in range(16):  # how many steps draft in the shadow depends on what they take
         engine.add(submit(str(i), prompt=range(1, 8 + i), max_tokens=22))
     drain(engine)
     shadowed = engine.report()
