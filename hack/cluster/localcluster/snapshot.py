@@ -36,7 +36,7 @@ def take(layout: Layout) -> Snapshot:
         "route": sorted(run(["ip", "route", "show", "table", "all"]).splitlines()),
         "network namespace": leftovers.namespaces(),
         "packet filter": _packet_filter(),
-        "cgroup": sorted(folder for folder, _, _ in os.walk("/sys/fs/cgroup")),
+        "cgroup": sorted(_cgroups()),
         "sysctl": sorted(_sysctls()),
     }
 
@@ -72,6 +72,15 @@ def _processes(layout: Layout) -> Iterator[str]:
             continue  # it ended while we looked
         if any(mark in arguments for mark in marks) or "/kubepods" in cgroups:
             yield arguments.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _cgroups() -> Iterator[str]:
+    """All but those beside our own: whoever gave this process its group gives others to other processes meanwhile."""
+    own = {Path(line.split(":", 2)[2]).parent for line in Path("/proc/self/cgroup").read_text().splitlines()}
+    beside = tuple(f"{parent}/" for parent in own if parent != Path("/"))
+    for folder, _, _ in os.walk("/sys/fs/cgroup"):
+        if not any(mark in f"{folder}/" and not folder.endswith(mark[:-1]) for mark in beside):
+            yield folder
 
 
 def _packet_filter() -> list[str]:
