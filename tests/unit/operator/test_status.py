@@ -106,7 +106,7 @@ def test_one_missed_report_changes_no_verdict() -> None:
         ({}, {"ScalingLimited"}),
         ({"scaling": {"owner": "External"}}, {"ScalingLimited"}),
     ],
-    ids=str,
+    ids=("no method", "off", "no scaling", "external"),
 )
 def test_a_condition_exists_only_while_its_feature_is_in_use(spec: dict[str, Any], absent: set[str]) -> None:
     assert not absent & {found.type for found in told(workload_with(), **spec).conditions}

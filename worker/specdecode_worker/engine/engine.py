@@ -168,13 +168,14 @@ class Engine:
         began = time.monotonic()
         self._phases.start()
         self._account(began)
+        follows = self._pilot.drafts_prompts
+        self._scheduler.drafts_follow(follows)
         rows = tuple(self._scheduler.next_batch(self._pilot.trees))
         if not rows:
             return None
         for row in rows:
             if row.begins:
                 self._recorder.admitted(row.request, began)
-        follows = self._pilot.drafts_prompts
         launched = self._launcher.launch(rows, self._pilot.choice, began_seconds=began, follows=follows)
         for row in rows:
             row.request.in_flight.append(row.most_tokens)

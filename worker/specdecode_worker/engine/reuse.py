@@ -6,12 +6,16 @@ order. A known block is never written to again. So the last prompt token, whose 
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from specdecode_worker.engine.prefixes import extend_digests, root_digest
 from specdecode_worker.engine.request import Hit, Request
 
 _STATES = "states"
 """Mark of blocks whose last token's states are kept; no draft's identity, which is a hash."""
+_FOLLOWED = "followed"
+"""Mark of blocks that some draft has followed, be it gone since."""
 
 
 class Reuse:
@@ -20,6 +24,9 @@ class Reuse:
     def __init__(self, pool: BlockPool, *, enabled: bool, salt: str) -> None:
         self.enabled = enabled
         self._pool, self._index = pool, pool.prefixes
+        self.drafting = False
+        """Whether drafts follow prompts. Then what was computed while none did is computed again, once, rather than
+        hide a beginning from the draft for ever."""
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
 
@@ -30,6 +37,8 @@ class Reuse:
         """The blocks that a request begins with, but for the last token of what it is to prefill."""
         most = self._most(request)
         found = self._index.find(self._digests(request, most)[:most])
+        if self.drafting and request.draft.draft:
+            found = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), found))
         marked = [self._index.is_marked(block, request.draft.draft) for block in found]
         if marked[-2:] == [True, False]:
             # Its first owner ended before the draft had caught up with the last block. One block of prefill more is
@@ -64,6 +73,7 @@ class Reuse:
             first = max(request.marked * BLOCK_SIZE, 1)  # the draft has no slot 0
             if request.draft.draft and request.draft.start <= first:
                 self._index.mark(request.blocks[request.marked], request.draft.draft)
+                self._index.mark(request.blocks[request.marked], _FOLLOWED)
             request.marked += 1
 
     def forget(self, identity: str, *, states: bool) -> None:

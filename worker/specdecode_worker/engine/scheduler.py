@@ -130,6 +130,10 @@ class Scheduler:
         self._prefill(budget - sum(row.count for row in rows), rows)
         return sorted(rows, key=lambda row: (not row.chooses, row.is_chunk))
 
+    def drafts_follow(self, follow: bool) -> None:
+        """Whether drafts follow the prompts of the next batches: then only beginnings that one has followed will do."""
+        self._reuse.drafting = follow
+
     def publish(self, request: Request, end: int) -> None:
         """The first ``end`` tokens are final, and the step that writes their keys is launched: others may read them."""
         self._reuse.publish(request, end)

@@ -196,6 +196,24 @@ def test_a_block_that_the_draft_had_not_reached_is_computed_again_rather_than_al
     assert (third.prefix, third.draft.start) == (48, 1), "the better copy is the one that is known"
 
 
+def test_what_no_draft_has_followed_is_computed_again_once_drafts_follow() -> None:
+    """A beginning that came while nothing was drafted would be hidden from drafts for as long as it is cached."""
+    machine = device()
+    served(machine, name="plain")
+    scheduler = machine.scheduler
+    scheduler.drafts_follow(True)
+    first, second = (machine.arrive(name, PROMPT) for name in ("first", "second"))
+    for one in (first, second):
+        one.draft = DraftProgress("d")
+    machine.step()
+    assert first.prefix == 0
+    scheduler.drafts_follow(False)
+    third = machine.arrive("third", PROMPT)
+    third.draft = DraftProgress("d")
+    machine.step()
+    assert third.prefix == 48, "while nothing is drafted, anything will do"
+
+
 def test_a_swapped_draft_sees_nothing_of_what_stood_there() -> None:
     drafting = Drafting()
     drafting.machine.scheduler.forget_draft("d", states=False)
