@@ -13,7 +13,10 @@ DEPTH_WEIGHT = 10.0
 """How many observations the depth before counts for: acceptance changes little from one depth to the next."""
 TASK_WEIGHT = 30.0
 """How many observations all tasks together count for in one task."""
-LEAST_REQUESTS = 20
+PRIOR_EFFECT, PRIOR_REQUESTS = 4.0, 20.0
+"""Design effect before requests have shown theirs, and how many requests it counts for: an answer that is easy is easy
+all along, so a first one or two say little about the next."""
+MOST_EFFECT = 20.0
 LEAST_CHANCE = 0.001
 """No chance is smaller, and none is surer than its opposite."""
 SIBLING_WEIGHT = 10.0
@@ -66,12 +69,14 @@ def _by_rank(first: Chance, seen: Hits, effect: float, top_k: int) -> tuple[Chan
     """Rank 0 is given; later ranks share out its misses. No rank is better than the one before: a tree that had the
     second child without the first could not be written down."""
     found = [first]
-    misses = max(0.0, seen.total - seen.hits) / effect
+    misses = max(0.0, seen.total - seen.hits)
     for rank in range(1, top_k):
-        count = (seen.ranks[rank - 1] if rank <= len(seen.ranks) else 0.0) / effect
+        count = seen.ranks[rank - 1] if rank <= len(seen.ranks) else 0.0
         prior = FIRST_RANK_SHARE * RANK_FALL ** (rank - 1)
         share = min(1.0, (count + prior * RANK_WEIGHT) / (misses + RANK_WEIGHT))
-        variance = (1 - first.p) ** 2 * share * (1 - share) / (misses + RANK_WEIGHT + 1) + share**2 * first.variance
+        variance = (1 - first.p) ** 2 * share * (1 - share) / (
+            misses / effect + RANK_WEIGHT + 1
+        ) + share**2 * first.variance
         p = max(LEAST_CHANCE, min(found[-1].p, (1 - first.p) * share))
         found.append(Chance(p, variance))
     return tuple(found)
@@ -93,25 +98,29 @@ def _prior(found: list[Chance], pooled: list[Chance], level: int) -> Hits:
 
 
 def _chance(hits: Hits, prior: Hits, effect: float) -> Chance:
-    """Posterior mean and variance; observations count for less by the design effect."""
-    seen = Hits(hits.hits / effect, hits.total / effect).plus(prior)
+    """Posterior mean and variance; observations count for less by the design effect where it is asked how sure the
+    mean is."""
+    seen = hits.plus(prior)
     p = min(1 - LEAST_CHANCE, max(LEAST_CHANCE, seen.hits / seen.total))
-    return Chance(p, p * (1 - p) / (seen.total + 1))
+    return Chance(p, p * (1 - p) / (hits.total / effect + prior.total + 1))
 
 
 def design_effect(kept: Kept, task: str | None) -> float:
-    """How much wider errors are because tokens of one request resemble each other; 1 while few requests ended.
-
-    Variance of the ratio accepted / drafts over requests (linearised), against what independent drafts would give,
-    where the accepted length of a draft varies about as much as its mean allows.
-    """
+    """How much wider errors are because tokens of one request resemble each other: what finished requests show,
+    shrunk towards PRIOR_EFFECT while few have ended."""
     sums = NO_REQUESTS
     for cell in kept.requests:
         if task is None or cell.task == task:
             sums = sums.plus(RequestSums(*cell.sums))
-    if sums.n < LEAST_REQUESTS or sums.d <= 0 or sums.a <= 0:
-        return 1.0
+    count = max(0.0, sums.n)
+    return (PRIOR_EFFECT * PRIOR_REQUESTS + _measured_effect(sums) * count) / (PRIOR_REQUESTS + count)
+
+
+def _measured_effect(sums: RequestSums) -> float:
+    """Variance of the ratio accepted / drafts over requests (linearised), against what independent drafts would give,
+    where the accepted length of a draft varies about as much as its mean allows."""
+    if sums.d <= 0 or sums.a <= 0:
+        return PRIOR_EFFECT
     ratio = sums.a / sums.d
     between = max(0.0, sums.aa - 2 * ratio * sums.ad + ratio**2 * sums.dd) / sums.d
-    independent = ratio * (1 + ratio)
-    return min(20.0, max(1.0, between / independent))
+    return min(MOST_EFFECT, max(1.0, between / (ratio * (1 + ratio))))

@@ -8,6 +8,8 @@ from specdecode_operator.measurements import Hits, Moments
 
 SURPRISE = 4.0
 """Standard errors between two samples that count as a change."""
+SURPRISE_OF_ALIKE = 3.0
+"""The same where it is known how much drafts of one request resemble each other."""
 LEAST_DRAFTS = 12
 """Fewer drafts say nothing about a rate: tokens of one request resemble each other."""
 LEAST_STEPS = 6
@@ -16,15 +18,16 @@ LEAST_STEP_SHIFT = 0.15
 """Relative change of a step time below which it counts as noise whatever its standard error."""
 
 
-def rate_changed(before: Hits, fresh: Hits) -> bool:
-    """Whether two samples of hits can hardly be of one rate, by the ratio of their likelihoods.
+def rate_changed(before: Hits, fresh: Hits, effect: float = 1.0) -> bool:
+    """Whether two samples of hits can hardly be of one rate, by the ratio of their likelihoods. So many drafts as
+    ``effect`` says are worth one: an easy answer is no change of the draft.
 
     The ratio holds for few and rare hits too, where a normal approximation cries wolf.
     """
     if min(before.total, fresh.total) < LEAST_DRAFTS:
         return False
     apart = _log_likelihood(before) + _log_likelihood(fresh)
-    return 2 * (apart - _log_likelihood(before.plus(fresh))) > SURPRISE**2
+    return 2 * (apart - _log_likelihood(before.plus(fresh))) > max(SURPRISE**2, SURPRISE_OF_ALIKE**2 * effect)
 
 
 def _log_likelihood(sample: Hits) -> float:

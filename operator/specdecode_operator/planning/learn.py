@@ -7,8 +7,8 @@ way at once, so that a step reaches the plan with the next poll. An estimate tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import reduce
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
 from typing import Literal, TypeVar
 
 from specdecode_operator.measurements import (
@@ -23,6 +23,7 @@ from specdecode_operator.measurements import (
     TrafficSums,
 )
 from specdecode_operator.memory import CostMemory, DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
+from specdecode_operator.planning.acceptance import design_effect
 from specdecode_operator.planning.change import LEAST_STEPS, cost_changed, rate_changed
 from specdecode_operator.planning.steptime import LEAST_SECONDS
 from specdecode_worker.contract import FEATURES
@@ -45,6 +46,9 @@ GATHER_SECONDS = 15.0
 """What was new longer ago is new no more."""
 CONTRADICTED_WEIGHT = 0.25
 """Weight of all older evidence that new evidence contradicts, as a share of the new."""
+DEEPER_WEIGHT = 1.0
+"""Drafts that older evidence counts for where the acceptance of a shallower depth has changed: far less than what the
+depth above says (acceptance.DEPTH_WEIGHT), for who accepts less at first hardly accepts as much as ever later."""
 DIGITS = 6
 RANK_DIGITS = 3
 LEAST_RANK = 0.05
@@ -64,7 +68,7 @@ def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
         kept = _of_new_draft(kept, delta.draft)
     return kept.model_copy(
         update={
-            "acceptance": tuple(_acceptance(kept.acceptance, delta, now)),
+            "acceptance": tuple(_acceptance(kept, delta, now)),
             "requests": tuple(_requests(kept.requests, delta)),
             "traffic": tuple(_traffic(kept.traffic, delta)),
             "prefill": _prefill(kept.prefill, delta),
@@ -81,23 +85,54 @@ def _of_new_draft(kept: Kept, draft: str) -> Kept:
     return kept.model_copy(update={"draft": draft, "rows": (), "acceptance": (), "requests": (), "costs": plain})
 
 
-def _acceptance(known: Iterable[DepthMemory], delta: Delta, now: float) -> Iterable[DepthMemory]:
-    cells = {(cell.task, cell.depth, cell.parent): cell for cell in known}
+def _acceptance(kept: Kept, delta: Delta, now: float) -> Iterable[DepthMemory]:
+    effects = {task: design_effect(kept, task) for task, _ in (*delta.acceptance, *delta.siblings)}
+    cells = {(cell.task, cell.depth, cell.parent): cell for cell in _doubted(kept.acceptance, delta, effects, now)}
     parents: tuple[Parent, Parent] = ("main", "sibling")
     for parent, found in zip(parents, (delta.acceptance, delta.siblings), strict=True):
         for (task, depth), fresh in found.items():
             if fresh.total > 0:
                 key = (task, depth, parent)
-                cells[key] = _depth(cells.get(key), key, fresh, now)
+                cells[key] = _depth(cells.get(key), key, fresh, effects[task], now)
     return (cells[key] for key in sorted(cells))
 
 
-def _depth(known: DepthMemory | None, key: tuple[str, int, Parent], fresh: Hits, now: float) -> DepthMemory:
+def _doubted(
+    known: Iterable[DepthMemory], delta: Delta, effects: Mapping[str, float], now: float
+) -> Iterable[DepthMemory]:
+    """A change at one depth takes weight from what is known of the deeper ones of that task: they are seen seldom."""
+    changed: dict[str, int] = {}
+    for cell in known:
+        fresh = delta.acceptance.get((cell.task, cell.depth), NO_HITS)
+        if cell.parent != "main" or fresh.total <= 0:
+            continue
+        if rate_changed(*_apart(*_evidence(cell, fresh, effects[cell.task], now)), effects[cell.task]):
+            changed[cell.task] = min(cell.depth, changed.get(cell.task, cell.depth))
+    for cell in known:
+        share = (
+            min(1.0, DEEPER_WEIGHT / max(1e-9, cell.total)) if cell.depth > changed.get(cell.task, cell.depth) else 1
+        )
+        yield cell if share == 1 else _lighter(cell, share)
+
+
+def _lighter(cell: DepthMemory, share: float) -> DepthMemory:
+    values = {name: _short(share * getattr(cell, name)) for name in ("hits", "total", "new_hits", "new_total")}
+    return cell.model_copy(update={**values, "ranks": _ranks(tuple(share * count for count in cell.ranks))})
+
+
+def _evidence(known: DepthMemory | None, fresh: Hits, effect: float, now: float) -> tuple[Hits, Hits, Hits, float]:
+    """What was known, what of it was new, what is new now, and the share of the old that is kept: longer where drafts
+    of one request resemble each other, for an estimate must outlast a request or two."""
     before = Hits(known.hits, known.total, known.ranks) if known else NO_HITS
     gathered = Hits(known.new_hits, known.new_total) if known and _is_recent(known, now) else NO_HITS
-    keep = _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS)
-    after, new = _joined(before, gathered, fresh, keep, rate_changed)
-    apart = new if new.total < SETTLED_DRAFTS else NO_HITS
+    return before, gathered, fresh, _kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS * effect)
+
+
+def _depth(
+    known: DepthMemory | None, key: tuple[str, int, Parent], fresh: Hits, effect: float, now: float
+) -> DepthMemory:
+    after, new = _joined(*_evidence(known, fresh, effect, now), partial(rate_changed, effect=effect))
+    apart = new if new.total < SETTLED_DRAFTS * effect else NO_HITS
     return DepthMemory(
         task=key[0],
         depth=key[1],
@@ -123,10 +158,15 @@ def _joined(
     before: Evidence, gathered: Evidence, fresh: Evidence, keep: float, changed: Callable[[Evidence, Evidence], bool]
 ) -> tuple[Evidence, Evidence]:
     """All evidence, and what of it is new: that gathers over polls until it contradicts the older, which gives way."""
-    older, new = before.plus(gathered.times(-1)).times(keep), gathered.times(keep).plus(fresh)
+    older, new = _apart(before, gathered, fresh, keep)
     if changed(older, new):
         older = older.times(min(1, CONTRADICTED_WEIGHT * new.weight / older.weight))
     return older.plus(new), new
+
+
+def _apart(before: Evidence, gathered: Evidence, fresh: Evidence, keep: float) -> tuple[Evidence, Evidence]:
+    """What is older, and what is new."""
+    return before.plus(gathered.times(-1)).times(keep), gathered.times(keep).plus(fresh)
 
 
 def _is_recent(known: DepthMemory | CostMemory, now: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
@@ -19,6 +19,8 @@ from specdecode_worker.contract import OTHER_TASK
 
 LEAST_SHARE = 0.02
 """A task that sends nothing now still has rows, and their shapes must mean something."""
+LEAST_TRAFFIC = 0.001
+"""Share of the tokens below which a task has no traffic of its own."""
 STEPS_AHEAD = 2
 """The engine reserves cache for two worst-case steps of every sequence."""
 
@@ -60,6 +62,17 @@ def shares(speculation: SpeculationSpec, kept: Kept, rows: Sequence[RowMemory]) 
         task = None if row.task == OTHER_TASK and not speculation.tasks else row.task
         tokens[row.task] = expected(rates(kept, task, bounds.most, bounds.top_k), bounds.nearest(row.shape))
     return _shares(kept, tokens)
+
+
+def idle(kept: Kept, tasks: Collection[str]) -> frozenset[str]:
+    """Those of ``tasks`` that send nothing, or next to nothing, while others do. Who has no rows counts as
+    ``other``."""
+    tokens = dict.fromkeys(tasks, 0.0)
+    for cell in kept.traffic:
+        task = cell.task if cell.task in tokens else OTHER_TASK
+        tokens[task] = tokens.get(task, 0.0) + TrafficSums(*cell.sums).output_tokens
+    total = sum(tokens.values())
+    return frozenset(task for task in tasks if total > 0 and tokens[task] < LEAST_TRAFFIC * total)
 
 
 def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:

@@ -23,6 +23,11 @@ LONGEST_TRIAL_SECONDS = 60.0
 """A load that went away leaves a trial without a verdict."""
 DOUBT = 0.5
 """Enough for what may be taken back: more likely than not."""
+LEAST_LOSS = 0.02
+"""Relative loss against plain decoding below which nothing is stopped: it would come back with the next easy answer."""
+TRIAL_GAIN = 0.03
+"""Least gain of all tasks together that chains must promise to be tried: a trial costs two changes of the plan.
+Trees, whose times follow those of no chain, need the least gain of the spec alone."""
 HOUR_SECONDS = 3600.0
 LOSES = "speculation loses against plain decoding; "
 
@@ -80,7 +85,7 @@ class Move:
         plain = around.plain()
         doubt = self.held or all(row.probing for row in group)
         asked = 1 / self.situation.promise.min_speedup - 1
-        if options.confidence(self.shapes, plain, asked) < (DOUBT if doubt else CERTAINTY):
+        if options.confidence(self.shapes, plain, asked + LEAST_LOSS) < (DOUBT if doubt else CERTAINTY):
             return []
         standard = options.by_shapes[plain].rank
         winners = [one for one, option in options.by_shapes.items() if _with_drafts(one) and option.rank < standard]
@@ -109,9 +114,21 @@ class Move:
             return []
         options, around = self._options(group)
         least = self.speculation.hysteresis.min_gain_percent / 100
-        among = filter(self._fast_enough(options, around.plain()), options.by_shapes)
+        among = filter(self._fast_enough(options, around.plain()), options.within_timed())
         best = options.surest(self.shapes, least, among, CERTAINTY)
-        return [] if best is None else [self._counted(change) for change in self._to(group, best, options, "")]
+        if best is None:
+            return []
+        back = not _with_drafts(self.shapes) and not options.by_shapes[best].seconds.steps
+        if back and not self.here:
+            return []
+        return self._on_trial(group, best, options) if back else self._gained(group, best, options, "")
+
+    def _gained(self, group: list[RowMemory], best: Shapes, options: Options, why: str) -> list[Change]:
+        return [self._counted(change) for change in self._to(group, best, options, why)]
+
+    def _on_trial(self, group: list[RowMemory], best: Shapes, options: Options) -> list[Change]:
+        found = self._gained(group, best, options, "a trial of what was never timed; ")
+        return [replace(one, row=one.row.model_copy(update={"trial": True})) for one in found]
 
     def _may_move(self, row: RowMemory) -> bool:
         hysteresis = self.speculation.hysteresis
@@ -128,22 +145,20 @@ class Move:
     # --- a trial ------------------------------------------------------------------------------------------------
 
     def _trials(self, rows: list[RowMemory]) -> list[Change]:
-        """Workers time chains of other depths by themselves, in bursts. What else promises a gain, and was never timed
-        at this load, can be known only by running it: trees, and other depths for other tasks."""
+        """Workers that explore time chains of other depths by themselves, in bursts. What else promises a gain, and was
+        never timed at this load, can be known only by running it: trees, and other depths for other tasks."""
         group = [row for row in rows if self._may_move(row)]
         if not group or not self.here or self.now - self.kept.load.at > BUSY_SECONDS:
             return []
         options, around = self._options(group)
         least = self.speculation.hysteresis.min_gain_percent / 100
-        unknown = [one for one, found in options.by_shapes.items() if not found.seconds.steps and not _alike(one)]
+        bursts = self.speculation.explore_percent > 0
+        untimed = [one for one, found in options.by_shapes.items() if not found.seconds.steps]
+        unknown = [one for one in untimed if not (bursts and _alike(one))]
         among = filter(self._fast_enough(options, around.plain()), unknown)
-        best = options.surest(self.shapes, least, among, DOUBT)
-        if best is None:
-            return []
-        found = [
-            self._counted(change) for change in self._to(group, best, options, "a trial of what was never timed; ")
-        ]
-        return [replace(one, row=one.row.model_copy(update={"trial": True})) for one in found]
+        promising = [one for one in among if _has_tree(one) or options.gain(self.shapes, one) >= TRIAL_GAIN]
+        best = options.surest(self.shapes, least, promising, DOUBT)
+        return [] if best is None else self._on_trial(group, best, options)
 
     def _tried(self, rows: list[RowMemory]) -> list[Change]:
         """Once the shapes on trial were timed, what was timed and is better takes their place at once; else they
@@ -249,6 +264,10 @@ class _FastEnough:
 def _alike(shapes: Shapes) -> bool:
     """One chain for all tasks."""
     return len({shape for _, shape in shapes}) == 1 and shapes[0][1].is_chain
+
+
+def _has_tree(shapes: Shapes) -> bool:
+    return any(shape.nodes and not shape.is_chain for _, shape in shapes)
 
 
 def _with_drafts(shapes: Shapes) -> bool:

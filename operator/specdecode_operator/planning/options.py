@@ -12,6 +12,9 @@ from specdecode_operator.planning.steptime import DIFFERENCE_MISFIT, Seconds, or
 from specdecode_operator.planning.trees import Parameter, expected, slopes
 from specdecode_worker.contract import TreeShape
 
+ALIKE = 0.3
+"""Correlation of the errors of one task's chances."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -81,6 +84,12 @@ class Options:
         sure = [one for one in among if one != before and self.confidence(before, one, least) >= certainty]
         return min(sure, key=lambda shapes: self.by_shapes[shapes].rank, default=None)
 
+    def within_timed(self) -> list[Shapes]:
+        """Those with no more draft passes than were timed at this load. A deeper step may cost anything: no model of
+        shallower ones makes it sure."""
+        timed = max((option.passes for option in self.by_shapes.values() if option.seconds.steps), default=0)
+        return [shapes for shapes, option in self.by_shapes.items() if option.passes <= timed]
+
     def tokens_variance(self, shapes: Shapes) -> float:
         """Of the logarithm of the expected tokens."""
         option = self.by_shapes[shapes]
@@ -114,15 +123,18 @@ class Options:
         return min(each, (slope + misfit) / (one.seconds.mean * two.seconds.mean))
 
     def _tokens_variance(self, one: Option, two: Option) -> float:
-        """Of log tokens(two) - log tokens(one): shapes share chances, so their errors do not add."""
+        """Of log tokens(two) - log tokens(one): shapes share chances, so those errors do not add."""
         return sum(self._task_variance(task, one, two) for task in self.situation.tasks)
 
     def _task_variance(self, task: Task, one: Option, two: Option) -> float:
+        """The errors of a task's chances go together: who was lucky with easy answers was so at many depths."""
         before, after = _weighted(task, one), _weighted(task, two)
-        return sum(
-            (after.get(parameter, 0.0) - before.get(parameter, 0.0)) ** 2 * task.rates.chance(parameter).variance
+        errors = [
+            (after.get(parameter, 0.0) - before.get(parameter, 0.0)) * math.sqrt(task.rates.chance(parameter).variance)
             for parameter in {*before, *after}
-        )
+        ]
+        apart = sum(error**2 for error in errors)
+        return max(apart, ALIKE * sum(errors) ** 2 + (1 - ALIKE) * apart)
 
 
 def weigh(situation: Situation, candidates: Iterable[Shapes]) -> Options:

@@ -16,7 +16,7 @@ from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.planning.acceptance import drafts_seen
 from specdecode_operator.planning.bounds import bounds_of, has_own, names
 from specdecode_operator.planning.loads import present_row, typical
-from specdecode_operator.planning.mix import situations
+from specdecode_operator.planning.mix import idle, situations
 from specdecode_operator.planning.moves import Change, Move
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
@@ -59,14 +59,19 @@ def choose(
     for (concurrency, context), group in by_load.items():
         after.update({_key(row): row for row in group})
         load = typical(kept.costs, found, concurrency, context, max_num_seqs)
-        situation = situation_at(load, context, group)
+        quiet = idle(kept, [row.task for row in group])
+        busy = [row for row in group if row.task not in quiet]
+        situation = situation_at(load, context, busy)
         if situation is None or any(_key(row) in moved_by_bounds for row in group):
             continue
         here = present_row(kept.load, found) == (concurrency, context)
-        move = Move(speculation, kept, situation, tuple(group), now, (concurrency, context) in held_back, here)
-        for change in move.changes():
-            after[_key(change.row)] = change.row
-            changes.append(change)
+        move = Move(speculation, kept, situation, tuple(busy), now, (concurrency, context) in held_back, here)
+        moved = move.changes()
+        after.update({_key(change.row): change.row for change in moved})
+        if moved and not any(after[_key(row)].depth for row in busy):
+            moved += _following([row for row in group if row not in busy], speculation, now)
+            after.update({_key(change.row): change.row for change in moved})
+        changes += moved
     told = tuple(change for change in changes if change.before != change.row.shape)
     return Chosen(rows=tuple(after[_key(row)] for row in rows), changes=told)
 
@@ -77,10 +82,13 @@ def _key(row: RowMemory) -> tuple[str, int, int]:
 
 def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterator[RowMemory]:
     """One per load and task. A task has rows once it was seen often enough, or at once when the spec says how it is
-    to be drafted; until then it runs those of ``other``."""
+    to be drafted; until then it runs those of ``other``. A row that never moved follows depth.initial, and is no
+    deeper than the nearest lower load's row that did: a busier batch pays more for every node, and who waits for it
+    to be measured there keeps an overloaded worker overloaded."""
     known = {_key(row): row for row in kept.rows}
     for task in _with_rows(speculation, kept):
         initial = bounds_of(speculation, task).initial
+        moved: dict[int, TreeShape] = {}
         for concurrency in range(len(found.concurrency) + 1):
             for context in range(len(found.context) + 1):
                 start = known.get((OTHER_TASK, concurrency, context))
@@ -88,8 +96,23 @@ def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterato
                 shape = start.shape if start and follows else TreeShape.chain(initial)
                 blank = RowMemory(concurrency=concurrency, context=context, task=task, depth=0).running(shape)
                 row = known.get((task, concurrency, context), blank)
-                # A row that never moved follows depth.initial.
-                yield row if row.since else row.running(shape)
+                if row.since:
+                    moved[context] = row.shape
+                    yield row
+                else:
+                    yield row.running(min(shape, moved.get(context, shape), key=_size))
+
+
+def _following(idle_rows: list[RowMemory], speculation: SpeculationSpec, now: float) -> Iterator[Change]:
+    """Rows of tasks without traffic stand still, but for a stop of all others."""
+    for row in idle_rows:
+        if row.depth and bounds_of(speculation, row.task).least == 0:
+            stopped = row.running(TreeShape.chain(0), since=now, probing=False, trial=False)
+            yield Change(row=stopped, before=row.shape, gain=None, reason="all tasks that have traffic stopped")
+
+
+def _size(shape: TreeShape) -> tuple[int, int]:
+    return shape.depth, shape.nodes
 
 
 def _with_rows(speculation: SpeculationSpec, kept: Kept) -> Iterable[str]:

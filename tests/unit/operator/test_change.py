@@ -34,6 +34,15 @@ def test_twenty_drafts_show_a_fall_and_a_rise(before: float, after: float) -> No
     assert seen >= 75
 
 
+def test_an_easy_answer_is_no_change_where_answers_differ() -> None:
+    """Sixty drafts of one answer say as much as fifteen."""
+    usual, easy = Hits(225, 300), Hits(59, 60)
+    assert rate_changed(usual, easy, 1)
+    assert not rate_changed(usual, easy, 4)
+    assert rate_changed(usual, Hits(60, 120), 2)
+    assert rate_changed(usual, Hits(5, 40), 4)
+
+
 def test_too_few_drafts_show_nothing() -> None:
     assert not rate_changed(Hits(300, 300), Hits(0, 11))
 

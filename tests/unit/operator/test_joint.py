@@ -275,3 +275,21 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         assert 0 <= row.price <= 1
     for change in found.changes:
         assert change.gain is None or change.gain >= 0 or "probe" in change.reason or objective.get("minSpeedup")
+
+
+def test_rows_of_a_task_without_traffic_stand_still() -> None:
+    """They would follow whoever drafts, and nobody runs them; but they stop where all others do."""
+    tasks = spec(tasks=[{"name": "code"}])
+    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
+    kept = Kept(acceptance=code, costs=FULL, traffic=traffic(code=1000))
+    assert depths(chosen(tasks, kept)) == {"other": 3, "code": 5}
+    busy = kept.model_copy(update={"traffic": traffic(code=990, other=10)})
+    assert depths(chosen(tasks, busy))["other"] > 3
+    fair = tuple(cell.model_copy(update={"hits": 600.0}) for cell in code)
+    dear = tuple(cost(1, depth, 0.02 + 0.01 * depth) for depth in range(6))
+    found = depths(chosen(tasks, kept.model_copy(update={"acceptance": fair, "costs": dear})))
+    assert found["other"] == 3
+    assert found["code"] == 1, "nobody pays for the passes of rows that nobody runs"
+    bad = tuple(cell.model_copy(update={"hits": 20.0}) for cell in code)
+    stopped = kept.model_copy(update={"acceptance": bad})
+    assert depths(chosen(tasks, stopped)) == {"other": 0, "code": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from estimates import FULL, OFF, chances, cost, spec, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,9 +45,37 @@ def test_low_confidence_stays() -> None:
 
 def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
     found = choose(spec(), Kept(acceptance=chances(0.02), costs=FULL), buckets(16), max_num_seqs=16, now=2000).rows
-    moved = {row.concurrency for row in found if row.context == 0 and row.depth != 3}
+    moved = {row.concurrency for row in found if row.context == 0 and row.since}
     assert moved == {0, 2, 4}, "FULL has steps of 1, 4 and 16 sequences"
     assert all(row.depth == 3 for row in found if row.context)
+
+
+def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
+    def rows(depth: int) -> list[int]:
+        measured = RowMemory(concurrency=1, context=0, task="other", depth=depth, since=1900)
+        found = choose(spec(), Kept(rows=(measured,)), buckets(16), max_num_seqs=16, now=2000).rows
+        return [row.depth for row in found if row.context == 0]
+
+    assert rows(1) == [3, 1, 1, 1, 1], "lower loads keep depth.initial"
+    assert rows(5) == [3, 5, 3, 3, 3]
+
+
+def test_a_first_request_that_is_easy_takes_nobody_deeper_than_steps_were_timed() -> None:
+    first = chances(0.93, depth=7, total=60)
+    timed = [cost(1, depth, truth(1, depth)) for depth in (0, 3)]
+    deep = spec(depth={"min": 0, "max": 7, "initial": 3})
+    assert depths_of(deep, Kept(acceptance=first, costs=tuple(timed)))[0] == 3
+    timed.append(cost(1, 7, truth(1, 7)))
+    assert depths_of(deep, Kept(acceptance=chances(0.93, depth=7), costs=tuple(timed)))[0] > 3
+
+
+def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
+    kept = Kept(
+        acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadMemory(at=2000)
+    )
+    chosen = choose(spec(explorePercent=0), kept, buckets(16), max_num_seqs=16, now=2000)
+    assert chosen.rows[0].depth > 3
+    assert chosen.rows[0].trial
 
 
 def test_few_drafts_leave_doubt_about_acceptance() -> None:
@@ -73,6 +102,26 @@ def test_the_dwell_holds_unless_speculation_loses() -> None:
 def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
     bounded = spec(depth={"min": 1})
     assert depths_of(bounded, Kept(acceptance=chances(0.02), costs=FULL))[0] == 1
+
+
+@pytest.mark.parametrize(("slower", "depth"), [(1.01, 1), (1.06, 0)])
+def test_a_guard_that_holds_back_stops_what_loses_and_not_what_is_even(slower: float, depth: int) -> None:
+    one = spec(depth={"min": 0, "max": 1, "initial": 1})
+    costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
+    kept = Kept(acceptance=chances(0.5), costs=costs)
+    chosen = choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
+    assert chosen.rows[0].depth == depth
+
+
+def test_speculation_that_comes_back_untimed_is_on_trial() -> None:
+    good = tuple(cell.model_copy(update={"hits": (950.0 if cell.depth <= 2 else 10.0)}) for cell in chances(0.5))
+    costs = [cost(1, depth, truth(1, depth)) for depth in (0, 5)]
+    kept = Kept(acceptance=good, costs=tuple(costs), rows=(OFF,), load=LoadMemory(at=2000))
+    back = choose(spec(), kept, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    assert (back.depth, back.trial) == (2, True)
+    timed = kept.model_copy(update={"costs": (*costs, cost(1, 2, truth(1, 2)))})
+    back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    assert (back.depth, back.trial) == (2, False)
 
 
 def test_patience_grows_each_time_it_was_in_vain() -> None:
