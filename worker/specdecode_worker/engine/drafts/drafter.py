@@ -46,6 +46,21 @@ class Drafter(Protocol):
         ...
 
 
+class Ranking:
+    """Ranks what a draft says behind a level's nodes, its logits sharpened by depth where sampled."""
+
+    def __init__(self, target_ids: Tensor | None, sharpness: Sequence[float]) -> None:
+        """``target_ids`` maps the draft's vocabulary (None: the target's own). ``sharpness[d]`` multiplies the logits
+        of depth d + 1; the last entry repeats, none means 1."""
+        self._target_ids, self._sharpness = target_ids, tuple(sharpness) or (1.0,)
+
+    def of(self, logits_RV: Tensor, level: Level, depth: int, sampler: Sampler) -> Tensor:
+        """[R, K] target ids, best first."""
+        sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
+        k = min(MAX_RANKS, logits_RV.shape[-1])
+        return sampler.propose(logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)
+
+
 def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
     """Expands level by level; children become tokens behind the root, where the next level reads them."""
     if not forest.levels:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.drafter import Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.drafts.passes import catch_up_runs, causal_pass, level_pass, roots_of
 from specdecode_worker.engine.packed import Packed
@@ -50,13 +50,12 @@ class EagleDrafter:
         positions: int,
         sharpness: Sequence[float] = (),
     ) -> None:
-        """``target_ids`` maps the head's vocabulary (None: the target's own). ``sharpness[d]`` multiplies the logits
-        of depth d + 1 where sampled; the last entry repeats, none means 1."""
+        """``target_ids`` and ``sharpness`` as for Ranking."""
         self.reads = head.reads
         self.columns = Columns()
-        self._head, self._target_ids, self._cache, self._state = head, target_ids, cache, state
+        self._head, self._cache, self._state = head, cache, state
         self._last_position = positions - 1
-        self._sharpness = tuple(sharpness) or (1.0,)
+        self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
         return request.cached_least > request.draft.features_from
@@ -101,7 +100,7 @@ class EagleDrafter:
             if depth:
                 packed = level_pass(self._state, rows, level, depth, forest, self._last_position, first_slot=1)
                 hidden_RE = self._forward(hidden_RE, packed)
-            return self._rank(level, depth, hidden_RE, sampler)
+            return self._ranking.of(self._head.logits(hidden_RE), level, depth, sampler)
 
         return grow(rows, forest, self._state, expand)
 
@@ -130,9 +129,3 @@ class EagleDrafter:
 
     def _forward(self, hidden_TE: Tensor, packed: Packed) -> Tensor:
         return self._head(hidden_TE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
-
-    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, sampler: Sampler) -> Tensor:
-        sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
-        logits = self._head.logits(hidden_RE)
-        k = min(MAX_RANKS, logits.shape[-1])
-        return sampler.propose(logits, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.drafter import Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
@@ -37,10 +37,10 @@ class MedusaDrafter:
     def __init__(
         self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
-        """``target_ids`` maps the heads' vocabulary (None: the target's own); ``sharpness`` as for EagleDrafter."""
+        """``target_ids`` and ``sharpness`` as for Ranking."""
         self.reads, self.columns = heads.reads, Columns()
-        self._heads, self._target_ids, self._state = heads, target_ids, state
-        self._sharpness = tuple(sharpness) or (1.0,)
+        self._heads, self._state = heads, state
+        self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
         return request.cached_least > request.draft.features_from
@@ -62,11 +62,6 @@ class MedusaDrafter:
         def expand(depth: int, level: Level) -> Tensor:
             if depth >= len(logits_DBV):  # a tree deeper than there are heads
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
-            sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
-            logits_RV = logits_DBV[depth][level.batch_R]
-            k = min(MAX_RANKS, logits_RV.shape[-1])
-            return sampler.propose(
-                logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k
-            )
+            return self._ranking.of(logits_DBV[depth][level.batch_R], level, depth, sampler)
 
         return grow(rows, forest, self._state, expand)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.drafter import Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.drafts.passes import catch_up_runs, causal_pass, level_pass, roots_of
 from specdecode_worker.engine.packed import Packed
@@ -40,7 +39,7 @@ class ModelDrafter:
         self._model, self._cache, self._state = model, cache, state
         self._vocab_size = vocab_size
         self._last_position = model.config.max_position_embeddings - 1
-        self._sharpness = tuple(sharpness) or (1.0,)
+        self._ranking = Ranking(None, sharpness)
 
     def ready(self, request: Request) -> bool:
         return request.cached_least <= self._last_position
@@ -66,7 +65,8 @@ class ModelDrafter:
                 hidden_RE = self._forward(level_pass(self._state, rows, level, depth, forest, at, first_slot=0))
             else:
                 hidden_RE = hidden_RE[level.source_R]
-            return self._rank(level, depth, hidden_RE, sampler)
+            logits_RV = self._model.logits(hidden_RE)[:, : self._vocab_size]
+            return self._ranking.of(logits_RV, level, depth, sampler)
 
         return grow(rows, forest, self._state, expand)
 
@@ -86,8 +86,3 @@ class ModelDrafter:
 
     def _forward(self, packed: Packed) -> Tensor:
         return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
-
-    def _rank(self, level: Level, depth: int, hidden_RE: Tensor, sampler: Sampler) -> Tensor:
-        sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
-        logits = self._model.logits(hidden_RE)[:, : self._vocab_size]
-        return sampler.propose(logits, None, level.batch_R, level.node_R, level.depth_R, sharpness, MAX_RANKS)

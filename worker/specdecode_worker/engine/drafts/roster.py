@@ -57,16 +57,13 @@ class Roster:
         self._misfits = {name: one.state for name, one in drafts.items() if isinstance(one, Misfit)}
         self._state, self._size = state, hidden_size
         self._by_task: dict[str, str] = {}
+        self.reads = Reads()
+        """What the target has to hand out."""
         self._align()
         state.keep_states(self.reads.width(hidden_size))
 
     def __bool__(self) -> bool:
         return bool(self._drafts)
-
-    @property
-    def reads(self) -> Reads:
-        """What the target has to hand out."""
-        return joined(loaded.drafter.reads for loaded in self._drafts.values())
 
     def state(self, name: str = FIRST) -> DraftState:
         loaded = self._drafts.get(name)
@@ -128,16 +125,16 @@ class Roster:
         before = self.reads
         self._drafts[name] = loaded
         self._misfits.pop(name, None)
+        self._align()
         if self.reads != before:
             self._state.keep_states(self.reads.width(self._size))
             for request in requests:
                 request.draft.features_from = request.cached
-        self._align()
 
     def _align(self) -> None:
-        everything = self.reads
+        self.reads = joined(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
-            loaded.drafter.columns = columns(loaded.drafter.reads, everything, self._size)
+            loaded.drafter.columns = columns(loaded.drafter.reads, self.reads, self._size)
 
     def _name(self, request: Request) -> str:
         name = self._by_task.get(request.submit.task, FIRST)
