@@ -5,39 +5,21 @@ Plain text is computed without engine, cache or packing: one dense pass over all
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
+from plain_decoding import PlainDecoding, dense
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.engine.messages import Submit
-from specdecode_worker.models.llama import Llama
 
 CHAINS = [TreeShape.chain(depth) for depth in range(1, 7)]
 TREES = [TreeShape.parse(text) for text in ("tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,0,1,1,2,4,4,6")]
 TOKENS = 40
-
-
-class Plain:
-    """Plain decoding by definition."""
-
-    def __init__(self, target: Llama) -> None:
-        self._target = target
-        self.text = lru_cache(maxsize=None)(self._text)
-
-    def _text(self, request: Submit) -> list[int]:
-        tokens = list(request.prompt)
-        for _ in range(request.sampling.max_tokens):
-            hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), _dense).hidden_TE
-            scores = _scores(self._target.logits(hidden[-1:]), request, torch.tensor([len(tokens)]))
-            tokens.append(int(scores.argmax()))
-        return tokens[len(request.prompt) :]
 
 
 def _scores(logits_RV: Tensor, request: Submit, position_R: Tensor) -> Tensor:
@@ -50,20 +32,14 @@ def _scores(logits_RV: Tensor, request: Submit, position_R: Tensor) -> Tensor:
     return logp + gumbel(torch.full((rows,), sampling.seed), position_R, logits_RV.shape[-1])
 
 
-def _dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    groups = q_THD.shape[1] // k_TKD.shape[1]
-    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
-    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
-
-
 @pytest.fixture(scope="module")
-def plain(pair: Any) -> Plain:
-    return Plain(pair.target)
+def plain(pair: Any) -> PlainDecoding:
+    return PlainDecoding(pair.target)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [TreeShape(()), *CHAINS, *TREES], ids=str)
-def test_alone(make_engine: Any, lossless: Any, plain: Plain, shape: TreeShape, sampled: bool) -> None:
+def test_alone(make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=1)
     engine.set_plan(plan_of([shape]))
@@ -85,7 +61,7 @@ MIXES = {
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_eight_of_mixed_shapes(
-    make_engine: Any, lossless: Any, plain: Plain, mix: str, sampled: bool, draft: str
+    make_engine: Any, lossless: Any, plain: PlainDecoding, mix: str, sampled: bool, draft: str
 ) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(draft)
@@ -97,7 +73,7 @@ def test_eight_of_mixed_shapes(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_trees_leave_by_siblings(make_engine: Any, lossless: Any, plain: Plain, sampled: bool) -> None:
+def test_trees_leave_by_siblings(make_engine: Any, lossless: Any, plain: PlainDecoding, sampled: bool) -> None:
     """At least a tenth of the tree steps accept a node that is not its parent's first child."""
     plan_of, submit, texts = lossless
     widths = (4, 2, 1)
@@ -115,7 +91,7 @@ def _ranks(pair: Any, request: Submit, text: list[int]) -> list[int]:
     """Where the draft, in one dense pass, ranks every token of the text. It has no slot 0, and reads tokens alone."""
     tokens = torch.tensor([*request.prompt, *text])
     slots = torch.arange(1, len(tokens) - 1)
-    logits = pair.copy.llama.logits(pair.copy.llama(tokens[slots], slots, _dense).hidden_TE)
+    logits = pair.copy.llama.logits(pair.copy.llama(tokens[slots], slots, dense).hidden_TE)
     scores = _scores(logits, request, slots + 1)
     ranks = (scores > scores.gather(1, tokens[slots + 1, None])).sum(-1).tolist()
     return ranks[len(request.prompt) - 1 :]  # of the token behind the first one
@@ -135,7 +111,7 @@ def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [CHAINS[0], CHAINS[5], *TREES], ids=str)
 def test_drafts_are_those_of_one_dense_pass(
-    make_engine: Any, lossless: Any, pair: Any, plain: Plain, shape: TreeShape, sampled: bool
+    make_engine: Any, lossless: Any, pair: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
     """A draft that runs at a wrong position, or over wrong keys, cannot be seen in the text: it only gets worse.
     So what was accepted is held, to the token, against the ranks that the draft gives by definition."""
@@ -154,7 +130,7 @@ def test_drafts_are_those_of_one_dense_pass(
     assert [report.drafts, report.accepted_tokens] == wanted
 
 
-def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: Plain) -> None:
+def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     """Prompts in chunks of a few tokens, requests waiting for slots, blocks that run out: the same text."""
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24)
@@ -164,7 +140,7 @@ def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: 
     assert engine.preemptions > 0, "the test must make the blocks run out"
 
 
-def test_pipelined(make_engine: Any, lossless: Any, plain: Plain) -> None:
+def test_pipelined(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     """launch(n + 1) before collect(n), as on an accelerator: lengths on the host lag, the text does not change."""
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=3, blocks=40, pipelined=True)
@@ -173,7 +149,7 @@ def test_pipelined(make_engine: Any, lossless: Any, plain: Plain) -> None:
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
 
 
-def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: Plain) -> None:
+def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
@@ -182,7 +158,7 @@ def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: 
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
 
 
-def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: Plain) -> None:
+def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     """Off, long enough for the ring of hidden states to forget, then on again."""
     plan_of, submit, _ = lossless
     engine = make_engine("copy")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from plain_decoding import dense
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.roster import LoadedDraft
@@ -133,12 +133,6 @@ def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
             best = pair.eagle.logits(hidden).argmax(-1, keepdim=True)
             return pair.eagle.target_ids[best].tolist()  # type: ignore[no-any-return]
     raise ValueError(method)
-
-
-def dense(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-    groups = q_THD.shape[1] // k_TKD.shape[1]
-    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
-    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])

@@ -24,7 +24,7 @@ class PlainDecoding:
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[T, V] behind every token."""
-        hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), _dense).hidden_TE
+        hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), dense).hidden_TE
         return self._target.logits(hidden)
 
     def logp(self, request: Submit, answer: list[int]) -> Tensor:
@@ -65,7 +65,8 @@ def _adjusted(logits: Tensor, request: Submit, answer: list[int]) -> Tensor:
     )
 
 
-def _dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """models.layers.Attend over the tokens of this pass alone, causal."""
     groups = q_THD.shape[1] // k_TKD.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
     return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
