@@ -10,7 +10,6 @@ and the lower 95 % bound by bootstrap over rounds. Acceptance is the draft's own
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import sys
@@ -18,7 +17,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from specdecode_worker.commands.bench import QUESTIONS, machine
+from machine import described
+
+from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.flags import add_model_flags
 from specdecode_worker.commands.local import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape
@@ -38,8 +39,7 @@ def main() -> int:
             rows.append({"acceptance": name, "concurrency": count, **_ratios(plain, knobs, count, args)})
             print(_line(rows[-1]), file=sys.stderr)
     document = {
-        "machine": machine(),
-        "date": datetime.date.today().isoformat(),
+        **described(),
         "dtype": args.dtype,
         "shape": args.shape,
         "rounds": args.rounds,
