@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdecode_kernels.cpu.ops import Pages, attends
+from specdecode_kernels.cpu.ops import attend as attend_natively
 from specdecode_kernels.kv_keep.op import kv_keep
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
 from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.packed import Packed
+from specdecode_worker.models.layers import Attend
 
 
 class PagedCache:
@@ -27,9 +30,12 @@ class PagedCache:
     ) -> None:
         self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
         self._groups = heads // kv_heads
+        self._natively = attends(dtype, device, head_dim)
 
-    def attend(self, packed: Packed) -> PagedAttend:
+    def attend(self, packed: Packed) -> Attend:
         """The attention of one pass, for all of its layers."""
+        if self._natively:
+            return NativeAttend(self.data, packed)
         prepared = prepare(
             blocks=packed.blocks,
             block_table_BM=packed.block_table_BM,
@@ -64,3 +70,23 @@ class PagedAttend:
         rows[0].index_copy_(0, self._slots_T, k_TKD)
         rows[1].index_copy_(0, self._slots_T, v_TKD)
         return attend(q_THD, self._layers[layer], self._prepared)
+
+
+class NativeAttend:
+    """The same in one compiled call a layer."""
+
+    def __init__(self, data: Tensor, packed: Packed) -> None:
+        self._layers = data.flatten(2, 3).unbind(0)
+        self._slots_T = packed.slots_T
+        self._scale = data.shape[-1] ** -0.5
+        self._pages = Pages(
+            block_table_BM=packed.block_table_BM.contiguous(),
+            block_size=BLOCK_SIZE,
+            prefix_len_B=packed.prefix_len_B.contiguous(),
+            first_B=torch.tensor(packed.key_starts),
+            query_start=torch.tensor(packed.query_start),
+            ancestors_T=packed.ancestors_T.contiguous(),
+        )
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return attend_natively(q_THD, k_TKD, v_TKD, self._layers[layer], self._slots_T, self._pages, self._scale)

@@ -1,8 +1,8 @@
 """Makes loaded networks cheaper to run, without changing what they compute: for inference only, after loading.
 
-Projections that read the same input become one matrix; on a CPU in bf16, matrices are packed once into the layout
-that oneDNN multiplies by (otherwise it reorders them in every call with more than one row: a pass over four rows then
-costs what a pass over one does, which is what speculation lives on).
+In bf16 on a CPU that multiplies it, whole blocks become compiled ones (native.py). Elsewhere projections that read the
+same input become one matrix. What matrices remain are packed once on such a CPU: into our own panels, or, where
+nothing can be compiled, into the layout of oneDNN, which otherwise reorders them in every call with several rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_worker.models.layers import MLP, Attend, Attention
+from specdecode_worker.models.native import NativeLinear, run_blocks_natively, runs_natively
 from specdecode_worker.models.rope import rotate
 
 
@@ -71,6 +72,7 @@ class PackedLinear(nn.Module):
 
 def fuse(model: nn.Module) -> None:
     """In place. The model keeps its meaning and loses its checkpoint's parameter names."""
+    run_blocks_natively(model)
     _join(model)
     if _packs(model):
         _pack(model)
@@ -90,7 +92,7 @@ def _pack(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, NativeLinear(child) if runs_natively(child) else PackedLinear(child))
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

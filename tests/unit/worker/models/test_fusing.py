@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models import fusing
+from specdecode_kernels.cpu.native import library
+from specdecode_worker.models import fusing, native
 from specdecode_worker.models.config import eagle3_config, llama_config
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.fusing import FusedAttention, FusedMLP, PackedLinear, fuse
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.native import NativeBlock, NativeLinear, NativeMidlayer
 from specdecode_worker.models.reads import Reads
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
@@ -80,9 +82,27 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
     torch.testing.assert_close(PackedLinear(plain)(x).double(), exact, atol=2**-9, rtol=2**-8)
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether blocks run natively; the other way is that of machines without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("nothing is compiled on this machine")
+    return bool(request.param == "compiled")
+
+
 @needs_bf16
-def test_packing_bf16_costs_no_accuracy(target: Llama, head: Eagle3Head, dense: Any) -> None:
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_packing_bf16_costs_no_accuracy(
+    shape: dict[str, Any], head_dim: int, compiled: bool, randomise: Any, dense: Any
+) -> None:
     """Held against fp64 on the same rounded weights, the packed networks are as near as the plain ones."""
+    shape |= {"head_dim": head_dim}
+    target = Llama(llama_config(shape)).requires_grad_(False)
+    config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
+    head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
+    randomise(target, 1), randomise(head, 2)
     target, head = target.bfloat16(), head.bfloat16()
     exact_target, exact_head = copy.deepcopy(target).double(), copy.deepcopy(head).double()
     pairs = [(target, logits, logits(exact_target, dense)), (head, drafted, drafted(exact_head, dense))]
@@ -90,6 +110,8 @@ def test_packing_bf16_costs_no_accuracy(target: Llama, head: Eagle3Head, dense: 
         plain_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
         fuse(model)
         assert not any(isinstance(module, nn.Linear) for module in model.modules())
+        natively = any(isinstance(module, NativeBlock | NativeMidlayer) for module in model.modules())
+        assert natively == (compiled and head_dim == 32)
         packed_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
         assert packed_error < 1.5 * plain_error
         assert packed_error < 0.05 * exact.abs().mean()
@@ -100,7 +122,7 @@ def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) ->
     target = target.bfloat16()
     before = target.model.embed_tokens(TOKENS)
     fuse(target)
-    assert isinstance(target.lm_head, PackedLinear)
+    assert isinstance(target.lm_head, NativeLinear if library() else PackedLinear)
     assert torch.equal(target.model.embed_tokens(TOKENS), before)
 
 

@@ -1,0 +1,84 @@
+"""Matrices in the layout that the compiled operations multiply by, and the structures that carry pointers to them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.cpu.native import library
+
+PANEL = 32
+"""Outputs that stand side by side; PANEL of linear.h."""
+_HUGE = 2**21
+
+
+class CMatrix(ctypes.Structure):
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """``panels`` is [panels, inputs / 2, 32, 2] bf16, zeros behind the last output; ``c`` points into it."""
+
+    panels: Tensor
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+
+    @property
+    def c(self) -> CMatrix:
+        return CMatrix(self.panels.data_ptr(), pointer(self.bias), self.outputs, self.inputs)
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def packable(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+
+
+def pack(weight_NK: Tensor, bias_N: Tensor | None = None) -> Matrix:
+    """``weight_NK`` bf16 on the CPU, an even number of inputs."""
+    native = library()
+    assert native is not None
+    assert packable(weight_NK)
+    outputs, inputs = weight_NK.shape
+    panels = _huge((-(-outputs // PANEL), inputs // 2, PANEL, 2))
+    source = weight_NK.detach().contiguous()
+    native.sd_pack(source.data_ptr(), outputs, inputs, panels.data_ptr())
+    return Matrix(panels, None if bias_N is None else bias_N.detach().contiguous(), outputs, inputs)
+
+
+def pack_gated(gate_IE: Tensor, up_IE: Tensor, gate_I: Tensor | None = None, up_I: Tensor | None = None) -> Matrix:
+    """Both matrices of a gated MLP as one: a panel holds 16 gates, then the 16 ups that they are multiplied with.
+    The vectors are their biases: both, or none."""
+    return pack(_interleaved(gate_IE, up_IE), None if gate_I is None or up_I is None else _interleaved(gate_I, up_I))
+
+
+def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    width, half = len(gate), PANEL // 2
+    both = gate.new_zeros(-(-width // half), 2, half, *gate.shape[1:])
+    for i, start in enumerate(range(0, width, half)):
+        for place, rows in enumerate((gate.detach()[start : start + half], up.detach()[start : start + half])):
+            both[i, place, : len(rows)] = rows
+    return both.flatten(0, 2)
+
+
+def _huge(shape: tuple[int, ...]) -> Tensor:
+    """bf16 in memory of its own, on huge pages where the system lends them: weights are read end to end every step,
+    and with 4 KiB pages a fifth of that time goes into finding them."""
+    size = 2 * math.prod(shape)
+    memory = mmap.mmap(-1, -(-size // _HUGE) * _HUGE if size >= _HUGE else size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2).view(shape)

@@ -1,0 +1,75 @@
+"""bf16 on a CPU with compiled blocks: every row is computed by itself, so text is the same to the last bit of every
+logit, whatever it shares a step with. No near ties here: nothing may part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdecode_kernels.cpu.native import library
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.local import LocalEngine
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.models.store import default_cache_dir
+
+pytestmark = [
+    pytest.mark.embedded,
+    pytest.mark.skipif(library() is None, reason="nothing is compiled on this machine"),
+]
+
+PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
+COUNT, TOKENS = 10, 32
+SHAPES = [TreeShape.parse(text) for text in ("chain:1", "chain:3", "chain:6", "tree:4,2,1", "tree:2,2,2")]
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalEngine:
+    config = WorkerConfig(
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="bfloat16", max_model_len=1024),
+        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
+        engine=EngineConfig(max_num_seqs=8, device="cpu", threads=1, kv_cache_tokens=8 * 512),
+    )
+    return LocalEngine(config, default_cache_dir())
+
+
+def requests(local: LocalEngine) -> list[Submit]:
+    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    found = []
+    for i in range(COUNT):
+        sampling = Sampling(max_tokens=TOKENS, seed=i, temperature=(0.0, 0.8)[i % 2], ignore_eos=True)
+        prompt = local.prompt(lines[7 * i % len(lines)]).tokens
+        found.append(Submit(request_id=str(i), prompt=prompt, sampling=sampling, task=f"t{i % len(SHAPES)}"))
+    return found
+
+
+def texts(local: LocalEngine, submits: Sequence[Submit], *, at_once: int) -> tuple[list[list[int]], int]:
+    """Tokens of every request, ``at_once`` of them running, and how many of them were drafted."""
+    found: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+    accepted = 0
+    for begin in range(0, len(submits), at_once):
+        for submit in submits[begin : begin + at_once]:
+            local.engine.add(submit)
+        while not local.engine.idle:
+            for new in local.engine.step():
+                found[new.request_id] += new.tokens
+                accepted += new.accepted if new.finish else 0
+    return list(found.values()), accepted
+
+
+def test_nothing_parts_in_bf16(local: LocalEngine, lossless: Any) -> None:
+    plan_of, *_ = lossless
+    submits = requests(local)
+    local.run_shape(TreeShape(()))
+    alone, none = texts(local, submits, at_once=1)
+    together, _ = texts(local, submits, at_once=8)
+    version = local.engine.report().plan.version + 1
+    local.engine.set_plan(plan_of(SHAPES, draft=local.engine.draft.hash, version=version))
+    drafted, accepted = texts(local, submits, at_once=8)
+    assert none == 0 < COUNT < accepted, "drafts must have been right, or nothing is tested"
+    assert together == alone
+    assert drafted == alone
