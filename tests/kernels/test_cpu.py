@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from specdecode_kernels.cpu import native
 from specdecode_kernels.cpu.matrix import pack, pack_gated
-from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Pages, Tail, attend
+from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Pages, Tail, attend
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled on this machine")
 BLOCK = 16
@@ -61,6 +61,15 @@ def test_linear_reads_rows_that_lie_apart() -> None:
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("size", [1, 15, 64, 576])
+def test_norm(rows: int, size: int) -> None:
+    x, weight = numbers(rows, size), numbers(size, seed=1)
+    run = Norm(weight, 1e-5)
+    near(run(x.view(rows, 1, size)).view(rows, size), rms(x.double(), weight, 1e-5))
+    assert torch.equal(run(x), torch.cat([run(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("size", HEAD_SIZES)

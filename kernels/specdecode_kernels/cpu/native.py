@@ -30,6 +30,7 @@ _P, _I, _F, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "sd_pack": (_P, _I, _I, _P),
     "sd_linear": (_P, _P, _I, _I, _P, _INT),
+    "sd_norm": (_P, _P, _I, _I, _P, _INT),
     "sd_entry": (_P, _P, _I, _P, _P, _P, _P, _INT),
     "sd_attend": (_P, _P, _P, _P, _P, _I, _P, _I, _F, _P, _INT),
     "sd_tail": (_P, _P, _P, _I, _P, _P, _P, _P, _INT),

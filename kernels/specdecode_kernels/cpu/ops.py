@@ -69,6 +69,20 @@ class Linear:
         return y.view(*x_TE.shape[:-1], -1)
 
 
+class Norm:
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, weight_E: Tensor, eps: float) -> None:
+        self._weight, self._c = weight_E, CNorm(pointer(weight_E), eps)
+        self._run = _native().sd_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, size = x.contiguous(), len(self._weight)
+        y = torch.empty_like(x)
+        self._run(byref(self._c), x.data_ptr(), x.numel() // size, size, y.data_ptr(), torch.get_num_threads())
+        return y
+
+
 class Entry:
     """From a block's input to rotated queries, rotated keys, and values: the norm of ``norm_weight`` if there is one,
     one matrix, the norms of heads [H + K, D] if there are, rotation in half-split layout."""

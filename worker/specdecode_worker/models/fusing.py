@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_worker.models.layers import MLP, Attend, Attention
-from specdecode_worker.models.native import NativeLinear, run_blocks_natively, runs_natively
+from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm
+from specdecode_worker.models.native import NativeLinear, NativeNorm, run_blocks_natively, runs_natively
 from specdecode_worker.models.rope import rotate
 
 
@@ -93,6 +93,8 @@ def _pack(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, NativeLinear(child) if runs_natively(child) else PackedLinear(child))
+            elif isinstance(child, RMSNorm) and runs_natively(child):
+                setattr(module, name, NativeNorm(child))
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu.native import library
-from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Tail
+from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
 from specdecode_worker.models.eagle3 import Midlayer
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 
@@ -22,6 +22,18 @@ class NativeLinear(nn.Module):
     def __init__(self, origin: nn.Linear) -> None:
         super().__init__()
         self._run = Linear(matrix.pack(origin.weight, origin.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
+class NativeNorm(nn.Module):
+    """An RMSNorm in one pass over its rows."""
+
+    def __init__(self, origin: RMSNorm) -> None:
+        super().__init__()
+        self.weight = origin.weight
+        self._run = Norm(origin.weight.detach(), origin.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -46,7 +58,7 @@ class NativeMidlayer(nn.Module):
     def __init__(self, origin: Midlayer) -> None:
         super().__init__()
         self.norm_before_residual = origin.norm_before_residual
-        self.input_layernorm, self.hidden_norm = origin.input_layernorm, origin.hidden_norm
+        self.input_layernorm, self.hidden_norm = NativeNorm(origin.input_layernorm), NativeNorm(origin.hidden_norm)
         self._entry = _entry(origin.self_attn, None)
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
@@ -57,8 +69,9 @@ class NativeMidlayer(nn.Module):
         return self._tail(attend(0, *self._entry(pair, rope)), residual_TE)
 
 
-def runs_natively(linear: nn.Linear) -> bool:
-    return library() is not None and matrix.packable(linear.weight)
+def runs_natively(part: nn.Linear | RMSNorm) -> bool:
+    fits = part.weight.dtype == torch.bfloat16 if isinstance(part, RMSNorm) else matrix.packable(part.weight)
+    return fits and part.weight.device.type == "cpu" and library() is not None
 
 
 def run_blocks_natively(model: nn.Module) -> None:

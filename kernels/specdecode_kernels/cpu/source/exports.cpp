@@ -39,8 +39,6 @@ static void turn(bf16* x, const bf16* cos, const bf16* sin, int64_t heads, int64
 
 extern "C" {
 
-int64_t sd_version() { return 1; }
-
 // weight [outputs, inputs] -> panels, zeros behind the last output
 void sd_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {
     const int64_t padded = (outputs + PANEL - 1) / PANEL * PANEL;
@@ -53,6 +51,13 @@ void sd_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) 
 void sd_linear(const Matrix* m, const bf16* x, int64_t stride, int64_t rows, bf16* y, int threads) {
     in_parallel(threads, [&](int index, int count) {
         multiply(*m, x, stride, rows, part_of(panels_of(*m), index, count), Store{y, m->outputs, m->outputs, nullptr, 0});
+    });
+}
+
+void sd_norm(const Norm* norm, const bf16* x, int64_t rows, int64_t size, bf16* y, int threads) {
+    in_parallel(rows < 64 ? 1 : threads, [&](int index, int count) {
+        const Part mine = part_of(rows, index, count);
+        for (int64_t r = mine.begin; r < mine.end; r++) rms_norm(x + r * size, norm->weight, norm->eps, size, y + r * size);
     });
 }
 
