@@ -79,6 +79,7 @@ def _huge(shape: tuple[int, ...]) -> Tensor:
     """bf16 in memory of its own, on huge pages where the system lends them: weights are read end to end every step,
     and with 4 KiB pages a fifth of that time goes into finding them."""
     size = 2 * math.prod(shape)
-    memory = mmap.mmap(-1, -(-size // _HUGE) * _HUGE if size >= _HUGE else size)
+    length = -(-size // _HUGE) * _HUGE if size >= _HUGE else size
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2).view(shape)
