@@ -146,7 +146,7 @@ def _variant(text: str) -> Variant:
     if draft not in ("", NGRAM):
         raise argparse.ArgumentTypeError(f"{text!r}: the draft is {NGRAM}, or none is named")
     try:
-        return Variant(TreeShape.parse(shape), draft)
+        return Variant(TreeShape.parse(shape), draft, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -14,13 +14,14 @@ from specdecode_worker.contract import TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A shape, drafted by the draft of this name (the first is nameless)."""
+    """A shape, drafted by the draft of this name (the first is nameless). ``text`` is how the user wrote it."""
 
     shape: TreeShape
     draft: str = ""
+    text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.draft}/{self.shape}" if self.draft else str(self.shape)
+        return self.text or (f"{self.draft}/{self.shape}" if self.draft else str(self.shape))
 
 
 PLAIN = Variant(TreeShape(()))
