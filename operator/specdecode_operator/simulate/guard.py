@@ -5,7 +5,7 @@ The rules are those of specdecode_worker.speculation.guard; decaying sums move b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdecode_operator.simulate.walks import MOST_STEPS, Form
@@ -15,8 +15,10 @@ ENOUGH = 24
 LOSES, WINS = 1.05, 0.98
 PROBE_EVERY, PROBE_STEPS = 400, 24
 MOST_PATIENCE = 16
-ENOUGH_TO_GIVE_UP, LOSES_BY_FAR = 8, 1.3
+BY_FAR = ((8, 1.3), (4, 2.0))
+FEWEST = BY_FAR[-1][0]
 DECAY = 0.97
+_EARLY = tuple(steps for steps, _ in reversed(BY_FAR))
 
 
 @dataclass(slots=True)
@@ -66,22 +68,22 @@ class Watch:
             return
         if self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without):
+        elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
             self.suppressed, self.since_verdict = True, 0
 
     def until_verdict(self) -> int:
         """Steps that may pass before the next verdict could fall."""
         if self.probe is not None:
-            return _until(self.probe.steps, (ENOUGH_TO_GIVE_UP, PROBE_STEPS))
+            return _until(self.probe.steps, (*_EARLY, PROBE_STEPS))
         if self.suppressed:
-            return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else 8
-        return _until(self.speculative.steps, (ENOUGH_TO_GIVE_UP, ENOUGH))
+            return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else FEWEST
+        return _until(self.speculative.steps, (*_EARLY, ENOUGH))
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
-        won, by_far = probe.after(PROBE_STEPS), probe.after(ENOUGH_TO_GIVE_UP)
+        won = probe.after(PROBE_STEPS)
         if won is not None and won <= WINS * without:
             self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
-        elif won is not None or (by_far is not None and by_far > LOSES_BY_FAR * without):
+        elif won is not None or _loses(probe, without, BY_FAR):
             self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
         else:
             return
@@ -92,8 +94,8 @@ def _until(steps: int, edges: tuple[int, ...]) -> int:
     return next((edge - steps for edge in edges if edge > steps), MOST_STEPS)
 
 
-def _loses(pace: Pace, without: float) -> bool:
-    for steps, bound in ((ENOUGH, LOSES), (ENOUGH_TO_GIVE_UP, LOSES_BY_FAR)):
+def _loses(pace: Pace, without: float, bounds: Sequence[tuple[int, float]]) -> bool:
+    for steps, bound in bounds:
         found = pace.after(steps)
         if found is not None:
             return found > bound * without
@@ -146,7 +148,7 @@ class Guard:
             GuardCell(
                 concurrency=cell[0],
                 context=cell[1],
-                speculative=watch.speculative.after(ENOUGH_TO_GIVE_UP),
+                speculative=watch.speculative.after(FEWEST),
                 plain=self.plain.get(cell, Pace()).pace,
                 suppressed=watch.suppressed,
             )

@@ -17,6 +17,7 @@ from specdecode_operator.simulate.walks import MOST_STEPS, PLAIN, Form, chain, f
 from specdecode_worker.contract import OTHER_TASK, Plan, PlanState
 
 BURST_STEPS, DROPPED_STEPS = 16, 2
+EXPECTED_LOSS = 0.5
 SEGMENT_STEPS = 48
 SHADOW_STEPS = 8
 """Steps with a shadow come in batches of at most this many; the worker has every other step at most."""
@@ -37,9 +38,9 @@ class Exploration:
     def burst(self, concurrency: int, running: int, planned: int, most: int, share: float) -> int | None:
         """Depth of a burst that is due: the one timed least of plain, the neighbours, the deepest and the planned."""
         known = self.usual.get(concurrency)
-        if most == 0 or self.since_burst < BURST_STEPS or self.burst_spent >= share / 2 * self.total:
+        if most == 0 or self.since_burst < BURST_STEPS or known is None or known.pace is None:
             return None
-        if known is None or not known.pace:
+        if self.burst_spent + EXPECTED_LOSS * BURST_STEPS * known.pace >= share / 2 * self.total:
             return None
         near = (0, running - 1, running + 1, planned, most)
         depths = sorted({min(max(depth, 0), most) for depth in near} - {running})

@@ -11,6 +11,8 @@ from specdecode_worker.speculation.guard import Pace
 BURST_STEPS = 16
 DROPPED_STEPS = 2
 """The first steps of a burst warm caches and are not counted."""
+EXPECTED_LOSS = 0.5
+"""Of a burst's step, in steps at the usual pace: a burst begins once that much is saved for all of it."""
 
 
 @dataclass(slots=True)
@@ -27,8 +29,8 @@ class Purse:
 
     spent_seconds: float = 0.0
 
-    def affords(self, share: float, total_seconds: float) -> bool:
-        return self.spent_seconds < share * total_seconds
+    def affords(self, share: float, total_seconds: float, price_seconds: float = 0.0) -> bool:
+        return self.spent_seconds + price_seconds < share * total_seconds
 
     def pay(self, seconds: float) -> None:
         self.spent_seconds += max(seconds, 0.0)
@@ -67,9 +69,10 @@ class Exploration:
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
         due = self.burst is None and max_depth > 0 and self._since_burst >= BURST_STEPS
-        affordable = due and self.bursts.affords(share / 2, self._total_seconds)
         known = self._usual.get(concurrency)
-        if affordable and known and known.seconds:
+        usual = known.seconds if known else None
+        price = EXPECTED_LOSS * BURST_STEPS * (usual or 0.0)
+        if due and usual is not None and self.bursts.affords(share / 2, self._total_seconds, price):
             near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
             depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]

@@ -6,7 +6,7 @@ to depth 0, says so in the report, and probes again from time to time: the less 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdecode_worker.contract import GuardCell, TreeShape
@@ -19,8 +19,9 @@ PROBE_EVERY, PROBE_STEPS = 400, 24
 """While stopped: after this many steps the plan's shape runs for this many."""
 MOST_PATIENCE = 16
 """Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
-ENOUGH_TO_GIVE_UP, LOSES_BY_FAR = 8, 1.3
-"""Steps after which a shape is stopped, or a probe ended, when it loses by so much: noise does not do that."""
+BY_FAR = ((8, 1.3), (4, 2.0))
+"""(steps, ratio): so few are enough to stop a shape, or to end a probe, that loses by so much: noise does not do that."""
+FEWEST = BY_FAR[-1][0]
 _DECAY = 0.97
 
 
@@ -73,15 +74,14 @@ class Watch:
             return
         if self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without):
+        elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
             self.suppressed, self.since_verdict = True, 0
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
-        by_far = probe.after(ENOUGH_TO_GIVE_UP)
         if won is not None and won <= WINS * without:
             self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
-        elif won is not None or (by_far is not None and by_far > LOSES_BY_FAR * without):
+        elif won is not None or _loses(probe, without, BY_FAR):
             self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
         else:
             return
@@ -135,7 +135,7 @@ class Guard:
             GuardCell(
                 concurrency=cell[0],
                 context=cell[1],
-                speculative=watch.speculative.after(ENOUGH_TO_GIVE_UP),
+                speculative=watch.speculative.after(FEWEST),
                 plain=self._plain.get(cell, Pace()).seconds,
                 suppressed=watch.suppressed,
             )
@@ -143,8 +143,9 @@ class Guard:
         )
 
 
-def _loses(pace: Pace, without: float) -> bool:
-    for steps, bound in ((ENOUGH, LOSES), (ENOUGH_TO_GIVE_UP, LOSES_BY_FAR)):
+def _loses(pace: Pace, without: float, bounds: Sequence[tuple[int, float]]) -> bool:
+    """By the first bound for which there are steps enough."""
+    for steps, bound in bounds:
         found = pace.after(steps)
         if found is not None:
             return found > bound * without

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.exploration import BURST_STEPS, Burst, Exploration, Purse
+from specdecode_worker.speculation.exploration import BURST_STEPS, EXPECTED_LOSS, Burst, Exploration, Purse
 from specdecode_worker.speculation.guard import ENOUGH
 
 CHAIN = TreeShape.chain
@@ -86,7 +86,7 @@ def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) ->
 
 def test_each_load_is_known_by_itself() -> None:
     account = Exploration()
-    for _ in range(ENOUGH + 5):
+    for _ in range(3 * ENOUGH + 5):
         account.passed(0, 0.01, 1.0, in_burst=False)
     assert account.burst_for(1, RUNNING, RUNNING, 5, 0.5) is None, "nothing is known of this load"
     assert account.burst_for(0, RUNNING, RUNNING, 5, 0.5) is not None
@@ -117,3 +117,12 @@ def test_a_gain_is_no_credit(payments: list[float]) -> None:
         before = purse.spent_seconds
         purse.pay(seconds)
         assert purse.spent_seconds == before + max(seconds, 0)
+
+
+def test_a_burst_waits_until_what_it_may_lose_is_saved() -> None:
+    """Half of its steps, at half of the share: a worker that has just started explores nothing on users' time."""
+    account, share, steps = Exploration(), 0.1, 0
+    while account.burst_for(0, RUNNING, RUNNING, 5, share) is None:
+        account.passed(0, 0.01, 1.0, in_burst=False)
+        steps += 1
+    assert steps == pytest.approx(EXPECTED_LOSS * BURST_STEPS / (share / 2), abs=1)

@@ -6,14 +6,15 @@ import pytest
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.guard import (
+    BY_FAR,
     ENOUGH,
-    ENOUGH_TO_GIVE_UP,
     MOST_PATIENCE,
     PROBE_EVERY,
     PROBE_STEPS,
     Guard,
 )
 
+SOON = BY_FAR[0][0]
 PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
 
 
@@ -80,20 +81,22 @@ def test_a_probe_that_loses_ends() -> None:
 
 def test_a_probe_that_loses_by_far_ends_early() -> None:
     guard = losing()
-    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == ENOUGH_TO_GIVE_UP
+    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == SOON
 
 
-def test_what_loses_by_far_is_stopped_early() -> None:
+@pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, BY_FAR[1][0])])
+def test_what_loses_by_far_is_stopped_early(seconds: float, steps: int) -> None:
+    """The further, the earlier: these bring 1.5 tokens a step."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
-    assert run(guard, CHAIN, 100, 2.0, 1.5) == ENOUGH_TO_GIVE_UP
+    assert run(guard, CHAIN, 100, seconds, 1.5) == steps
 
 
 def test_probes_in_vain_come_ever_less_often_up_to_a_bound() -> None:
     guard = losing()
     steps = 100 * PROBE_EVERY
-    assert run(guard, CHAIN, steps, 2.0, 1.5) <= (5 + steps / PROBE_EVERY / MOST_PATIENCE) * ENOUGH_TO_GIVE_UP
-    assert run(guard, CHAIN, 2 * MOST_PATIENCE * PROBE_EVERY, 2.0, 1.5) >= ENOUGH_TO_GIVE_UP
+    assert run(guard, CHAIN, steps, 2.0, 1.5) <= (5 + steps / PROBE_EVERY / MOST_PATIENCE) * SOON
+    assert run(guard, CHAIN, 2 * MOST_PATIENCE * PROBE_EVERY, 2.0, 1.5) >= SOON
 
 
 def test_a_probe_that_wins_brings_patience_back() -> None:
