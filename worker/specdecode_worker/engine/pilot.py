@@ -121,7 +121,10 @@ class Pilot:
 
     def measured(self, choice: Choice, seconds: float, tokens: float, pass_seconds: float) -> None:
         """A step of decoding alone took ``seconds`` and brought ``tokens`` per sequence; one draft pass takes
-        ``pass_seconds``, which is what the shadow is charged by, and relieved of."""
+        ``pass_seconds``, which is what the shadow is charged by, and relieved of. Nothing is learnt of traffic from
+        steps that were plain by order."""
+        if self.plainly:
+            return
         extra = choice.shadow_passes * pass_seconds
         self._exploration.shadow.pay(extra)
         self._exploration.passed(choice.concurrency, seconds, tokens, in_burst=choice.in_burst)

@@ -20,7 +20,7 @@ PROBE_EVERY, PROBE_STEPS = 400, 24
 MOST_PATIENCE = 16
 """Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
 BY_FAR = ((8, 1.3), (4, 2.0))
-"""(steps, ratio): so few are enough to stop a shape, or to end a probe, that loses by so much: noise does not do that."""
+"""(steps, ratio): so few stop a shape, or end a probe, that loses by so much: noise does not do that."""
 FEWEST = BY_FAR[-1][0]
 _DECAY = 0.97
 
