@@ -19,6 +19,16 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
     return _cuda(count) if device.type == "cuda" else _cpu(count)
 
 
+def free_now(device: torch.device) -> int:
+    """Bytes that a process which has run for a while can still have: what its allocator holds for itself included."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    _, free = _machine()
+    limit, used = _container_limit(), _container_usage()
+    return free if limit is None or used is None else min(free, limit - used)
+
+
 def _cuda(count: int) -> Device:
     there = torch.cuda.device_count()
     if there < count:
@@ -46,6 +56,19 @@ def _machine() -> tuple[int, int]:
     except (OSError, KeyError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return total, total
+
+
+def _container_usage() -> int | None:
+    """What the container has in use, pages of files aside that can be dropped at any time."""
+    for folder, usage in ((CGROUP, "memory.current"), (CGROUP / "memory", "memory.usage_in_bytes")):
+        try:
+            words = (folder / "memory.stat").read_text().split()
+            stat = dict(zip(words[::2], words[1::2], strict=True))
+            idle = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+            return int((folder / usage).read_text()) - int(idle)
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def _container_limit() -> int | None:

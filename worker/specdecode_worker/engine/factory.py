@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
+from specdecode_worker.engine.beside import LoadBeside
 from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.device_memory import free_now
 from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
 from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
@@ -110,7 +112,7 @@ def assemble(
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
-        load_draft=loader,
+        load_draft=LoadBeside(loader, config.tensor_parallel_size, lambda: free_now(weight.device)),
     )
 
 

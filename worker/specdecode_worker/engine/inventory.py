@@ -80,7 +80,7 @@ def _drafts(config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path)
             continue
         where, length = draft.uri, config.model.max_model_len
         try:
-            _expect_own_logits(draft, config.engine.tensor_parallel_size)
+            expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = shape_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
             found.append((name, model))
         except ModelError as error:
@@ -89,7 +89,8 @@ def _drafts(config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path)
     return found
 
 
-def _expect_own_logits(draft: DraftConfig, ranks: int) -> None:
+def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
+    """Raises ModelError for a head that would read a matrix of the target's which no device has whole."""
     if draft.method == "eagle" and ranks > 1:
         raise ModelError(
             f"{draft.uri}: a head of method eagle makes logits with the target's matrix, which is split over {ranks}"
