@@ -57,6 +57,8 @@ def test_a_message_as_clients_echo_it_is_accepted() -> None:
     assert chat(messages=[echoed]).messages[0].content == ""
     with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
         chat(messages=[{**echoed, "tool_calls": [{"id": "1"}]}])
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.name"):
+        chat(messages=[{**echoed, "name": []}])
 
 
 @pytest.mark.parametrize("value", [0, 0.0, None])

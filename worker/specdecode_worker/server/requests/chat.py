@@ -37,10 +37,14 @@ def _plain_text(value: Any) -> Any:
 
 
 def _without_empty(value: Any) -> Any:
-    """A message that a client echoes carries its unused fields as null or []."""
+    """A message that a client echoes carries its unused fields as null, and its unused lists as []."""
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if key == "content" or item not in (None, [])}
+        return {key: item for key, item in value.items() if key == "content" or item not in _unused(key)}
     return value
+
+
+def _unused(key: str) -> tuple[object, ...]:
+    return (None,) if key in ("role", "name", "tool_call_id") else (None, [])
 
 
 class ChatMessage(Checked):
