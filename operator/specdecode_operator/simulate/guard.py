@@ -14,6 +14,7 @@ from specdecode_worker.contract import GuardCell
 ENOUGH = 24
 LOSES, WINS = 1.05, 0.98
 PROBE_EVERY, PROBE_STEPS = 400, 24
+PROBE_SHARE = 0.005
 MOST_PATIENCE = 16
 BY_FAR = ((8, 1.3), (4, 2.0))
 FEWEST = BY_FAR[-1][0]
@@ -70,6 +71,7 @@ class Watch:
             self._judge_probe(self.probe, without)
         elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
             self.suppressed, self.since_verdict = True, 0
+            self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
 
     def until_verdict(self) -> int:
         """Steps that may pass before the next verdict could fall."""
@@ -84,7 +86,8 @@ class Watch:
         if won is not None and won <= WINS * without:
             self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
         elif won is not None or _loses(probe, without, BY_FAR):
-            self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
+            wait = max(2 * self.patience, _wait(probe, without))
+            self.patience = min(wait, MOST_PATIENCE * PROBE_EVERY)
         else:
             return
         self.probe, self.since_verdict = None, 0
@@ -92,6 +95,13 @@ class Watch:
 
 def _until(steps: int, edges: tuple[int, ...]) -> int:
     return next((edge - steps for edge in edges if edge > steps), MOST_STEPS)
+
+
+def _wait(pace: Pace, without: float) -> int:
+    """Steps of which a probe that loses as much would lose no more than its share."""
+    ratio = (pace.after(1) or without) / without
+    steps = next((steps for steps, bound in reversed(BY_FAR) if ratio > bound), PROBE_STEPS)
+    return int(steps * (ratio - 1) / PROBE_SHARE)
 
 
 def _loses(pace: Pace, without: float, bounds: Sequence[tuple[int, float]]) -> bool:

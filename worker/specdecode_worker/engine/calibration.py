@@ -5,13 +5,14 @@ The guard then knows what speculation has to beat from the first request on, ins
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 from typing import Protocol
 
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 
-TIMED_STEPS, DROPPED_STEPS = 5, 2
+TIMED_STEPS, DROPPED_STEPS = 10, 3
 PROMPT_TOKENS = 16
 
 
@@ -31,17 +32,23 @@ class Calibrated(Protocol):
 
 
 def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
-    """Seconds of a plain step by number of sequences; the largest loads are left out when time runs out."""
+    """Seconds of a plain step by number of sequences; the largest loads are left out when time runs out.
+
+    Up through the loads and down again, the faster of both: a process that has just started is slower by a third, and
+    a guard that thinks plain decoding slower than it is lets drafts lose.
+    """
     began = time.monotonic()
     found: dict[int, float] = {}
     engine.run_plainly(True)
-    for count in engine.calibration_loads():
+    loads = engine.calibration_loads()
+    for count in (*loads, *reversed(loads)):
         before = time.monotonic()
-        found[count] = _plain_step_seconds(engine, count)
-        engine.assume_plain(count, found[count])
+        found[count] = min(_plain_step_seconds(engine, count), found.get(count, math.inf))
         now = time.monotonic()
         if now - began + 2 * (now - before) > most_seconds:  # the next load takes up to twice as long
             break
+    for count, seconds in found.items():
+        engine.assume_plain(count, seconds)
     engine.run_plainly(False)
     engine.forget_traffic()
     return found

@@ -17,6 +17,8 @@ LOSES, WINS = 1.05, 0.98
 """Speculative over plain time per token: above the first speculation stops, below the second it comes back."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
 """While stopped: after this many steps the plan's shape runs for this many."""
+PROBE_SHARE = 0.005
+"""Of all steps that a probe may lose: what loses much is probed the later for it."""
 MOST_PATIENCE = 16
 """Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
 BY_FAR = ((8, 1.3), (4, 2.0))
@@ -76,13 +78,15 @@ class Watch:
             self._judge_probe(self.probe, without)
         elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
             self.suppressed, self.since_verdict = True, 0
+            self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
         if won is not None and won <= WINS * without:
             self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
         elif won is not None or _loses(probe, without, BY_FAR):
-            self.patience = min(2 * self.patience, MOST_PATIENCE * PROBE_EVERY)
+            wait = max(2 * self.patience, _wait(probe, without))
+            self.patience = min(wait, MOST_PATIENCE * PROBE_EVERY)
         else:
             return
         self.probe, self.since_verdict = None, 0
@@ -141,6 +145,13 @@ class Guard:
             )
             for (cell, _), watch in sorted(self._watches.items(), key=lambda item: item[0][0])
         )
+
+
+def _wait(pace: Pace, without: float) -> int:
+    """Steps of which a probe that loses as much would lose no more than its share."""
+    ratio = (pace.after(1) or without) / without
+    steps = next((steps for steps, bound in reversed(BY_FAR) if ratio > bound), PROBE_STEPS)
+    return int(steps * (ratio - 1) / PROBE_SHARE)
 
 
 def _loses(pace: Pace, without: float, bounds: Sequence[tuple[int, float]]) -> bool:

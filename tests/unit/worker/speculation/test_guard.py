@@ -10,6 +10,7 @@ from specdecode_worker.speculation.guard import (
     ENOUGH,
     MOST_PATIENCE,
     PROBE_EVERY,
+    PROBE_SHARE,
     PROBE_STEPS,
     Guard,
 )
@@ -35,6 +36,15 @@ def losing() -> Guard:
     run(guard, PLAIN, ENOUGH, 1.0)
     run(guard, CHAIN, ENOUGH, 1.8, 1.5)
     return guard
+
+
+def rest(guard: Guard) -> int:
+    """Plain steps until CHAIN is probed."""
+    steps = 0
+    while not guard.allows(0, 0, CHAIN):
+        guard.measured(0, 0, PLAIN, 1.0, 1.0)
+        steps += 1
+    return steps
 
 
 def test_nothing_is_stopped_before_both_are_known() -> None:
@@ -68,20 +78,22 @@ def test_other_loads_and_shapes_are_judged_for_themselves() -> None:
 
 def test_a_stopped_shape_is_probed_and_comes_back_when_it_pays_again() -> None:
     guard = losing()
-    assert run(guard, CHAIN, PROBE_EVERY, 1.0, 1.5) == 0
+    assert rest(guard) >= PROBE_EVERY
     assert run(guard, CHAIN, PROBE_STEPS, 1.0, 1.5) == PROBE_STEPS
     assert guard.allows(0, 0, CHAIN)
 
 
 def test_a_probe_that_loses_ends() -> None:
     guard = losing()
-    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 1.6, 1.5) == PROBE_STEPS
+    rest(guard)
+    assert run(guard, CHAIN, 2 * PROBE_STEPS, 1.6, 1.5) == PROBE_STEPS
     assert not guard.allows(0, 0, CHAIN)
 
 
 def test_a_probe_that_loses_by_far_ends_early() -> None:
     guard = losing()
-    assert run(guard, CHAIN, PROBE_EVERY + PROBE_STEPS, 2.0, 1.5) == SOON
+    rest(guard)
+    assert run(guard, CHAIN, 2 * PROBE_STEPS, 2.0, 1.5) == SOON
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, BY_FAR[1][0])])
@@ -90,6 +102,15 @@ def test_what_loses_by_far_is_stopped_early(seconds: float, steps: int) -> None:
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     assert run(guard, CHAIN, 100, seconds, 1.5) == steps
+
+
+@pytest.mark.parametrize(("seconds", "lost"), [(1.6, PROBE_STEPS * 0.1 / 1.5), (1.8, PROBE_STEPS * 0.2), (4.5, 4 * 2)])
+def test_what_loses_much_is_probed_the_later(seconds: float, lost: float) -> None:
+    """A probe may lose half a percent of the steps that lie between."""
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    run(guard, CHAIN, ENOUGH, seconds, 1.5)
+    assert rest(guard) == pytest.approx(max(PROBE_EVERY, lost / PROBE_SHARE), abs=ENOUGH)
 
 
 def test_probes_in_vain_come_ever_less_often_up_to_a_bound() -> None:
