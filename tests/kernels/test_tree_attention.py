@@ -6,100 +6,19 @@ end: a wrong ancestor bit, a swapped block, a prefix or a window that is off by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
+from attention_cases import BLOCK, UGLY, Case, Sequence, by_definition, chain, chunk, close, make, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
 from specdecode_kernels.tree_attention.reference import CAUSAL, tree_attention
-
-BLOCK = 4
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """``parents`` of the rows behind the prefix, the root's -1 first, or None for a causal chunk of ``rows`` rows.
-    ``queries`` are the rows that ask: all of them for the target, the newest level for a draft. The first ``start``
-    keys are hidden; ``slack`` is how far the host's bound lies above the keys that there are."""
-
-    prefix: int
-    rows: int
-    parents: tuple[int, ...] | None
-    queries: tuple[int, ...]
-    start: int = 0
-    slack: int = 0
-
-    @property
-    def keys(self) -> int:
-        return self.prefix + (max(self.queries) + 1)
-
-    def sees(self, row: int) -> list[int]:
-        """Indices of the keys that suffix row ``row`` attends to, by following its parents."""
-        own = list(range(row + 1)) if self.parents is None else []
-        while self.parents is not None and row >= 0:
-            own.append(row)
-            row = self.parents[row]
-        return [key for key in (*range(self.prefix), *(self.prefix + r for r in sorted(own))) if key >= self.start]
-
-    def ancestors(self, row: int) -> int:
-        if self.parents is None:
-            return CAUSAL
-        mask = sum(1 << (key - self.prefix) for key in replace(self, start=0).sees(row) if key >= self.prefix)
-        return mask - (1 << 64) if mask >> 63 else mask
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sequences, the blocks that they own, and tensors. Every slot that no sequence has written holds garbage."""
-
-    sequences: tuple[Sequence, ...]
-    blocks: tuple[tuple[int, ...], ...]
-    q_THD: Tensor
-    cache_2NPKD: Tensor
-    ancestors_T: Tensor
-
-    @property
-    def table_BM(self) -> Tensor:
-        most = max(map(len, self.blocks))
-        return torch.tensor([[*owned, *[0] * (most - len(owned))] for owned in self.blocks])
-
-    @property
-    def prefix_B(self) -> Tensor:
-        return torch.tensor([s.prefix for s in self.sequences])
-
-    def keys(self, b: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a sequence, its suffix rows included, gathered one by one."""
-        s = self.sequences[b]
-        slots = [(self.blocks[b][i // BLOCK], i % BLOCK) for i in range(s.prefix + s.rows)]
-        k, v = (torch.stack([half[block, offset] for block, offset in slots]) for half in self.cache_2NPKD)
-        return k, v
-
-
-def make(
-    sequences: tuple[Sequence, ...], *, kv: int, groups: int, scattered: bool, dtype: torch.dtype, seed: int = 0
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    needed = [-(-(s.prefix + s.rows + s.slack) // BLOCK) for s in sequences]
-    total = 1 + sum(needed)
-    order = torch.randperm(total - 1, generator=generator) if scattered else torch.arange(total - 1)
-    ends = list(accumulate(needed, initial=0))
-    blocks = tuple(tuple((order[a:b] + 1).tolist()) for a, b in pairwise(ends))
-    size = 8
-    cache = 30 * torch.randn(2, total, BLOCK, kv, size, generator=generator, dtype=dtype)
-    for s, owned in zip(sequences, blocks, strict=True):
-        for i in range(s.prefix + s.rows):
-            cache[:, owned[i // BLOCK], i % BLOCK] = torch.randn(2, kv, size, generator=generator, dtype=dtype)
-    count = sum(len(s.queries) for s in sequences)
-    q = 2 * torch.randn(count, kv * groups, size, generator=generator, dtype=dtype)
-    return Case(sequences, blocks, q, cache, torch.tensor([s.ancestors(row) for s in sequences for row in s.queries]))
 
 
 def prepared(case: Case, *, dense: bool = False, groups: int | None = None, one_by_one: bool = True) -> Prepared:
@@ -151,38 +70,6 @@ def by_reference(case: Case) -> Tensor:
     )
 
 
-def by_definition(case: Case) -> Tensor:
-    """Dense softmax attention in fp64, one query and one head at a time."""
-    out, t = torch.zeros_like(case.q_THD), 0
-    groups = case.q_THD.shape[1] // case.cache_2NPKD.shape[3]
-    for b, s in enumerate(case.sequences):
-        k, v = (x.double() for x in case.keys(b))
-        for row in s.queries:
-            seen = s.sees(row)
-            for head in range(case.q_THD.shape[1]):
-                scores = k[seen, head // groups] @ case.q_THD[t, head].double() / math.sqrt(k.shape[-1])
-                out[t, head] = (scores.softmax(0) @ v[seen, head // groups]).to(out.dtype)
-            t += 1
-    return out
-
-
-def close(found: Tensor, wanted: Tensor) -> bool:
-    tolerance = TOLERANCE[wanted.dtype]
-    return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
-
-
-def tree(prefix: int, *parents: int, start: int = 0, slack: int = 0) -> Sequence:
-    return Sequence(prefix, len(parents) + 1, (-1, *parents), tuple(range(len(parents) + 1)), start, slack)
-
-
-def chain(prefix: int, nodes: int, **fields: int) -> Sequence:
-    return tree(prefix, *range(nodes), **fields)
-
-
-def chunk(prefix: int, rows: int, **fields: int) -> Sequence:
-    return Sequence(prefix, rows, None, tuple(range(rows)), **fields)
-
-
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
     prefix = draw(st.integers(0, 19))
@@ -224,17 +111,6 @@ def test_reference_is_dense_softmax_and_op_is_the_reference(case: Case) -> None:
     found = by_reference(case)
     assert close(found, by_definition(case))
     assert close(by_op(case), found)
-
-
-UGLY = {
-    "one token, nothing before it": (tree(0),),
-    "64 rows: the last ancestor is the sign bit": (chain(5, 63),),
-    "64 leaves of one root": (tree(3, *[0] * 63),),
-    "a chunk longer than a mask": (chunk(0, 90), tree(17, 0, 0, 1)),
-    "prefixes that end on a block": (chain(BLOCK, 2), chain(2 * BLOCK, 0), chunk(3 * BLOCK, BLOCK)),
-    "all kinds together": (chunk(7, 11), tree(0, 0, 0, 1, 1, 2), chain(13, 4, slack=5), tree(30), chunk(0, 1)),
-    "a window that hides all of the prefix": (chain(9, 3, start=9), chain(9, 3, start=8), chain(9, 3)),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.noise import reference
 from specdecode_kernels.noise.reference import GUMBEL_STREAM, LOW, MULTIPLIER, ROUNDS, WEYL
 
@@ -17,7 +18,11 @@ _LARGE = 4096
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GUMBEL_STREAM) -> Tensor:
-    """[R, V] fp64, equal to reference.gumbel bit for bit."""
+    """[R, V] fp64, equal to reference.gumbel: bit for bit on a CPU, up to the last bits of a logarithm on a GPU."""
+    if dispatch.on_gpu(seed_R):
+        from specdecode_kernels.noise import kernel
+
+        return kernel.gumbel(seed_R, position_R, vocab_size, stream)
     if seed_R.device.type != "cpu" or vocab_size < _LARGE:
         return reference.gumbel(seed_R, position_R, vocab_size, stream)
     quad_Q = torch.arange(-(-vocab_size // 4))

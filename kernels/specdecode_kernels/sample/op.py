@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
+
 _LARGE = 4096
 """A row of so many tokens costs more than a turn of a loop."""
 _SAFE = 1e-4
@@ -59,6 +61,12 @@ def processed(
     truncated: bool,
 ) -> Tensor:
     """As reference.processed for rows of temperature > 0. ``truncated`` is the host's word that some row cuts."""
+    if dispatch.on_gpu(logits_RV) and logits_RV.dtype != torch.float64:
+        from specdecode_kernels.sample import kernel
+
+        least_R = torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
+        found = kernel.cuts(logits_RV, temperature_R, (top_k_R, top_p_R, least_R) if truncated else None)
+        return kernel.processed(logits_RV, temperature_R, found)
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
     if truncated:

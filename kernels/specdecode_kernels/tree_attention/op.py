@@ -3,8 +3,8 @@
 The prefix and the tree's own keys are one run of slots behind each other, so one masked attention over that run is
 the two passes of the reference merged. What is the same in every layer (which slots, which keys are visible) is made
 once per pass by `prepare`. On a CPU `attend` is then one attention a sequence and layer: in place where its blocks lie
-behind each other, over a copy where not (a prefix that others own too, a cache that is full). Elsewhere it is one
-gather and one attention of all sequences.
+behind each other, over a copy where not (a prefix that others own too, a cache that is full). On a GPU it is the
+kernel. Anything else is one gather and one attention of all sequences.
 
 Suffixes as in reference.py; L keys of a sequence, G query heads per key-value head.
 """
@@ -14,13 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention.reference import CAUSAL
+
+if TYPE_CHECKING:
+    from specdecode_kernels.tree_attention.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,11 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`."""
+    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`, or the kernel's `plan`."""
 
-    runs: tuple[Run, ...]
-    gathered: Gathered | None
+    runs: tuple[Run, ...] = ()
+    gathered: Gathered | None = None
+    plan: Plan | None = None
 
 
 def prepare(
@@ -64,15 +70,22 @@ def prepare(
     groups: int,
     dtype: torch.dtype,
     one_by_one: bool | None = None,
+    kv_heads: int = 8,
 ) -> Prepared:
     """``blocks``, ``key_bounds`` and ``key_starts`` are the host's view: which blocks each sequence owns, how many
     keys it has at most, and how many of the oldest are hidden; ``prefix_len_B`` is the device's. ``dense`` is the
     host's word that the bounds are exact and every query sees every key from its start. ``groups`` is H / K.
-    ``one_by_one`` reads sequence by sequence; None does so on a CPU.
+    ``one_by_one`` reads sequence by sequence; None does so on a CPU. ``kv_heads`` helps to size a GPU's grid.
 
     Query t of a sequence sees its prefix and, behind it, the rows named by ``ancestors``; CAUSAL sees the rows up to
     its own. Every query must see at least one key.
     """
+    if one_by_one is None and dispatch.on_gpu(block_table_BM):
+        return Prepared(
+            plan=_planned(
+                block_table_BM, block_size, query_counts, prefix_len_B, ancestors_T, key_starts, groups, kv_heads
+            )
+        )
     if one_by_one is None:
         one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None
@@ -80,7 +93,8 @@ def prepare(
     if not (dense and (one_by_one or (len(blocks) == 1 and not any(key_starts)))):
         visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
     if not one_by_one:
-        return Prepared((), _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype))
+        gathered = _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype)
+        return Prepared(gathered=gathered)
     runs = []
     end = 0
     for owned, count, first, bound in zip(blocks, query_counts, key_starts, key_bounds, strict=True):
@@ -90,11 +104,15 @@ def prepare(
             mask = _additive(visible_TL[start:end, first:bound], dtype).repeat(groups, 1)
         rows = _rows(owned, block_size, first, bound, block_table_BM.device)
         runs.append(Run(slice(start, end), rows, mask))
-    return Prepared(tuple(runs), None)
+    return Prepared(tuple(runs))
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
     """Attended values [T, H, D]; this pass's keys and values have been written to the cache before."""
+    if prepared.plan is not None:
+        from specdecode_kernels.tree_attention import kernel
+
+        return kernel.attend(q_THD, cache_2NPKD, prepared.plan)
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
     if prepared.gathered is not None:
         return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
@@ -103,6 +121,32 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
         for run in prepared.runs
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _planned(
+    block_table_BM: Tensor,
+    block_size: int,
+    query_counts: Sequence[int],
+    prefix_len_B: Tensor,
+    ancestors_T: Tensor,
+    key_starts: Sequence[int],
+    groups: int,
+    kv_heads: int,
+) -> Plan:
+    """The host's counts and starts become tensors; who replays a graph keeps such tensors and calls `plan` itself."""
+    from specdecode_kernels.tree_attention.plan import plan
+
+    starts = list(accumulate(query_counts, initial=0))
+    return plan(
+        query_start=torch.tensor(starts, device=block_table_BM.device),
+        prefix_len_B=prefix_len_B,
+        key_start_B=torch.tensor(key_starts, dtype=torch.int64, device=block_table_BM.device),
+        ancestors_T=ancestors_T,
+        block_table_BM=block_table_BM,
+        block_size=block_size,
+        groups=groups,
+        kv_heads=kv_heads,
+    )
 
 
 def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:

@@ -1,0 +1,261 @@
+"""Tree attention on a GPU: one pass over pieces of work (plan.py), and a merge of what was cut. See README.md.
+
+Suffixes as in reference.py; W pieces of a plan, G query heads per key-value head. Keys and values, those of the tree
+too, are read from the paged cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
+
+_STAGES = 5
+"""Two blocks of keys and values in flight: addresses come out of the block table, and take two of the stages."""
+_CHUNKS_AT_ONCE = 16
+_MANY_TOKENS = 1024
+"""From here on a merging program takes all heads of a group: there are programs enough."""
+
+
+@triton.jit
+def _read(head, row_N, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[N, BLOCK_D] rows of one head."""
+    if D == BLOCK_D:
+        return tl.load(head + row_N[:, None] + d[None, :])
+    else:
+        return tl.load(head + row_N[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION: tl.constexpr):
+    """One block of keys more: rescaled by the new maximum; a row that has seen no key yet stays at nothing."""
+    new_M = tl.maximum(top_M, tl.max(scores_MN, 1))
+    finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+    weights_MN = tl.math.exp2(scores_MN - finite_M[:, None])
+    shrink_M = tl.math.exp2(top_M - finite_M)
+    acc_MD = acc_MD * shrink_M[:, None]
+    acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
+    return acc_MD, sum_M * shrink_M + tl.sum(weights_MN, 1), new_M
+
+
+@triton.jit
+def _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M):
+    """[M, N]: the prefix behind its start, and of the rows behind it those on the path, or those up to the own."""
+    behind_N = key_N - prefix
+    bit_N = tl.minimum(tl.maximum(behind_N, 0), 63).to(tl.int64)
+    on_path = (((ancestors_M[:, None] >> bit_N[None, :]) & 1) == 1) & (behind_N < 64)[None, :]
+    causal = behind_N[None, :] <= own_row_M[:, None]
+    suffix = tl.where((ancestors_M == 0)[:, None], causal, on_path)
+    return ((behind_N < 0)[None, :] | suffix) & (key_N >= start)[None, :] & real_M[:, None]
+
+
+@triton.jit
+def _attend_kernel(
+    q_THD,
+    k_NPKD,
+    v_NPKD,
+    pieces_W8,
+    table_BM,
+    prefix_len_B,
+    key_start_B,
+    ancestors_T,
+    out_THD,
+    part_WKMD,
+    lse_WKM,
+    scale_log2,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    position_stride,
+    head_stride,
+    table_stride,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, w = tl.program_id(0), tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    piece = pieces_W8 + w * 8
+    rows = tl.load(piece + 2)
+    if rows <= 0:
+        return
+    chunks = tl.load(piece + 7)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    real_M = (m // G) < rows
+    whole_MD = real_M[:, None] & (d < D)[None, :]
+    token_M = (tl.load(piece + 1) + m // G).to(tl.int64)
+    head_M = head * G + m % G
+    place_M = token_M * kv_heads * G + head_M
+    if chunks == 0:
+        tl.store(out_THD + place_M[:, None] * D + d[None, :], tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=whole_MD)
+        return
+    sequence = tl.load(piece).to(tl.int64)
+    own_row_M = tl.load(piece + 3) + m // G
+    begin, end = tl.load(piece + 4), tl.load(piece + 5)
+    prefix = tl.load(prefix_len_B + sequence).to(tl.int32)
+    start = tl.load(key_start_B + sequence).to(tl.int32)
+    ancestors_M = tl.load(ancestors_T + token_M, mask=real_M, other=0)
+    query_M = token_M * q_token_stride + head_M * q_head_stride
+    q_MD = tl.load(q_THD + query_M[:, None] + d[None, :], mask=whole_MD, other=0.0)
+    table = table_BM + sequence * table_stride
+    k_head, v_head = k_NPKD + head.to(tl.int64) * head_stride, v_NPKD + head.to(tl.int64) * head_stride
+    n = tl.arange(0, BLOCK_N)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    # Blocks that every row sees whole: the prefix behind its start. No mask, and loads that run ahead.
+    clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)
+    masked = tl.minimum(tl.maximum(clear, prefix // BLOCK_N), end)
+    for block in tl.range(clear, masked):
+        key_N = block * BLOCK_N + n
+        page_N = tl.load(table + key_N // PAGE).to(tl.int64)
+        row_N = page_N * page_stride + (key_N % PAGE) * position_stride
+        k_ND = _read(k_head, row_N, d, D, BLOCK_D)
+        v_ND = _read(v_head, row_N, d, D, BLOCK_D)
+        scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
+        acc_MD, sum_M, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION)
+
+    # The others: where the prefix begins and where it ends, and the suffix. What no row sees is not even read, since
+    # a weight of zero times garbage may be no number.
+    for i in tl.range(begin, end - (masked - clear), num_stages=1):
+        block = tl.where(i < clear, i, i + masked - clear)
+        key_N = block * BLOCK_N + n
+        visible_MN = _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M)
+        seen_N = tl.max(visible_MN.to(tl.int32), 0) > 0
+        page_N = tl.load(table + key_N // PAGE, mask=seen_N, other=0).to(tl.int64)
+        row_N = page_N * page_stride + (key_N % PAGE) * position_stride
+        inside = (d < D)[None, :] & seen_N[:, None]
+        k_ND = tl.load(k_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
+        v_ND = tl.load(v_head + row_N[:, None] + d[None, :], mask=inside, other=0.0)
+        scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
+        scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
+        acc_MD, sum_M, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION)
+
+    values_MD = acc_MD / tl.where(sum_M == 0, 1.0, sum_M)[:, None]
+    if chunks == 1:
+        tl.store(out_THD + place_M[:, None] * D + d[None, :], values_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
+    else:
+        # log2 becomes natural here: 0.6931... is log 2.
+        lse_M = tl.where(sum_M == 0, float("-inf"), (top_M + tl.math.log2(sum_M)) * 0.6931471805599453)
+        part_M = (w.to(tl.int64) * kv_heads + head) * BLOCK_M + m
+        tl.store(part_WKMD + part_M[:, None] * D + d[None, :], values_MD, mask=whole_MD)
+        tl.store(lse_WKM + part_M, lse_M, mask=real_M)
+
+
+@triton.jit
+def _merge_kernel(
+    part_WKMD,
+    lse_WKM,
+    merges_T4,
+    out_THD,
+    kv_heads,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One packed query, HEADS of its heads: the softmax over its chunks, each weighted by its log-sum-exp."""
+    token = tl.program_id(0).to(tl.int64)
+    chunks = tl.load(merges_T4 + token * 4 + 1)
+    if chunks < 2:
+        return
+    first = tl.load(merges_T4 + token * 4).to(tl.int64)
+    row = tl.load(merges_T4 + token * 4 + 2)
+    c = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    for i in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + i
+        place = (first * kv_heads + head // G) * BLOCK_M + row * G + head % G
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc_D = tl.zeros([BLOCK_D], tl.float32)
+        for chunk in range(0, chunks, BLOCK_C):
+            mine_C = chunk + c < chunks
+            part_C = place + (chunk + c).to(tl.int64) * kv_heads * BLOCK_M
+            lse_C = tl.load(lse_WKM + part_C, mask=mine_C, other=float("-inf"))
+            new = tl.maximum(top, tl.max(lse_C, 0))
+            finite = tl.where(new == float("-inf"), 0.0, new)
+            weights_C = tl.exp(lse_C - finite)
+            inside = (mine_C & (weights_C > 0))[:, None] & (d < D)[None, :]
+            values_CD = tl.load(part_WKMD + part_C[:, None] * D + d[None, :], mask=inside, other=0.0)
+            shrink = tl.exp(top - finite)
+            acc_D = acc_D * shrink + tl.sum(values_CD * weights_C[:, None], 0)
+            total = total * shrink + tl.sum(weights_C, 0)
+            top = new
+        values_D = acc_D / tl.where(total == 0, 1.0, total)
+        out_D = out_THD + (token * kv_heads * G + head) * D + d
+        tl.store(out_D, values_D.to(out_THD.dtype.element_ty), mask=d < D)
+
+
+def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
+    """Attended values [T, H, D] of every packed query, zeros where it sees no key. Sums are fp32.
+
+    ``cache_2NPKD`` is one layer's, this pass's keys and values included; its rows and those of ``q_THD`` must be
+    contiguous. Head dimensions up to 256.
+    """
+    tokens, heads, size = q_THD.shape
+    _, _, page, kv_heads, _ = cache_2NPKD.shape
+    assert heads == kv_heads * plan.groups, "the plan was made for another grouping of heads"
+    assert q_THD.stride(2) == cache_2NPKD.stride(4) == 1, "rows of D must be contiguous"
+    assert page == plan.block_size, "the plan was made for another block size"
+    block_m = max(triton.next_power_of_2(plan.tile_queries * plan.groups), 16)
+    block_d = max(triton.next_power_of_2(size), 16)
+    pieces = len(plan.pieces_W8)
+    assert plan.pieces_W8.shape[1] == FIELDS
+    out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
+    part_WKMD = torch.empty(pieces, kv_heads, block_m, size, dtype=torch.float32, device=q_THD.device)
+    lse_WKM = torch.empty(pieces, kv_heads, block_m, dtype=torch.float32, device=q_THD.device)
+    wide = q_THD.dtype == torch.float32
+    _attend_kernel[(kv_heads, pieces)](
+        q_THD,
+        cache_2NPKD[0],
+        cache_2NPKD[1],
+        plan.pieces_W8,
+        plan.block_table_BM,
+        plan.prefix_len_B,
+        plan.key_start_B,
+        plan.ancestors_T,
+        out_THD,
+        part_WKMD,
+        lse_WKM,
+        size**-0.5 * 1.4426950408889634,
+        *q_THD.stride()[:2],
+        *cache_2NPKD.stride()[1:4],
+        plan.block_table_BM.stride(0),
+        D=size,
+        G=plan.groups,
+        PAGE=page,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N,
+        PRECISION="tf32x3" if wide else "tf32",
+        num_warps=4,
+        num_stages=3 if wide else _STAGES,
+    )
+    merged_heads = plan.groups if tokens > _MANY_TOKENS else 1
+    _merge_kernel[(tokens, heads // merged_heads)](
+        part_WKMD,
+        lse_WKM,
+        plan.merges_T4,
+        out_THD,
+        kv_heads,
+        D=size,
+        G=plan.groups,
+        HEADS=merged_heads,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_C=_CHUNKS_AT_ONCE,
+        num_warps=4,
+    )
+    return out_THD

@@ -1,0 +1,180 @@
+"""The work of one attention pass, cut into even pieces on the device.
+
+A tile is a few queries of one sequence; a piece is a tile and a run of its key blocks. How long runs are follows from
+the lengths, which only the device knows; how many pieces there can be follows from the tensors' sizes, which the host
+knows. So one launch fits all lengths, a long context beside short ones included, and a captured graph stays right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdecode_kernels.dispatch import processors
+
+BLOCK_N = 64
+"""Keys that a program reads at a time."""
+TREE_ROWS = 64
+"""Bits of ``ancestors``: no tree reaches further behind its prefix."""
+WAVES = 2
+"""Pieces for each streaming multiprocessor, beyond one a tile."""
+LEAST_BLOCKS = 2
+"""A run of fewer key blocks costs more to merge than it saves."""
+FIELDS = 8
+_PIECES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``pieces_W8`` (int32): sequence, first packed query, queries, their first row behind the prefix, first and end
+    key block, chunk, chunks; chunks is 0 where queries are padding. ``merges_T4`` (int32) tells each packed query its
+    first piece, the chunks of its tile, and its place in the tile. The rest is what `attend` looks up."""
+
+    pieces_W8: Tensor
+    merges_T4: Tensor
+    block_table_BM: Tensor
+    prefix_len_B: Tensor
+    key_start_B: Tensor
+    ancestors_T: Tensor
+    block_size: int
+    groups: int
+    tile_queries: int
+    most_chunks: int
+
+
+@triton.jit
+def _plan_kernel(
+    query_start,
+    prefix_len_B,
+    key_start_B,
+    ancestors_T,
+    pieces_W8,
+    merges_T4,
+    batch,
+    tokens,
+    capacity,
+    most_chunks,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    b = tl.arange(0, BLOCK_B)
+    real = b < batch
+    first_B = tl.load(query_start + b, mask=real, other=0).to(tl.int32)
+    count_B = tl.load(query_start + b + 1, mask=real, other=0).to(tl.int32) - first_B
+    prefix_B = tl.load(prefix_len_B + b, mask=real, other=0).to(tl.int32)
+    start_B = tl.load(key_start_B + b, mask=real, other=0).to(tl.int32)
+    causal_B = tl.load(ancestors_T + first_B, mask=real & (count_B > 0), other=1) == 0
+    end_B = tl.minimum(prefix_B + tl.where(causal_B, count_B, ROWS), capacity)
+    tiles_B = (count_B + TILE - 1) // TILE
+    begin_B = start_B // KEYS
+    blocks_B = tl.maximum((end_B + KEYS - 1) // KEYS - begin_B, 0)
+    total = tl.sum(tiles_B * blocks_B, 0)
+    run = tl.maximum((total + most_chunks - 1) // most_chunks, LEAST)
+    # A tile without a key has a chunk all the same: somebody must write its zeros.
+    chunks_B = tl.maximum((blocks_B + run - 1) // run, 1)
+    ends_B = tl.cumsum(tiles_B * chunks_B, 0)
+
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    sequence_W = tl.sum(((ends_B[None, :] <= w[:, None]) & real[None, :]).to(tl.int32), 1)
+    mine = b[None, :] == sequence_W[:, None]
+    chunks_W = tl.sum(tl.where(mine, chunks_B[None, :], 0), 1)
+    local_W = w - tl.sum(tl.where(mine, (ends_B - tiles_B * chunks_B)[None, :], 0), 1)
+    used = sequence_W < batch
+    row_W = tl.where(used, local_W // tl.maximum(chunks_W, 1), 0) * TILE
+    chunk_W = tl.where(used, local_W % tl.maximum(chunks_W, 1), 0)
+    count_W = tl.sum(tl.where(mine, count_B[None, :], 0), 1)
+    end_W = tl.sum(tl.where(mine, end_B[None, :], 0), 1)
+    causal_end_W = tl.sum(tl.where(mine, (prefix_B + 0)[None, :], 0), 1) + tl.minimum(row_W + TILE, count_W)
+    causal_W = tl.sum(tl.where(mine, causal_B.to(tl.int32)[None, :], 0), 1) > 0
+    end_W = (tl.where(causal_W, tl.minimum(causal_end_W, end_W), end_W) + KEYS - 1) // KEYS
+    from_W = tl.sum(tl.where(mine, begin_B[None, :], 0), 1) + chunk_W * run
+    # Behind the last sequence: packed queries that belong to none, which are to be zeros.
+    pad_row_W = tl.load(query_start + batch).to(tl.int32) + (w - tl.sum(tiles_B * chunks_B, 0)) * TILE
+    query_W = tl.where(used, tl.sum(tl.where(mine, first_B[None, :], 0), 1) + row_W, pad_row_W)
+    rows_W = tl.minimum(tl.where(used, count_W - row_W, tokens - query_W), TILE)
+
+    piece = pieces_W8 + w * 8
+    tl.store(piece, sequence_W)
+    tl.store(piece + 1, query_W)
+    tl.store(piece + 2, rows_W)
+    tl.store(piece + 3, row_W)
+    tl.store(piece + 4, from_W)
+    tl.store(piece + 5, tl.minimum(from_W + run, end_W))
+    tl.store(piece + 6, chunk_W)
+    tl.store(piece + 7, tl.where(used, chunks_W, 0))
+    row = tl.arange(0, TILE)[None, :]
+    merge = merges_T4 + (query_W[:, None] + row) * 4
+    told = (chunk_W == 0)[:, None] & (row < rows_W[:, None])
+    tl.store(merge, w[:, None] + 0 * row, mask=told)
+    tl.store(merge + 1, tl.where(used, chunks_W, 0)[:, None] + 0 * row, mask=told)
+    tl.store(merge + 2, 0 * w[:, None] + row, mask=told)
+
+
+def plan(
+    *,
+    query_start: Tensor,
+    prefix_len_B: Tensor,
+    key_start_B: Tensor,
+    ancestors_T: Tensor,
+    block_table_BM: Tensor,
+    block_size: int,
+    groups: int,
+    kv_heads: int,
+) -> Plan:
+    """Queues one small kernel and waits for nothing; all layers of a pass share the result.
+
+    ``query_start`` [B + 1], ``prefix_len_B``, ``key_start_B`` and ``ancestors_T`` are int64 on the device. Padding
+    sequences own no query; packed queries behind ``query_start[B]`` attend to nothing and yield zeros.
+    """
+    tokens, (batch, columns) = len(ancestors_T), block_table_BM.shape
+    tile = _tile_queries(tokens, batch, groups)
+    most_chunks = triton.cdiv(WAVES * processors(ancestors_T), kv_heads)
+    pieces = triton.cdiv(tokens // tile + batch + 1 + most_chunks, _PIECES_AT_ONCE) * _PIECES_AT_ONCE
+    pieces_W8 = torch.empty(pieces, FIELDS, dtype=torch.int32, device=ancestors_T.device)
+    merges_T4 = torch.empty(tokens, 4, dtype=torch.int32, device=ancestors_T.device)
+    _plan_kernel[(pieces // _PIECES_AT_ONCE,)](
+        query_start,
+        prefix_len_B,
+        key_start_B,
+        ancestors_T,
+        pieces_W8,
+        merges_T4,
+        batch,
+        tokens,
+        columns * block_size,
+        most_chunks,
+        TILE=tile,
+        KEYS=BLOCK_N,
+        ROWS=TREE_ROWS,
+        LEAST=LEAST_BLOCKS,
+        BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK_W=_PIECES_AT_ONCE,
+    )
+    return Plan(
+        pieces_W8,
+        merges_T4,
+        block_table_BM,
+        prefix_len_B,
+        key_start_B,
+        ancestors_T,
+        block_size,
+        groups,
+        tile,
+        most_chunks,
+    )
+
+
+def _tile_queries(tokens: int, batch: int, groups: int) -> int:
+    """Queries of a tile, a power of 2: as many as a sequence has on average, within 16 to 64 rows of the matrix unit
+    (a row is a query and a head)."""
+    wanted = triton.next_power_of_2(triton.cdiv(tokens, batch))
+    heads = triton.next_power_of_2(groups)
+    return max(min(max(wanted, 16 // heads), 64 // heads), 1)

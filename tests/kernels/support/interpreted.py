@@ -1,0 +1,71 @@
+"""Kernels as Triton's interpreter runs them: on CPU tensors, one program after another, no compiler.
+
+Triton decides when a function is decorated, so kernels are imported here, before any test can import them otherwise;
+the environment is left as it was, for what tests start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_PACKAGE = "specdecode_kernels"
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """What is decorated meanwhile will be interpreted."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def kernel_modules() -> list[str]:
+    """Every module of the package that decorates kernels."""
+    root = Path(importlib.import_module(_PACKAGE).__file__ or "").parent
+    names = sorted(path.relative_to(root.parent) for path in root.rglob("*.py") if "@triton.jit" in path.read_text())
+    return [".".join(name.with_suffix("").parts) for name in names]
+
+
+def import_kernels() -> None:
+    """Raises RuntimeError where triton was imported before, to be compiled."""
+    with interpreting():
+        for name in kernel_modules():
+            importlib.import_module(name)
+        import triton.language as tl
+
+        if type(tl.interleave).__name__ != "InterpretedFunction":
+            raise RuntimeError("triton was imported too early to be interpreted: run tests/kernels by itself")
+        # Triton imports the rest of itself at its first launch.
+        noise = importlib.import_module(f"{_PACKAGE}.noise.kernel")
+        noise.gumbel(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 4, 0, block=4)
+
+
+def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    """The module with a bug planted in its source: ``old``, which must stand there, becomes ``new``."""
+    source = Path(module.__file__ or "").read_text()
+    assert old in source, f"{module.__name__} does not say {old!r} any more: plant the bug elsewhere"
+    path = folder / f"{module.__name__.replace('.', '_')}.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = found  # dataclasses look their module up
+    with interpreting():
+        spec.loader.exec_module(found)
+    return found

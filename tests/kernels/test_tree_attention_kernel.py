@@ -1,0 +1,241 @@
+"""The tree attention kernel, interpreted, against dense softmax over the keys that each query's path names.
+
+Slots that nobody may read hold NaN, and so does every output before it is written: one key too many, or one row too
+few, shows. Mutated copies of the source must be caught by the same check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from types import ModuleType
+
+import pytest
+import torch
+from attention_cases import BLOCK, TOLERANCE, UGLY, Case, Sequence, by_definition, chain, chunk, make, tree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.tree_attention import kernel, op, plan
+
+pytestmark = pytest.mark.usefixtures("poisoned", "small_blocks")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of 16 keys and a device of sixteen processors: short texts are cut and merged too."""
+    set_blocks(monkeypatch, 16)
+    monkeypatch.setattr(plan, "processors", lambda _: 16)
+    monkeypatch.setattr(plan, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(plan, "_PIECES_AT_ONCE", 8)
+    yield
+
+
+def set_blocks(patch: pytest.MonkeyPatch, keys: int) -> None:
+    patch.setattr(plan, "BLOCK_N", keys)
+    patch.setattr(kernel, "BLOCK_N", keys)
+
+
+def planned(case: Case, *, padding_queries: int = 0, padding_rows: int = 0, of: ModuleType = plan) -> plan.Plan:
+    """The plan of a batch with sequences that own nothing, and queries that belong to nobody, at its end."""
+    counts = [len(s.queries) for s in case.sequences] + [0] * padding_rows
+    starts = [s.start for s in case.sequences] + [0] * padding_rows
+    made: plan.Plan = of.plan(
+        query_start=torch.tensor(list(accumulate(counts, initial=0))),
+        prefix_len_B=torch.cat((case.prefix_B, torch.full((padding_rows,), 3))),
+        key_start_B=torch.tensor(starts),
+        ancestors_T=torch.cat((case.ancestors_T, torch.ones(padding_queries, dtype=torch.int64))),
+        block_table_BM=torch.cat((case.table_BM, torch.zeros(padding_rows, case.table_BM.shape[1], dtype=torch.int64))),
+        block_size=BLOCK,
+        groups=case.q_THD.shape[1] // case.cache_2NPKD.shape[3],
+        kv_heads=case.cache_2NPKD.shape[3],
+    )
+    return made
+
+
+def attended(case: Case, *, padding_queries: int = 0, padding_rows: int = 0, of: ModuleType = kernel) -> Tensor:
+    q_THD = torch.nn.functional.pad(case.q_THD, (0, 0, 0, 0, 0, padding_queries), value=torch.nan)
+    out: Tensor = of.attend(
+        q_THD, case.cache_2NPKD, planned(case, padding_queries=padding_queries, padding_rows=padding_rows)
+    )
+    assert (out[len(case.q_THD) :] == 0).all(), "padding yields zeros"
+    return out[: len(case.q_THD)]
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    """Both at the case's own precision; NaN is close to nothing."""
+    tolerance = TOLERANCE[wanted.dtype]
+    return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+def make_case(sequences: tuple[Sequence, ...], **fields: object) -> Case:
+    wanted = {"kv": 2, "groups": 3, "scattered": True, "dtype": torch.float32, "garbage": torch.nan, "size": 16}
+    return make(sequences, **(wanted | fields))  # type: ignore[arg-type]
+
+
+LENGTHS = {
+    f"{keys} keys before {what}": (build(keys),)
+    for keys in (0, 1, 7, 63, 64, 100)
+    for what, build in {
+        "a token": tree,
+        "a chain": lambda keys: chain(keys, 3),
+        "a tree": lambda keys: tree(keys, 0, 0, 1, 1, 2, 5),
+        "a chunk": lambda keys: chunk(keys, 19),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths(name: str) -> None:
+    case = make_case(LENGTHS[name])
+    assert close(attended(case), by_definition(case))
+
+
+@pytest.mark.parametrize("name", UGLY)
+def test_ugly_shapes(name: str) -> None:
+    case = make_case(UGLY[name], kv=1)
+    assert close(attended(case, padding_queries=5, padding_rows=2), by_definition(case))
+
+
+MIXED = (chunk(7, 21), tree(70, 0, 0, 1, 1, 2), chain(130, 4, start=21), tree(30), tree(0), chain(61, 2, start=61))
+
+
+@pytest.mark.parametrize("keys", [16, 64])
+@pytest.mark.parametrize(("kv", "groups"), [(1, 1), (3, 1), (1, 5), (2, 4), (1, 16)])
+def test_heads_and_blocks(kv: int, groups: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_blocks(monkeypatch, keys)
+    case = make_case(MIXED, kv=kv, groups=groups)
+    assert close(attended(case, padding_queries=3, padding_rows=1), by_definition(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_head_dimensions(size: int, dtype: torch.dtype) -> None:
+    case = make_case(MIXED[1:4], kv=1, groups=4, size=size, dtype=dtype)
+    assert close(attended(case), by_definition(case))
+
+
+def test_a_plan_has_room_for_any_mixture_and_even_pieces() -> None:
+    """One long text beside short ones is cut into many pieces; theirs stay whole."""
+    case = make_case((tree(400), *[tree(5)] * 6))
+    pieces = planned(case).pieces_W8
+    used = pieces[pieces[:, 2] > 0]
+    assert [(used[:, 0] == b).sum() for b in range(7)] == [7, 2, 2, 2, 2, 2, 2]
+    assert (pieces[:, 5] - pieces[:, 4])[pieces[:, 2] > 0].max() <= 5
+
+
+def test_a_query_that_sees_nothing_yields_zeros() -> None:
+    found = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the root's own row
+    assert (found[0] == 0).all()
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_the_op_runs_the_kernel() -> None:
+    case = make_case(MIXED)
+    assert dispatch.on_gpu(case.q_THD)
+    prepared = op.prepare(
+        blocks=case.blocks,
+        block_table_BM=case.table_BM,
+        block_size=BLOCK,
+        query_counts=[len(s.queries) for s in case.sequences],
+        key_bounds=[s.keys + s.slack for s in case.sequences],
+        prefix_len_B=case.prefix_B,
+        ancestors_T=case.ancestors_T,
+        key_starts=[s.start for s in case.sequences],
+        dense=False,
+        groups=3,
+        dtype=torch.float32,
+        kv_heads=2,
+    )
+    assert prepared.plan is not None
+    assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
+
+
+def test_queries_may_lie_in_a_wider_tensor() -> None:
+    """As they do where one matrix makes queries, keys and values."""
+    case = make_case(MIXED)
+    wide = torch.full((len(case.q_THD), 10, 16), torch.nan)
+    wide[:, 2:8] = case.q_THD
+    found = kernel.attend(wide[:, 2:8], case.cache_2NPKD, planned(case))
+    assert close(found, by_definition(case))
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Sequence:
+    prefix, rows = draw(st.integers(0, 90)), draw(st.integers(1, 20))
+    if draw(st.booleans()):
+        return chunk(prefix, rows)
+    parents = (-1, *(draw(st.integers(0, node - 1)) for node in range(1, rows)))
+    newest = draw(st.integers(0, rows - 1)) if draw(st.booleans()) else 0
+    return Sequence(prefix, rows, parents, tuple(range(newest, rows)), draw(st.integers(0, prefix)))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(sequences(), min_size=1, max_size=5).map(tuple),
+    st.integers(1, 2),
+    st.sampled_from((1, 2, 3, 4, 7)),
+    st.integers(0, 6),
+)
+def test_any_batch(batch: tuple[Sequence, ...], kv: int, groups: int, padding: int) -> None:
+    case = make_case(batch, kv=kv, groups=groups)
+    assert close(attended(case, padding_queries=padding, padding_rows=padding % 2), by_definition(case))
+
+
+# With slack, a bug that reads too far still reads memory that is there: NaN.
+SMALL = (tree(48, 0, 0, 1, slack=96), chunk(3, 9, slack=96), chain(76, 2, start=21, slack=96))
+BUGS: dict[str, tuple[str, str]] = {
+    "a bit of the path too far": (">> bit_N[None, :]) & 1", ">> (bit_N[None, :] + 1)) & 1"),
+    "siblings are seen": ("tl.where((ancestors_M == 0)[:, None], causal, on_path)", "causal | on_path"),
+    "a chunk sees no own row": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] < own_row_M"),
+    "a chunk sees one row ahead": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] <= 1 + own_row_M"),
+    "the window is late": ("(key_N >= start)", "(key_N > start)"),
+    "the window is not masked": ("clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)",
+                                 "clear = begin"),
+    "the prefix ends a block late": ("tl.maximum(clear, prefix // BLOCK_N)", "tl.maximum(clear, prefix // BLOCK_N + 1)"),
+    "what is unseen is read": ("(d < D)[None, :] & seen_N[:, None]", "(d < D)[None, :] & (seen_N | True)[:, None]"),
+    "a chunk is merged without its weight": ("values_CD * weights_C[:, None]", "values_CD"),
+    "a chunk's sum is not rescaled": ("total = total * shrink +", "total = total +"),
+    "the logarithm is base 2": (" * 0.6931471805599453)", ")"),
+    "a sum is not rescaled": ("return acc_MD, sum_M * shrink_M + ", "return acc_MD, sum_M + "),
+    "the first chunk is not merged": ("mine_C = chunk + c < chunks", "mine_C = (chunk + c < chunks) & (chunk + c > 0)"),
+    "values are another head's": ("v_NPKD + head.to(tl.int64)", "v_NPKD + 0 * head.to(tl.int64)"),
+}  # fmt: skip
+PLAN_BUGS: dict[str, tuple[str, str]] = {
+    "a run is a block short": ("tl.minimum(from_W + run, end_W)", "tl.minimum(from_W + run - 1, end_W)"),
+    "the second tile begins late": ("// tl.maximum(chunks_W, 1), 0) * TILE", "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)"),
+    "a sequence takes its neighbour's pieces": ("(ends_B[None, :] <= w[:, None])", "(ends_B[None, :] < w[:, None])"),
+    "the suffix is left out": ("prefix_B + tl.where(causal_B, count_B, ROWS)", "prefix_B"),
+}  # fmt: skip
+
+
+def caught(run: Callable[[Case], Tensor]) -> bool:
+    case = make_case(SMALL, groups=4)
+    wanted = by_definition(case)
+    try:
+        return not close(run(case), wanted)
+    except AssertionError:  # padding was not zeros
+        return True
+
+
+def test_nothing_is_caught_where_nothing_is_planted(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    mutant = plant(kernel, "kernel", "kernel")
+    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
+    assert not caught(lambda case: attended(case, of=mutant))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    mutant = plant(kernel, *BUGS[bug])
+    mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
+    assert caught(lambda case: attended(case, of=mutant))
+
+
+@pytest.mark.parametrize("bug", PLAN_BUGS)
+def test_bugs_planted_in_the_plan_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    mutant = plant(plan, *PLAN_BUGS[bug])
+    mutant.BLOCK_N, mutant.LEAST_BLOCKS, mutant.processors = 16, 1, lambda _: 16
+    assert caught(lambda case: kernel.attend(case.q_THD, case.cache_2NPKD, planned(case, of=mutant)))
