@@ -37,7 +37,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return filled
 
     monkeypatch.setattr(torch, "empty", empty)
-    yield
+    return
 
 
 @pytest.fixture

@@ -38,13 +38,16 @@ def test_the_op_runs_the_kernel() -> None:
 
 BUGS: dict[str, tuple[str, str]] = {
     "a round too few": ("tl.static_range(10)", "tl.static_range(9)"),
-    "words in another order": ("tl.interleave(c0, c2), tl.interleave(c1, c3)", "tl.interleave(c0, c1), tl.interleave(c2, c3)"),
+    "words in another order": (
+        "tl.interleave(c0, c2), tl.interleave(c1, c3)",
+        "tl.interleave(c0, c1), tl.interleave(c2, c3)",
+    ),
     "the high half of the seed is dropped": ("k1 = ((seed >> 32) & 0xFFFFFFFF)", "k1 = (0 * (seed >> 32))"),
     "the high half of the position is dropped": ("((position >> 32) & 0xFFFFFFFF)", "(0 * position)"),
     "one stream for all": ("zero + stream", "zero + 0 * stream"),
     "keys of the round do not move": ("k0.to(tl.uint64) + 0x9E3779B9", "k0.to(tl.uint64)"),
     "every block draws the first one's": ("start // 4 + tl.arange", "tl.arange"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -134,10 +134,13 @@ BUGS: dict[str, tuple[str, str]] = {
     "all equals at the threshold stay": ("(place <= equals)", "(place >= 0)"),
     "one equal too few": ("equal & (place <= equals)", "equal & (place < equals)"),
     "negative numbers are out of order": ("tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits"),
-    "the last candidate is left out": ("tl.where(listed > 0, found, vocab_size)", "tl.where(listed > 0, found - 1, vocab_size)"),
+    "the last candidate is left out": (
+        "tl.where(listed > 0, found, vocab_size)",
+        "tl.where(listed > 0, found - 1, vocab_size)",
+    ),
     "the sum is of all": ("total = above + tl.minimum(equals, seen) * each", "pass"),
     "one block of candidates is read again and again": ("list_C + place, mask", "list_C + place % BLOCK, mask"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "processors", lambda _: 16)
     monkeypatch.setattr(plan, "LEAST_BLOCKS", 1)
     monkeypatch.setattr(plan, "_PIECES_AT_ONCE", 8)
-    yield
+    return
 
 
 def set_blocks(patch: pytest.MonkeyPatch, keys: int) -> None:
@@ -193,9 +193,14 @@ BUGS: dict[str, tuple[str, str]] = {
     "a chunk sees no own row": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] < own_row_M"),
     "a chunk sees one row ahead": ("behind_N[None, :] <= own_row_M", "behind_N[None, :] <= 1 + own_row_M"),
     "the window is late": ("(key_N >= start)", "(key_N > start)"),
-    "the window is not masked": ("clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)",
-                                 "clear = begin"),
-    "the prefix ends a block late": ("tl.maximum(clear, prefix // BLOCK_N)", "tl.maximum(clear, prefix // BLOCK_N + 1)"),
+    "the window is not masked": (
+        "clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)",
+        "clear = begin",
+    ),
+    "the prefix ends a block late": (
+        "tl.maximum(clear, prefix // BLOCK_N)",
+        "tl.maximum(clear, prefix // BLOCK_N + 1)",
+    ),
     "what is unseen is read": ("(d < D)[None, :] & seen_N[:, None]", "(d < D)[None, :] & (seen_N | True)[:, None]"),
     "a chunk is merged without its weight": ("values_CD * weights_C[:, None]", "values_CD"),
     "a chunk's sum is not rescaled": ("total = total * shrink +", "total = total +"),
@@ -203,13 +208,16 @@ BUGS: dict[str, tuple[str, str]] = {
     "a sum is not rescaled": ("return acc_MD, sum_M * shrink_M + ", "return acc_MD, sum_M + "),
     "the first chunk is not merged": ("mine_C = chunk + c < chunks", "mine_C = (chunk + c < chunks) & (chunk + c > 0)"),
     "values are another head's": ("v_NPKD + head.to(tl.int64)", "v_NPKD + 0 * head.to(tl.int64)"),
-}  # fmt: skip
+}
 PLAN_BUGS: dict[str, tuple[str, str]] = {
     "a run is a block short": ("tl.minimum(from_W + run, end_W)", "tl.minimum(from_W + run - 1, end_W)"),
-    "the second tile begins late": ("// tl.maximum(chunks_W, 1), 0) * TILE", "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)"),
+    "the second tile begins late": (
+        "// tl.maximum(chunks_W, 1), 0) * TILE",
+        "// tl.maximum(chunks_W, 1), 0) * (TILE + 1)",
+    ),
     "a sequence takes its neighbour's pieces": ("(ends_B[None, :] <= w[:, None])", "(ends_B[None, :] < w[:, None])"),
     "the suffix is left out": ("prefix_B + tl.where(causal_B, count_B, ROWS)", "prefix_B"),
-}  # fmt: skip
+}
 
 
 def caught(run: Callable[[Case], Tensor]) -> bool:

@@ -139,59 +139,55 @@ def _cuts_kernel(
     for start in range(0, vocab_size, BLOCK):
         x = scaled(logits_V, start + v, start + v < vocab_size, temperature, sharpness)
         total += tl.sum(tl.where(x >= floor, tl.exp(x - top), 0.0), 0)
-        if TRUNCATED:
-            if by_k | by_p:
-                counts_H += tl.histogram(_bin(x, top), 256)
+        if TRUNCATED and by_k | by_p:
+            counts_H += tl.histogram(_bin(x, top), 256)
     threshold, last = floor, vocab_size
-    if TRUNCATED:
-        if by_k | by_p:
-            # The nearest distance within which surely enough is; what is farther away is no candidate.
-            h = tl.arange(0, 256)
-            least_H = tl.cumsum(counts_H.to(tl.float32) * tl.exp((h + 1) * -0.125), 0)
-            enough_H = tl.where(by_k, tl.cumsum(counts_H, 0) >= k, least_H >= top_p * total * 1.001)
-            far = tl.min(tl.where(enough_H, h, 255), 0)
-            found = tl.sum(tl.where(h <= far, counts_H, 0), 0)
-            listed = tl.where((found <= ROOM) & (far < 255), found, 0)
-            length = tl.where(listed > 0, found, vocab_size)
-            if listed > 0:
-                written = 0
-                for start in range(0, vocab_size, BLOCK):
-                    x = scaled(logits_V, start + v, start + v < vocab_size, temperature, sharpness)
-                    near = (_bin(x, top) <= far) & (start + v < vocab_size)
-                    place = written + tl.cumsum(near.to(tl.int32), 0) - 1
-                    tl.store(list_C + place, start + v, mask=near)
-                    written += tl.sum(near.to(tl.int32), 0)
-                tl.debug_barrier()
-            if by_k:
-                threshold = _search(
-                    logits_V, list_C, listed, length, temperature, sharpness, floor, top, k.to(tl.float32), False, BLOCK
-                )
-                total = 0.0
-                for start in range(0, length, BLOCK):
-                    _, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
-                    total += tl.sum(tl.exp(x - top), 0)
-            if by_p:
-                wanted = top_p * total
-                threshold = _search(
-                    logits_V, list_C, listed, length, temperature, sharpness, threshold, top, wanted, True, BLOCK
-                )
-                # Of equals at the threshold, the first few.
-                above, seen = 0.0, 0
-                for start in range(0, length, BLOCK):
-                    _, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
-                    above += tl.sum(tl.where(x > threshold, tl.exp(x - top), 0.0), 0)
-                each = tl.exp(threshold - top)
-                equals = tl.maximum(tl.ceil((wanted - above) / each).to(tl.int32), 1)
-                last = -1
-                for start in range(0, length, BLOCK):
-                    token, x = _members(
-                        logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK
-                    )
-                    equal = x == threshold
-                    place = seen + tl.cumsum(equal.to(tl.int32), 0)
-                    last = tl.maximum(last, tl.max(tl.where(equal & (place <= equals), token, -1), 0))
-                    seen += tl.sum(equal.to(tl.int32), 0)
-                total = above + tl.minimum(equals, seen) * each
+    if TRUNCATED and by_k | by_p:
+        # The nearest distance within which surely enough is; what is farther away is no candidate.
+        h = tl.arange(0, 256)
+        least_H = tl.cumsum(counts_H.to(tl.float32) * tl.exp((h + 1) * -0.125), 0)
+        enough_H = tl.where(by_k, tl.cumsum(counts_H, 0) >= k, least_H >= top_p * total * 1.001)
+        far = tl.min(tl.where(enough_H, h, 255), 0)
+        found = tl.sum(tl.where(h <= far, counts_H, 0), 0)
+        listed = tl.where((found <= ROOM) & (far < 255), found, 0)
+        length = tl.where(listed > 0, found, vocab_size)
+        if listed > 0:
+            written = 0
+            for start in range(0, vocab_size, BLOCK):
+                x = scaled(logits_V, start + v, start + v < vocab_size, temperature, sharpness)
+                near = (_bin(x, top) <= far) & (start + v < vocab_size)
+                place = written + tl.cumsum(near.to(tl.int32), 0) - 1
+                tl.store(list_C + place, start + v, mask=near)
+                written += tl.sum(near.to(tl.int32), 0)
+            tl.debug_barrier()
+        if by_k:
+            threshold = _search(
+                logits_V, list_C, listed, length, temperature, sharpness, floor, top, k.to(tl.float32), False, BLOCK
+            )
+            total = 0.0
+            for start in range(0, length, BLOCK):
+                _, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
+                total += tl.sum(tl.exp(x - top), 0)
+        if by_p:
+            wanted = top_p * total
+            threshold = _search(
+                logits_V, list_C, listed, length, temperature, sharpness, threshold, top, wanted, True, BLOCK
+            )
+            # Of equals at the threshold, the first few.
+            above, seen = 0.0, 0
+            for start in range(0, length, BLOCK):
+                _, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
+                above += tl.sum(tl.where(x > threshold, tl.exp(x - top), 0.0), 0)
+            each = tl.exp(threshold - top)
+            equals = tl.maximum(tl.ceil((wanted - above) / each).to(tl.int32), 1)
+            last = -1
+            for start in range(0, length, BLOCK):
+                token, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
+                equal = x == threshold
+                place = seen + tl.cumsum(equal.to(tl.int32), 0)
+                last = tl.maximum(last, tl.max(tl.where(equal & (place <= equals), token, -1), 0))
+                seen += tl.sum(equal.to(tl.int32), 0)
+            total = above + tl.minimum(equals, seen) * each
     tl.store(threshold_R + row, threshold)
     tl.store(last_R + row, last)
     tl.store(lse_R + row, top + tl.log(total))

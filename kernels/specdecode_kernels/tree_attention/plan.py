@@ -175,6 +175,6 @@ def plan(
 def _tile_queries(tokens: int, batch: int, groups: int) -> int:
     """Queries of a tile, a power of 2: as many as a sequence has on average, within 16 to 64 rows of the matrix unit
     (a row is a query and a head)."""
-    wanted = triton.next_power_of_2(triton.cdiv(tokens, batch))
-    heads = triton.next_power_of_2(groups)
+    wanted: int = triton.next_power_of_2(triton.cdiv(tokens, batch))
+    heads: int = triton.next_power_of_2(groups)
     return max(min(max(wanted, 16 // heads), 64 // heads), 1)

@@ -1,16 +1,45 @@
 """Verification as it is called on batches: the walk of coupled sampling, and multi-round sampling without a loop over
-sequences. The latter makes the very decisions of the reference: its coins are drawn from the same counters."""
+sequences. The latter makes the very decisions of the reference: its coins are drawn from the same counters. On a GPU
+both are kernels, and so is the choice behind every node."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, uniform
-from specdecode_kernels.verify.reference import Accepted, walk
+from specdecode_kernels.verify import reference
+from specdecode_kernels.verify.reference import Accepted
 
-__all__ = ["Accepted", "multi_round", "walk"]
+__all__ = ["Accepted", "choose", "multi_round", "walk"]
+
+
+def choose(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As reference.chosen_tokens; on a GPU with the logits read once, and no probability or noise in memory."""
+    if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
+        return reference.chosen_tokens(logits_RV, temperature_R, seed_R, position_R, truncation)
+    from specdecode_kernels.sample.kernel import cuts
+    from specdecode_kernels.verify import kernel
+
+    found = None if truncation is None else cuts(logits_RV, temperature_R, truncation)
+    return kernel.choose(logits_RV, temperature_R, seed_R, position_R, found)
+
+
+def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
+    """As reference.walk."""
+    if not dispatch.on_gpu(parents_BN):
+        return reference.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
+    from specdecode_kernels.verify import kernel
+
+    return kernel.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
 
 
 def multi_round(
@@ -30,8 +59,15 @@ def multi_round(
     ``drawn_BN`` says behind which nodes ``logq_BNV`` is what children were drawn from (None: all); the others' children
     are deterministic. No node has more than ``width`` children (None: any number).
     """
+    width = parents_BN.shape[1] - 1 if width is None else width
+    if dispatch.on_gpu(parents_BN):
+        from specdecode_kernels.verify import rounds
+
+        if logq_BNV is not None and drawn_BN is None:
+            drawn_BN = torch.ones(logq_BNV.shape[:2], dtype=torch.bool, device=logq_BNV.device)
+        return rounds.multi_round(parents_BN, tokens_BN, logp_BNV, logq_BNV, seed_B, position_B, depth, drawn_BN, width)
     rows = torch.arange(len(parents_BN), device=parents_BN.device)
-    children_BNW = _children(parents_BN, parents_BN.shape[1] - 1 if width is None else width)
+    children_BNW = _children(parents_BN, width)
     at_B = torch.zeros_like(rows)
     bonus_B = torch.full_like(rows, -1)
     path: list[Tensor] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, gumbel, uniform
+from specdecode_kernels.sample.reference import processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,21 @@ def coupled_tokens(logp_RV: Tensor, seed_R: Tensor, position_R: Tensor) -> Tenso
     ``position`` is the absolute position of the token to be emitted, one behind the row's own.
     """
     return (logp_RV + gumbel(seed_R, position_R, logp_RV.shape[-1]).to(logp_RV.dtype)).argmax(-1)
+
+
+def chosen_tokens(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """[R] what plain decoding emits at ``position`` by these logits: argmax where temperature is 0, else
+    coupled_tokens after temperature and ``truncation`` (top-k, top-p, min-p)."""
+    nothing = (torch.zeros_like(position_R), torch.ones_like(temperature_R), torch.zeros_like(temperature_R))
+    greedy_R = temperature_R == 0
+    logp_RV = processed(logits_RV, torch.where(greedy_R, 1.0, temperature_R), *(truncation or nothing))
+    return torch.where(greedy_R, logits_RV.argmax(-1), coupled_tokens(logp_RV, seed_R, position_R))
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:

@@ -48,6 +48,7 @@ class PagedCache:
             dense=packed.dense,
             groups=self._groups,
             dtype=self.data.dtype,
+            kv_heads=self.data.shape[4],
         )
         return PagedAttend(self.data, packed.slots_T, prepared)
 

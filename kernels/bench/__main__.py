@@ -1,0 +1,37 @@
+"""`python kernels/bench`: kernels against the rate at which this GPU copies, as one JSON document."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import attention
+import sampling
+import torch
+import triton
+from timing import copy_rate
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "kernels/bench needs a GPU; python3 -c 'import torch; print(torch.cuda.is_available())' says no"
+        )
+    rate = copy_rate()
+    shapes = [
+        (batch, context, masks) for batch in (1, 8, 64) for context in (1024, 8192) for masks in ([1], attention.CHAIN)
+    ]
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_gigabytes_per_second": rate / 1e9,
+        "attention": [attention.measure(*shape, rate, flex=True) for shape in shapes],
+        "sampling": [sampling.measure(rows, rate) for rows in (1, 64, 384)],
+    }
+    json.dump(report, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Times of launches on a GPU, and the rate that they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_BYTES = 2**31
+
+
+def seconds(run: Callable[[], object], *, repeats: int = 30) -> float:
+    """Median seconds of a run inside a graph, without the host's launches. The L2 cache is swept before each."""
+    sweep = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats):
+        sweep.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def copy_rate() -> float:
+    """Bytes a second of a copy within the device's memory, read and written counted."""
+    source = torch.empty(_BYTES, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * _BYTES / seconds(lambda: target.copy_(source), repeats=10)

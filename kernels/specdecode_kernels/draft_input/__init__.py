@@ -1,0 +1,1 @@
+"""What an EAGLE head reads: a token's embedding beside a hidden state."""

@@ -1,0 +1,35 @@
+"""Gathering a draft's input, as a head calls it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.draft_input import reference
+
+
+def draft_input(
+    embedding_VA: Tensor,
+    tokens_T: Tensor,
+    hidden_RE: Tensor,
+    source_T: Tensor,
+    *,
+    token_weight_A: Tensor | None = None,
+    hidden_weight_E: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As reference.draft_input."""
+    if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64:
+        return reference.draft_input(
+            embedding_VA,
+            tokens_T,
+            hidden_RE,
+            source_T,
+            token_weight_A=token_weight_A,
+            hidden_weight_E=hidden_weight_E,
+            eps=eps,
+        )
+    from specdecode_kernels.draft_input import kernel
+
+    return kernel.draft_input(embedding_VA, tokens_T, hidden_RE, source_T, token_weight_A, hidden_weight_E, eps)

@@ -1,0 +1,1 @@
+"""Rotary positions, and keys and values on their way into the paged cache."""

@@ -1,0 +1,116 @@
+"""Rotation and cache write on a GPU: queries, keys and values of a token are read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 8
+
+
+@triton.jit
+def _rope_cache_kernel(
+    q_THD,
+    k_TKD,
+    v_TKD,
+    cos_PD,
+    sin_PD,
+    positions_T,
+    slots_T,
+    k_NPKD,
+    v_NPKD,
+    out_THD,
+    heads,
+    kv_heads,
+    q_stride,
+    k_stride,
+    v_stride,
+    block_stride,
+    position_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some heads of a token, out of its queries, then keys, then values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    half = d < D // 2
+    slot = tl.load(slots_T + token)
+    row = (slot // PAGE) * block_stride + (slot % PAGE) * position_stride
+    place = tl.load(positions_T + token) * D + d
+    cos = tl.load(cos_PD + place, mask=half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_PD + place, mask=half, other=0.0).to(tl.float32)
+
+    query = (head < heads) & half
+    key_head = head - heads
+    key = (key_head >= 0) & (key_head < kv_heads) & half
+    q_at = q_THD + token * q_stride + head * D + d
+    k_at = k_TKD + token * k_stride + key_head * D + d
+    a = tl.load(q_at, mask=query, other=0.0).to(tl.float32) + tl.load(k_at, mask=key, other=0.0).to(tl.float32)
+    b = tl.load(q_at + D // 2, mask=query, other=0.0).to(tl.float32)
+    b += tl.load(k_at + D // 2, mask=key, other=0.0).to(tl.float32)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    out_at = out_THD + (token * heads + head) * D + d
+    tl.store(out_at, first.to(out_THD.dtype.element_ty), mask=query)
+    tl.store(out_at + D // 2, second.to(out_THD.dtype.element_ty), mask=query)
+    cache_at = k_NPKD + row + key_head * D + d
+    tl.store(cache_at, first.to(k_NPKD.dtype.element_ty), mask=key)
+    tl.store(cache_at + D // 2, second.to(k_NPKD.dtype.element_ty), mask=key)
+
+    value_head = head - heads - kv_heads
+    value = (value_head >= 0) & (value_head < kv_heads) & half
+    v_at = v_TKD + token * v_stride + value_head * D + d
+    cache_at = v_NPKD + row + value_head * D + d
+    tl.store(cache_at, tl.load(v_at, mask=value, other=0.0).to(v_NPKD.dtype.element_ty), mask=value)
+    v_second = tl.load(v_at + D // 2, mask=value, other=0.0)
+    tl.store(cache_at + D // 2, v_second.to(v_NPKD.dtype.element_ty), mask=value)
+
+
+def rope_cache(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    cache_2NPKD: Tensor,
+) -> Tensor:
+    """The rotated queries. Heads of a token must lie behind each other, in the cache as in q, k and v, which may be
+    parts of one wider tensor; D is even."""
+    tokens, heads, size = q_THD.shape
+    kv_heads, page = k_TKD.shape[1], cache_2NPKD.shape[2]
+    for x in (q_THD, k_TKD, v_TKD, cache_2NPKD):
+        assert x.stride()[-2:] == (size, 1), "heads of a token must lie behind each other"
+    assert cos_PD.is_contiguous(), "tables are contiguous"
+    assert sin_PD.is_contiguous(), "tables are contiguous"
+    out_THD = torch.empty(tokens, heads, size, dtype=q_THD.dtype, device=q_THD.device)
+    if tokens:
+        _rope_cache_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
+            q_THD,
+            k_TKD,
+            v_TKD,
+            cos_PD,
+            sin_PD,
+            positions_T,
+            slots_T,
+            cache_2NPKD[0],
+            cache_2NPKD[1],
+            out_THD,
+            heads,
+            kv_heads,
+            q_THD.stride(0),
+            k_TKD.stride(0),
+            v_TKD.stride(0),
+            *cache_2NPKD.stride()[1:3],
+            D=size,
+            PAGE=page,
+            HEADS=_HEADS,
+            BLOCK=triton.next_power_of_2(size // 2),
+            num_warps=2,
+        )
+    return out_THD

@@ -1,0 +1,28 @@
+"""Rotation and cache write in one, as an attention on the paged cache calls it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.rope_cache import reference
+
+
+def rope_cache(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    cache_2NPKD: Tensor,
+) -> Tensor:
+    """As reference.rope_cache."""
+    arguments = (q_THD, k_TKD, v_TKD, cos_PD, sin_PD, positions_T, slots_T, cache_2NPKD)
+    if not dispatch.on_gpu(q_THD) or q_THD.dtype == torch.float64:
+        return reference.rope_cache(*arguments)
+    from specdecode_kernels.rope_cache import kernel
+
+    return kernel.rope_cache(*arguments)

@@ -1,0 +1,1 @@
+"""The gate of an MLP whose gate and up projections are one matrix."""

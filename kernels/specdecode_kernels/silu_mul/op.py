@@ -1,0 +1,18 @@
+"""The gate of an MLP, as models call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.silu_mul import reference
+
+
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """As reference.silu_mul."""
+    if not dispatch.on_gpu(gate_up_T2F) or gate_up_T2F.dtype == torch.float64:
+        return reference.silu_mul(gate_up_T2F)
+    from specdecode_kernels.silu_mul import kernel
+
+    return kernel.silu_mul(gate_up_T2F)

@@ -1,0 +1,1 @@
+"""What a draft proposes: the best few tokens under the noise that the target will choose with."""

@@ -1,0 +1,42 @@
+"""A draft's proposals in one call: logits to tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.top_k import reference
+
+
+def top_k(
+    logits_RV: Tensor,
+    k: int,
+    *,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+    vocab_size: int,
+    ids_V: Tensor | None = None,
+    sharpness: float = 1.0,
+    truncation: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As reference.top_k. On a GPU noise is fp32: tokens whose scores differ by less than 1e-4 may change places, which
+    costs a proposal at most and never changes a text."""
+    if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
+        return reference.top_k(
+            logits_RV,
+            k,
+            temperature_R=temperature_R,
+            seed_R=seed_R,
+            position_R=position_R,
+            vocab_size=vocab_size,
+            ids_V=ids_V,
+            sharpness=sharpness,
+            truncation=truncation,
+        )
+    from specdecode_kernels.sample.kernel import cuts
+    from specdecode_kernels.top_k import kernel
+
+    found = None if truncation is None else cuts(logits_RV, temperature_R, truncation, sharpness=sharpness)
+    return kernel.top_k(logits_RV, k, temperature_R, seed_R, position_R, ids_V, sharpness, found)

@@ -1,0 +1,251 @@
+"""Kernels at real sizes against their definitions, which run on the same GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_kernels.draft_input import op as draft_input
+from specdecode_kernels.draft_input import reference as draft_input_reference
+from specdecode_kernels.kv_keep import op as kv_keep
+from specdecode_kernels.kv_keep import reference as kv_keep_reference
+from specdecode_kernels.noise import op as noise
+from specdecode_kernels.noise import reference as noise_reference
+from specdecode_kernels.rms_norm import op as rms_norm
+from specdecode_kernels.rms_norm import reference as rms_norm_reference
+from specdecode_kernels.rope_cache import op as rope_cache
+from specdecode_kernels.rope_cache import reference as rope_cache_reference
+from specdecode_kernels.sample import op as sample
+from specdecode_kernels.sample import reference as sample_reference
+from specdecode_kernels.silu_mul import op as silu_mul
+from specdecode_kernels.silu_mul import reference as silu_mul_reference
+from specdecode_kernels.top_k import op as top_k
+from specdecode_kernels.top_k import reference as top_k_reference
+from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
+from specdecode_kernels.verify import op as verify
+from specdecode_kernels.verify import reference as verify_reference
+
+VOCABULARY = 128_256
+PAGE = 16
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=CUDA).to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+CHAIN, TREE, CHUNK = [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, *[1 + i % 4 for i in range(59)]], None
+MIXTURES: dict[str, list[tuple[int, list[int] | None, int]]] = {
+    "a chain at 8k": [(8192, CHAIN, 0)],
+    "a chain at 128k": [(131_000, CHAIN, 0)],
+    "a token each": [(97 * b + 1, [-1], 0) for b in range(64)],
+    "all kinds": [(8192, CHAIN, 0), (0, CHUNK, 512), (333, TREE, 0), (1, [-1], 0), (4096, CHUNK, 300), (64, TREE, 0)],
+    "256 short ones": [(b % 77, CHAIN, 0) for b in range(256)],
+    "one long beside many short": [(100_000, CHAIN, 0), *[(200, CHAIN, 0)] * 31],
+}
+
+
+def ancestors(parents: list[int] | None, rows: int) -> list[int]:
+    if parents is None:
+        return [0] * rows
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((masks[parent] if node else 0) | 1 << node)
+    return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("heads", "kv", "size"), [(32, 8, 128), (9, 3, 64), (32, 32, 96)])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    """Slots that nobody owns hold NaN; the definition reads sequence by sequence, in fp32."""
+    sequences = MIXTURES[name]
+    counts = [len(parents) if parents else rows for _, parents, rows in sequences]
+    bounds = [prefix + count for (prefix, *_), count in zip(sequences, counts, strict=True)]
+    needed = [-(-bound // PAGE) for bound in bounds]
+    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)) + 1).split(needed)
+    blocks = [part.tolist() for part in order]
+    cache = random(2, sum(needed) + 1, PAGE, kv, size, dtype=dtype)
+    cache[:, 0] = torch.nan
+    for owned, bound in zip(blocks, bounds, strict=True):
+        if bound % PAGE:
+            cache[:, owned[-1], bound % PAGE :] = torch.nan
+    table = torch.zeros(len(blocks), max(needed), dtype=torch.int64)
+    for b, owned in enumerate(blocks):
+        table[b, : len(owned)] = torch.tensor(owned)
+    q = random(sum(counts), heads, size, dtype=dtype, seed=2)
+    masks = [mask for _, parents, rows in sequences for mask in ancestors(parents, rows)]
+
+    def prepared(one_by_one: bool | None, dtype: torch.dtype) -> Prepared:
+        return prepare(
+            blocks=blocks,
+            block_table_BM=table.to(CUDA),
+            block_size=PAGE,
+            query_counts=counts,
+            key_bounds=bounds,
+            prefix_len_B=torch.tensor([prefix for prefix, *_ in sequences], device=CUDA),
+            ancestors_T=torch.tensor(masks, device=CUDA),
+            key_starts=[0] * len(sequences),
+            dense=False,
+            groups=heads // kv,
+            dtype=dtype,
+            one_by_one=one_by_one,
+            kv_heads=kv,
+        )
+
+    found = attend(q, cache, prepared(None, dtype))
+    wanted = attend(q.float(), cache.float(), prepared(True, torch.float32))
+    close(found, wanted, dtype)
+    assert torch.equal(found, attend(q, cache, prepared(None, dtype))), "a second run is the same"
+
+
+ROWS = 64
+TEMPERATURE = torch.tensor([0.7, 1.0, 1.3, 1.0] * (ROWS // 4))
+CUTS = (torch.tensor([0, 50, 0, 20] * (ROWS // 4)), torch.tensor([0.95, 1.0, 1.0, 0.9] * (ROWS // 4)))
+
+
+def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """(logits, temperature, truncation, seeds, positions)"""
+    truncation = (CUTS[0].to(CUDA), CUTS[1].to(CUDA), torch.full((ROWS,), 1e-4, device=CUDA))
+    seeds = torch.arange(ROWS, device=CUDA) * 2**40 + 7
+    return 3 * random(ROWS, VOCABULARY, dtype=dtype), TEMPERATURE.to(CUDA), truncation, seeds, seeds % 10_007
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_thresholds_are_the_sorts(dtype: torch.dtype) -> None:
+    logits, temperature, truncation, *_ = rows_of(dtype)
+    found = sample.processed(logits, temperature, *truncation, truncated=True)
+    wanted = sample_reference.processed(logits.double(), temperature, *truncation)
+    differing = (torch.isfinite(found) != torch.isfinite(wanted)).sum(-1)
+    assert differing.max() <= 1, "a token on the edge of top-p at most"
+    same = torch.isfinite(found) & torch.isfinite(wanted)
+    close(found[same], wanted[same], torch.float32)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_choice_is_plain_decodings(truncated: bool) -> None:
+    logits, temperature, truncation, seeds, positions = rows_of(torch.bfloat16)
+    cuts = truncation if truncated else None
+    found = verify.choose(logits, temperature, seeds, positions, cuts)
+    wanted = verify_reference.chosen_tokens(logits.double(), temperature, seeds, positions, cuts)
+    assert (found != wanted).sum() <= int(truncated), "a token on the edge of top-p at most"
+    assert torch.equal(found[5:6], verify.choose(logits[5:6], *(x[5:6] for x in (temperature, seeds, positions)),
+                                                 None if cuts is None else tuple(c[5:6] for c in cuts)))  # fmt: skip
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_proposals(mapped: bool) -> None:
+    logits, temperature, _, seeds, positions = rows_of(torch.bfloat16)
+    logits = logits[:, :32_000]
+    arguments = {
+        "temperature_R": temperature,
+        "seed_R": seeds,
+        "position_R": positions,
+        "vocab_size": VOCABULARY,
+        "ids_V": torch.randperm(VOCABULARY, device=CUDA)[:32_000].sort().values if mapped else None,
+        "sharpness": 1.5,
+    }
+    found = top_k.top_k(logits, 8, **arguments)
+    assert (found == top_k_reference.top_k(logits.float(), 8, **arguments)).float().mean() > 0.99
+
+
+def test_noise() -> None:
+    _, _, _, seeds, positions = rows_of(torch.bfloat16)
+    found = noise.gumbel(seeds, positions, VOCABULARY)
+    torch.testing.assert_close(found, noise_reference.gumbel(seeds, positions, VOCABULARY), atol=1e-13, rtol=1e-13)
+
+
+@pytest.mark.parametrize("group", [None, 7])
+def test_keeping_moves_overlapping_rows(group: int | None) -> None:
+    """Many times, since a race would show now and then."""
+    for seed in range(20):
+        found = random(32, 2, 64, PAGE, 8, 128, seed=seed)
+        wanted = found.clone()
+        path = torch.arange(1, 8, device=CUDA) + torch.arange(1, 8, device=CUDA) // 2
+        first = torch.arange(1, 31, device=CUDA)[:, None] * 2 * PAGE
+        source, target = (first + path).flatten(), (first + torch.arange(1, 8, device=CUDA)).flatten()
+        kv_keep.kv_keep(found, source, target, group=group)
+        kv_keep_reference.kv_keep(wanted, source, target)
+        assert torch.equal(found, wanted)
+
+
+def test_rounds() -> None:
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4]] * 8, device=CUDA)
+    logp, logq = (torch.log_softmax(random(16, 6, 5000, dtype=torch.float64, seed=s), -1) for s in (1, 2))
+    tokens = torch.randint(0, 5000, parents.shape, device=CUDA)
+    seeds = torch.arange(16, device=CUDA) + 99
+    found = verify.multi_round(parents, tokens, logp, logq, seeds, seeds, 5)
+    wanted = verify.multi_round(*(x.cpu() for x in (parents, tokens, logp, logq, seeds, seeds)), 5)
+    for name in ("path_BD", "count_B", "bonus_B", "last_B"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name))
+
+
+def test_the_small_ones() -> None:
+    x, weight = random(384, 4096), random(4096, seed=1)
+    for found, wanted in zip(
+        rms_norm.rms_norm(x, weight, 1e-5, x), rms_norm_reference.rms_norm(x, weight, 1e-5, x), strict=True
+    ):
+        close(found, wanted, torch.bfloat16)
+    gate_up = random(384, 2 * 14_336)
+    close(silu_mul.silu_mul(gate_up), silu_mul_reference.silu_mul(gate_up), torch.bfloat16)
+    at = torch.arange(384, device=CUDA).flip(0)
+    norms = {"token_weight_A": weight, "hidden_weight_E": weight, "eps": 1e-5}
+    for found, wanted in zip(
+        draft_input.draft_input(x, at, x, at, **norms),
+        draft_input_reference.draft_input(x, at, x, at, **norms),
+        strict=True,
+    ):
+        close(found, wanted, torch.bfloat16)
+    heads = random(384, 48, 128).split([32, 8, 8], dim=1)
+    angle = random(1000, 64, dtype=torch.float32)
+    tables = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    caches = [torch.zeros(2, 30, PAGE, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
+    turned = [
+        rope(*heads, *tables, at, at + PAGE, cache)
+        for rope, cache in zip((rope_cache.rope_cache, rope_cache_reference.rope_cache), caches, strict=True)
+    ]
+    close(*turned, torch.bfloat16)
+    close(*caches, torch.bfloat16)
+
+
+def test_a_captured_graph_serves_other_lengths() -> None:
+    """Nothing of a launch depends on what the lengths were when it was captured."""
+    from specdecode_kernels.tree_attention import kernel
+    from specdecode_kernels.tree_attention.plan import plan
+
+    batch, nodes, kv = 4, 6, 8
+    cache = random(2, 4 * 128 + 1, PAGE, kv, 128)
+    q = random(batch * nodes, 32, 128, seed=1)
+    lengths, starts = torch.tensor([5, 2000, 64, 0], device=CUDA), torch.zeros(batch, dtype=torch.int64, device=CUDA)
+    table = torch.arange(1, 4 * 128 + 1, device=CUDA).view(batch, 128)
+    masks = torch.tensor([(2 << n) - 1 for n in range(nodes)] * batch, device=CUDA)
+    query_start = torch.arange(batch + 1, device=CUDA) * nodes
+
+    def run() -> Tensor:
+        made = plan(
+            query_start=query_start,
+            prefix_len_B=lengths,
+            key_start_B=starts,
+            ancestors_T=masks,
+            block_table_BM=table,
+            block_size=PAGE,
+            groups=4,
+            kv_heads=kv,
+        )
+        return kernel.attend(q, cache, made)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for seed in range(5):
+        lengths.copy_(torch.randint(0, 2000, (batch,), generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(replayed, run())

@@ -1,0 +1,154 @@
+"""Compiles every kernel for an H100 without a GPU, in bf16 and as its launcher would launch it; a process of its own,
+since Triton either compiles or interprets. Prints {name of the launch: {"kernels": [...], "shared_bytes": most}}.
+
+Launchers run on CPU tensors; the launch itself is replaced by the compiler, down to machine code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from specdecode_kernels.draft_input import kernel as draft_input
+from specdecode_kernels.kv_keep import kernel as kv_keep
+from specdecode_kernels.noise import kernel as noise
+from specdecode_kernels.rms_norm import kernel as rms_norm
+from specdecode_kernels.rope_cache import kernel as rope_cache
+from specdecode_kernels.sample import kernel as sample
+from specdecode_kernels.silu_mul import kernel as silu_mul
+from specdecode_kernels.top_k import kernel as top_k
+from specdecode_kernels.tree_attention import kernel as tree_attention
+from specdecode_kernels.tree_attention.plan import plan
+from specdecode_kernels.verify import kernel as verify
+from specdecode_kernels.verify import rounds
+
+H100 = GPUTarget("cuda", 90, 32)
+VOCABULARY = 128_256
+compiled: list[tuple[str, int]] = []
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+    """In the place of JITFunction.run: types and alignment are read off the arguments as it does."""
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    signature, constants, alignment = {}, {}, {}
+    for place, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        if signature[parameter.name] == "constexpr":
+            constants[parameter.name] = value
+        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            alignment[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
+    found = compile_kernel(source, target=H100, options=options)
+    assert found.asm["cubin"]
+    compiled.append((self.__name__, found.metadata.shared))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int64)
+
+
+def floats(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.float32)
+
+
+def attention(tokens: int, batch: int, groups: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    made = plan(
+        query_start=ints(batch + 1),
+        prefix_len_B=ints(batch),
+        key_start_B=ints(batch),
+        ancestors_T=ints(tokens),
+        block_table_BM=ints(batch, 512),
+        block_size=16,
+        groups=groups,
+        kv_heads=kv,
+    )
+    q_THD, cache = zeros(tokens, groups * kv, size, dtype=dtype), zeros(2, 2, 16, kv, size, dtype=dtype)
+    tree_attention.attend(q_THD, cache, made)
+
+
+def rope(size: int) -> None:
+    heads = zeros(3, 10, size)
+    table = floats(64, size)
+    rope_cache.rope_cache(
+        heads[:, :6], heads[:, 6:8], heads[:, 8:], table, table, ints(3), ints(3), zeros(2, 2, 16, 2, size)
+    )
+
+
+def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
+    logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
+    found = sample.cuts(logits, row, (ints(4), row, row) if truncated else None)
+    sample.processed(logits, row, found)
+    for cuts in (found, None):
+        verify.choose(logits, row, ints(4), ints(4), cuts)
+        top_k.top_k(logits, 8, row, ints(4), ints(4), ints(VOCABULARY), 1.5, cuts)
+        top_k.top_k(logits, 8, row, ints(4), ints(4), None, 1.5, cuts)
+
+
+def multi_round(nodes: int, *, drawn: bool) -> None:
+    law = floats(2, nodes, 1000)
+    drawn_BN = zeros(2, nodes, dtype=torch.bool) if drawn else None
+    rounds.multi_round(
+        ints(2, nodes), ints(2, nodes), law, law if drawn else None, ints(2), ints(2), 3, drawn_BN, nodes - 1
+    )
+
+
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "attention, a token": lambda: attention(1, 1, 4, 8, 128, torch.bfloat16),
+    "attention, 64 chains": lambda: attention(384, 64, 4, 8, 128, torch.bfloat16),
+    "attention, 256 trees": lambda: attention(256 * 17, 256, 4, 8, 128, torch.bfloat16),
+    "attention, head dimension 64": lambda: attention(6, 1, 3, 3, 64, torch.bfloat16),
+    "attention, head dimension 96, fp16": lambda: attention(64, 1, 1, 32, 96, torch.float16),
+    "attention, fp32": lambda: attention(6, 1, 4, 8, 128, torch.float32),
+    "kv_keep": lambda: kv_keep.kv_keep(zeros(2, 2, 3, 16, 8, 128), ints(14), ints(14), 7),
+    "noise": lambda: noise.gumbel(ints(2), ints(2), VOCABULARY, 1),
+    "sampling, bf16": lambda: sampling(torch.bfloat16, truncated=True),
+    "sampling, fp32": lambda: sampling(torch.float32, truncated=False),
+    "walk": lambda: verify.walk(ints(4, 64), ints(4, 64), ints(4, 64), 8),
+    "rounds of what was drawn": lambda: multi_round(64, drawn=True),
+    "rounds of the best": lambda: multi_round(4, drawn=False),
+    "rms_norm": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5, zeros(3, 4096)),
+    "rms_norm without residual": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5),
+    "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
+    "rope_cache": lambda: rope(128),
+    "rope_cache, head dimension 96": lambda: rope(96),
+    "draft_input": lambda: draft_input.draft_input(
+        zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), zeros(4096), zeros(4096), 1e-5
+    ),
+    "draft_input without norms": lambda: draft_input.draft_input(
+        zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), None, None, 0.0
+    ),
+}
+
+
+def main() -> None:
+    JITFunction.run = compile_instead
+    found = {}
+    for name, launch in LAUNCHES.items():
+        compiled.clear()
+        launch()
+        kernels = sorted({kernel for kernel, _ in compiled})
+        found[name] = {"kernels": kernels, "shared_bytes": max(shared for _, shared in compiled)}
+        print(name, found[name], file=sys.stderr, flush=True)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

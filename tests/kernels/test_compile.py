@@ -1,0 +1,49 @@
+"""Every kernel compiles to machine code for an H100, in bf16, with no GPU here: what the interpreter lets pass (types
+of loop variables, shapes that are no power of two, operations that do not exist for a type) is found all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreted import kernel_modules
+
+SUPPORT = Path(__file__).parent / "support"
+SHARED_BYTES = 227 * 1024
+"""Of an H100's or H200's multiprocessor that one program can have."""
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, SUPPORT / "compile_all.py"],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.timeout(1200)
+def test_every_kernel_compiles_and_fits(launches: dict[str, Any]) -> None:
+    for name, launch in launches.items():
+        assert launch["kernels"], name
+        assert launch["shared_bytes"] <= SHARED_BYTES, name
+
+
+@pytest.mark.timeout(1200)
+def test_no_kernel_was_forgotten(launches: dict[str, Any]) -> None:
+    """Every function named ``*_kernel`` of every module."""
+    there = set()
+    for module in kernel_modules():
+        there |= {name for name in vars(sys.modules[module]) if name.endswith("_kernel")}
+    compiled = {kernel for launch in launches.values() for kernel in launch["kernels"]}
+    assert compiled == there

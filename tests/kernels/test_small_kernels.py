@@ -1,0 +1,170 @@
+"""Norm, gate, rotation with cache write, and a draft's input: interpreted, against their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_kernels.draft_input import kernel as draft_input
+from specdecode_kernels.draft_input import op as draft_input_op
+from specdecode_kernels.draft_input import reference as draft_input_reference
+from specdecode_kernels.rms_norm import kernel as rms_norm
+from specdecode_kernels.rms_norm import op as rms_norm_op
+from specdecode_kernels.rms_norm import reference as rms_norm_reference
+from specdecode_kernels.rope_cache import kernel as rope_cache
+from specdecode_kernels.rope_cache import op as rope_cache_op
+from specdecode_kernels.rope_cache import reference as rope_cache_reference
+from specdecode_kernels.silu_mul import kernel as silu_mul
+from specdecode_kernels.silu_mul import op as silu_mul_op
+from specdecode_kernels.silu_mul import reference as silu_mul_reference
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+Plant = Callable[[ModuleType, str, str], ModuleType]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, atol=TOLERANCE[b.dtype], rtol=TOLERANCE[b.dtype], equal_nan=True)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def norms(module: ModuleType, rows: int, size: int, residual: bool, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernel is the reference, on rows that lie in a wider tensor."""
+    x, r = random(rows, size + 3, dtype=dtype)[:, :size], random(rows, size + 5, dtype=dtype, seed=1)[:, 5:]
+    weight = random(size, dtype=dtype, seed=2)
+    found = module.rms_norm(x, weight, 1e-2, r if residual else None)
+    return close(found, rms_norm_reference.rms_norm(x, weight, 1e-2, r if residual else None))
+
+
+@DTYPES
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 7), (5, 64), (2, 100)])
+def test_norm(rows: int, size: int, residual: bool, dtype: torch.dtype) -> None:
+    assert norms(rms_norm, rows, size, residual, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 7), (2, 1100)])
+def test_gate(rows: int, size: int, dtype: torch.dtype) -> None:
+    x = 3 * random(rows, 2 * size + 1, dtype=dtype)[:, : 2 * size]
+    assert close((silu_mul.silu_mul(x),), (silu_mul_reference.silu_mul(x),))
+
+
+def test_gate_of_large_numbers() -> None:
+    x = torch.tensor([[-200.0, 200.0, 0.0, 1.0, 1.0, 1.0]])
+    assert torch.equal(silu_mul.silu_mul(x)[0, :2].abs(), torch.tensor([0.0, 200.0]))
+
+
+def rotations(
+    module: ModuleType, heads: int, kv: int, size: int, dtype: torch.dtype = torch.float32, offset: int = 0
+) -> bool:
+    """Whether queries and cache are the reference's; heads lie in one tensor, as a joined matrix writes them. Of the
+    two padding tokens at the end, either's row may stay in slot 0."""
+    tokens = 6
+    qkv = random(tokens, heads + 2 * kv, size, dtype=dtype)
+    parts = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+    angle = 3 * random(40, size // 2, seed=1)
+    tables = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    positions = torch.tensor([0, 39, 7, 7, 0, 0])
+    slots = torch.tensor([17, 40, 23, 33, 0, 0]) + offset
+    caches = [torch.full((2, 4, 16, kv, size), torch.nan, dtype=dtype) for _ in range(2)]
+    found = module.rope_cache(*parts, *tables, positions, slots, caches[0])
+    wanted = rope_cache_reference.rope_cache(*parts, *tables, positions, slots, caches[1])
+    for cache in caches:
+        cache[:, 0, 0] = 0
+    return close((found, caches[0]), (wanted, caches[1]))
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv"), [(1, 1), (6, 2), (9, 3)])
+@pytest.mark.parametrize("size", [2, 64, 96])
+def test_rotation_and_cache(heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    assert rotations(rope_cache, heads, kv, size, dtype)
+
+
+def inputs(
+    module: ModuleType, *, normed: bool, dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (7, 12)
+) -> bool:
+    embedding, hidden = random(20, sizes[0], dtype=dtype), random(4, sizes[1], dtype=dtype, seed=1)
+    weights = [1 + random(size, dtype=dtype, seed=2) for size in sizes] if normed else [None, None]
+    tokens, source = torch.tensor([19, 0, 3, 3, 5]), torch.tensor([0, 0, 3, 1, 2])
+    found = module.draft_input(embedding, tokens, hidden, source, *weights, 1e-2)
+    wanted = draft_input_reference.draft_input(
+        embedding, tokens, hidden, source, token_weight_A=weights[0], hidden_weight_E=weights[1], eps=1e-2
+    )
+    return close(found, wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("sizes", [(7, 12), (64, 64), (1, 100)])
+def test_draft_input(sizes: tuple[int, int], normed: bool, dtype: torch.dtype) -> None:
+    assert inputs(draft_input, normed=normed, dtype=dtype, sizes=sizes)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_the_ops_run_the_kernels() -> None:
+    x, weight = random(3, 8), random(8, seed=1)
+    assert close(rms_norm_op.rms_norm(x, weight, 1e-5, x), rms_norm_reference.rms_norm(x, weight, 1e-5, x))
+    assert close((silu_mul_op.silu_mul(x),), (silu_mul_reference.silu_mul(x),))
+    at = torch.tensor([2, 0])
+    assert close(
+        draft_input_op.draft_input(x, at, x, at, hidden_weight_E=weight, eps=0.1),
+        draft_input_reference.draft_input(x, at, x, at, hidden_weight_E=weight, eps=0.1),
+    )
+    heads = random(3, 2, 8)
+    caches = [torch.zeros(2, 1, 16, 2, 8) for _ in range(2)]
+    slots = torch.tensor([3, 4, 5])
+    same = [
+        rope(heads, heads, heads, x, x, at.repeat(2)[:3], slots, cache)
+        for rope, cache in zip((rope_cache_op.rope_cache, rope_cache_reference.rope_cache), caches, strict=True)
+    ]
+    assert close(same[:1] + caches[:1], same[1:] + caches[1:])
+
+
+CHECKS: dict[ModuleType, Callable[[ModuleType], bool]] = {
+    rms_norm: lambda module: norms(module, 3, 7, True),
+    rope_cache: lambda module: rotations(module, 6, 2, 8),
+    draft_input: lambda module: inputs(module, normed=True),
+}
+BUGS: dict[str, tuple[ModuleType, str, str]] = {
+    "no residual": (rms_norm, "x_E += tl.load(residual_TE", "x_E += 0 * tl.load(residual_TE"),
+    "the mean of the padded row": (rms_norm, "/ size + eps", "/ 8 + eps"),
+    "eps outside": (rms_norm, "/ size + eps)", "/ size) + eps"),
+    "the last column is not read": (rms_norm, "inside = e < size", "inside = e < size - 1"),
+    "keys are not rotated": (rope_cache, "tl.store(cache_at, first", "tl.store(cache_at, a"),
+    "turned the other way": (rope_cache, "a * cos - b * sin", "a * cos + b * sin"),
+    "neighbours are pairs": (rope_cache, "q_at + D // 2", "q_at + 1"),
+    "values go to the keys": (rope_cache, "cache_at = v_NPKD", "cache_at = k_NPKD"),
+    "a slot is a position of block 0": (rope_cache, "(slot // PAGE) * block_stride", "0 * block_stride"),
+    "the last head of the keys is lost": (rope_cache, "(key_head < kv_heads)", "(key_head < 1)"),
+    "the state of the row itself": (draft_input, "tl.load(source_T + row), hidden", "row % 4, hidden"),
+    "the halves overlap": (draft_input, "pair + token_size + e", "pair + token_size - 1 + e"),
+    "the residual is normed": (draft_input, "plain.to(", "out.to("),
+    "a half is not normed": (draft_input, "TOKEN_NORM, BLOCK_A)", "False, BLOCK_A)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, plant: Plant) -> None:
+    module, old, new = BUGS[bug]
+    assert CHECKS[module](module)
+    assert not CHECKS[module](plant(module, old, new))
+
+
+def test_a_bug_planted_in_the_gate_is_caught(plant: Plant) -> None:
+    x = random(2, 14)
+    halves = plant(silu_mul, "+ size + f", "+ f")
+    assert not close((halves.silu_mul(x),), (silu_mul_reference.silu_mul(x),))

@@ -1,0 +1,228 @@
+"""Verification kernels, interpreted: the choice behind every node, the walk, and multi-round sampling.
+
+All are exact: tokens, paths and counts are the reference's, with the noise that plain decoding would draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdecode_kernels.sample.kernel import cuts
+from specdecode_kernels.verify import kernel, op, reference, rounds
+from specdecode_kernels.verify.reference import Accepted
+
+TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2])
+TRUNCATION = (
+    torch.tensor([0, 5, 0, 3, 0, 9, 0]),
+    torch.tensor([1.0, 1.0, 0.8, 0.9, 1.0, 1.0, 1.0]),
+    torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0]),
+)
+SEEDS = torch.tensor([3, 2**40 + 1, 2**62, 5, 6, 7, 8])
+POSITIONS = torch.tensor([0, 1, 2**33, 77, 78, 9, 10])
+ROWS = len(SEEDS)
+
+
+def logits_of(vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(ROWS, vocab, generator=generator)).to(dtype)
+
+
+def chosen(module: ModuleType, logits: Tensor, truncation: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+    found = None if truncation is None else cuts(logits, TEMPERATURE, truncation, block=128, room=64)
+    tokens: Tensor = module.choose(logits, TEMPERATURE, SEEDS, POSITIONS, found, block=64)
+    return tokens
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("vocab", [1, 7, 63, 64, 100, 1003])
+def test_the_token_is_plain_decodings(vocab: int, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        logits = logits_of(vocab, dtype, seed)
+        wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS)
+        assert torch.equal(chosen(kernel, logits), wanted)
+
+
+@pytest.mark.parametrize("processors", [1, 4, 1000])
+def test_shares_of_the_vocabulary_change_nothing(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "processors", lambda _: processors)
+    logits = logits_of(700)
+    assert torch.equal(chosen(kernel, logits), reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS))
+
+
+def test_what_is_cut_is_not_chosen() -> None:
+    logits = logits_of(200)
+    wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, TRUNCATION)
+    assert torch.equal(chosen(kernel, logits, TRUNCATION), wanted)
+    assert not torch.equal(chosen(kernel, logits), wanted)
+
+
+def test_equals_go_to_the_first_and_nothing_to_token_zero() -> None:
+    logits = torch.full((ROWS, 150), -torch.inf)
+    logits[0, [70, 140]] = 2.0
+    logits[1, 149] = -3.0
+    assert chosen(kernel, logits).tolist() == [70, 149, 0, 0, 0, 0, 0]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents = [-1]
+        for node in range(1, draw(st.integers(1, 9))):
+            parents.append(draw(st.integers(parents[-1] if node > 1 else 0, node - 1)))
+        found.append(tuple(parents))
+    return tuple(found)
+
+
+def padded(forest: tuple[tuple[int, ...], ...]) -> Tensor:
+    most = max(map(len, forest))
+    return torch.tensor([[*parents, *[-1] * (most - len(parents))] for parents in forest])
+
+
+def same(found: Accepted, wanted: Accepted) -> bool:
+    fields = ("path_BD", "count_B", "bonus_B", "last_B")
+    return all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in fields)
+
+
+FOREST = ((-1, 0, 0, 1, 1, 2, 3), (-1, 0, 1, 2, 3), (-1,), (-1, 0, 0, 0))
+CHAIN_OF_64 = ((-1, *range(63)), (-1, *[0] * 63))
+
+
+@pytest.mark.usefixtures("poisoned")
+@settings(max_examples=25, deadline=None)
+@given(trees(), st.integers(0, 999), st.integers(0, 9))
+def test_walks(forest: tuple[tuple[int, ...], ...], seed: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parents = padded(forest)
+    tokens, wanted = torch.randint(0, 2, (2, *parents.shape), generator=generator).unbind(0)
+    assert same(kernel.walk(parents, tokens, wanted, depth), reference.walk(parents, tokens, wanted, depth))
+
+
+def test_a_full_tree_is_walked_to_its_end() -> None:
+    parents = padded(CHAIN_OF_64)
+    tokens = torch.arange(64).expand(2, -1).contiguous()
+    following = torch.stack((torch.arange(1, 65), torch.full((64,), 63)))
+    found = kernel.walk(parents, tokens, following, 63)
+    assert found.count_B.tolist() == [63, 1]
+    assert same(found, reference.walk(parents, tokens, following, 63))
+
+
+def rounds_of(
+    module: ModuleType, forest: tuple[tuple[int, ...], ...], seed: int, how: str, dtype: torch.dtype = torch.float64
+) -> tuple[Accepted, Accepted]:
+    """(found, wanted), of trees whose children are drawn from q, from nothing, or from q at some nodes only."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = padded(forest)
+    batch, nodes = parents.shape
+    logits_p, logits_q = torch.randn(2, batch, nodes, 11, generator=generator, dtype=dtype).unbind(0)
+    logp, logq = torch.log_softmax(2 * logits_p, -1), torch.log_softmax(2 * logits_p + logits_q, -1)
+    tokens = torch.stack([torch.randperm(11, generator=generator)[torch.arange(nodes) % 11] for _ in range(batch)])
+    seeds = torch.randint(0, 2**62, (batch,), generator=generator)
+    positions = torch.randint(0, 5000, (batch,), generator=generator)
+    drawn = {"best": None, "drawn": torch.ones(batch, nodes, dtype=torch.bool)}.get(how)
+    if how == "some":
+        drawn = torch.rand(batch, nodes, generator=generator) < 0.5
+    depth = nodes - 1
+    q = None if how == "best" else logq
+    found = module.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn, max(nodes - 1, 1), block=16)
+    return found, op.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn_BN=drawn)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("how", ["best", "drawn", "some"])
+@settings(max_examples=8, deadline=None)
+@given(forest=trees(), seed=st.integers(0, 999))
+def test_rounds(how: str, forest: tuple[tuple[int, ...], ...], seed: int) -> None:
+    assert same(*rounds_of(rounds, forest, seed, how))
+
+
+@pytest.mark.parametrize("how", ["best", "drawn"])
+def test_rounds_in_single_precision(how: str) -> None:
+    for seed in range(4):
+        assert same(*rounds_of(rounds, FOREST, seed, how, torch.float32))
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_the_ops_run_the_kernels() -> None:
+    logits = logits_of(90)
+    for truncation in (None, TRUNCATION):
+        wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, truncation)
+        assert torch.equal(op.choose(logits, TEMPERATURE, SEEDS, POSITIONS, truncation), wanted)
+    parents = padded(FOREST)
+    tokens, following = torch.randint(0, 2, (2, *parents.shape)).unbind(0)
+    assert same(op.walk(parents, tokens, following, 4), reference.walk(parents, tokens, following, 4))
+    logp = torch.log_softmax(torch.randn(4, 7, 11), -1)
+    found = op.multi_round(parents, tokens, logp, logp, SEEDS[:4], POSITIONS[:4], 4)
+    one = reference.multi_round(parents[0], tokens[0], logp[0], logp[0], int(SEEDS[0]), int(POSITIONS[0]))
+    assert ([n for n in found.path_BD[0].tolist() if n >= 0], int(found.bonus_B[0])) == one
+
+
+CHOICE_BUGS: dict[str, tuple[str, str]] = {
+    "what is cut is chosen": ("if CUT:", "if False:"),
+    "greedy rows are sampled": ("if temperature > 0:", "if temperature > -1:"),
+    "no noise": ("x.to(tl.float64) + exact_gumbel(bits)", "x.to(tl.float64)"),
+    "noise of the first block for all": (
+        "start // 4 + tl.arange(0, BLOCK // 4)), token",
+        "tl.arange(0, BLOCK // 4)), token",
+    ),
+    "later blocks count for nothing": ("if reach.to(tl.float64) >= best", "if reach.to(tl.float64) >= best + 100"),
+    "a better block does not replace": ("at = tl.where(top > best, first, at)", "at = tl.minimum(first, at)"),
+    "shares are joined by the lowest token": ("tl.where(best_S == tl.max(best_S, 0), at_S, 2147483647)", "at_S"),
+}
+WALK_BUGS: dict[str, tuple[str, str]] = {
+    "a child of anybody": ("(parent_N == at) & (token_N == wanted)", "(n > at) & (token_N == wanted)"),
+    "any child": ("(parent_N == at) & (token_N == wanted)", "(parent_N == at)"),
+    "the bonus is the root's": (
+        "tl.sum(tl.where(n == at, chosen_N, 0), 0))",
+        "tl.sum(tl.where(n == 0, chosen_N, 0), 0))",
+    ),
+    "padding has the token": ("real & (parent_N == at)", "(parent_N <= at)"),
+}
+ROUND_BUGS: dict[str, tuple[str, str]] = {
+    "the coin of another node": ("tl.where(n == child, coin_N, 0.0)", "tl.where(n == 0, coin_N, 0.0)"),
+    "the chance is p": ("p_x / tl.where(q_x > 0, q_x, 1.0)", "p_x"),
+    "a residual is not normalised": ("left / total, p)", "left, p)"),
+    "q keeps what was refused": ("tl.where(token == x, 0.0, q)", "q + 0.0 * token"),
+    "p keeps what was refused": ("tl.where(token == x, 0.0, p))", "p)"),
+    "the position stands still": ("here = position + 1 + level", "here = position + 1"),
+    "the token is drawn from the whole of p": ("start + v < vocab_size, made)", "start + v < vocab_size, 0 * made)"),
+    "the draw has the coins' stream": ("seed, here, RESIDUAL", "seed, here, COINS"),
+}  # fmt: skip
+
+Plant = Callable[[ModuleType, str, str], ModuleType]
+
+
+@pytest.mark.parametrize("bug", CHOICE_BUGS)
+def test_bugs_planted_in_the_choice_are_caught(bug: str, plant: Plant) -> None:
+    mutant = plant(kernel, *CHOICE_BUGS[bug])
+    seen = []
+    for seed in range(3):
+        logits = logits_of(300, seed=seed)
+        wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, TRUNCATION)
+        seen.append(not torch.equal(chosen(mutant, logits, TRUNCATION), wanted))
+    assert any(seen)
+
+
+@pytest.mark.parametrize("bug", WALK_BUGS)
+def test_bugs_planted_in_the_walk_are_caught(bug: str, plant: Plant) -> None:
+    mutant, parents, seen = plant(kernel, *WALK_BUGS[bug]), padded(FOREST), []
+    for seed in range(5):
+        tokens, following = torch.randint(
+            0, 2, (2, *parents.shape), generator=torch.Generator().manual_seed(seed)
+        ).unbind()
+        seen.append(not same(mutant.walk(parents, tokens, following, 4), reference.walk(parents, tokens, following, 4)))
+    assert any(seen)
+
+
+@pytest.mark.parametrize("bug", ROUND_BUGS)
+def test_bugs_planted_in_the_rounds_are_caught(bug: str, plant: Plant) -> None:
+    mutant = plant(rounds, *ROUND_BUGS[bug])
+    assert not all(same(*rounds_of(mutant, FOREST, seed, how)) for seed in range(3) for how in ("best", "drawn"))
