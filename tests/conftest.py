@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests import `kube` from there
+# tests/kernels runs kernels through Triton's interpreter. Triton decides when it is first imported, which others do too
+# (transformers); tests/gpu, which compiles, is run by itself with 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kube import Cluster, connect
 from prometheus import PrometheusMissing, Promtool

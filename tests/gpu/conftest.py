@@ -14,7 +14,7 @@ def _why_not() -> str | None:
     import triton.language as tl
 
     if type(tl.sum).__name__ == "InterpretedFunction":
-        return "tests/kernels has Triton interpret in this process: run tests/gpu by itself"
+        return "Triton interprets in this process: run tests/gpu by itself, with TRITON_INTERPRET=0"
     return None
 
 

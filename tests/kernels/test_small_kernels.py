@@ -124,11 +124,11 @@ def test_the_ops_run_the_kernels() -> None:
         draft_input_op.draft_input(x, at, x, at, hidden_weight_E=weight, eps=0.1),
         draft_input_reference.draft_input(x, at, x, at, hidden_weight_E=weight, eps=0.1),
     )
-    heads = random(3, 2, 8)
+    heads, table = random(3, 2, 8), random(3, 4).repeat(1, 2)
     caches = [torch.zeros(2, 1, 16, 2, 8) for _ in range(2)]
     slots = torch.tensor([3, 4, 5])
     same = [
-        rope(heads, heads, heads, x, x, at.repeat(2)[:3], slots, cache)
+        rope(heads, heads, heads, table, table, at.repeat(2)[:3], slots, cache)
         for rope, cache in zip((rope_cache_op.rope_cache, rope_cache_reference.rope_cache), caches, strict=True)
     ]
     assert close(same[:1] + caches[:1], same[1:] + caches[1:])

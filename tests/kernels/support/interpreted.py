@@ -1,7 +1,7 @@
 """Kernels as Triton's interpreter runs them: on CPU tensors, one program after another, no compiler.
 
-Triton decides when a function is decorated, so kernels are imported here, before any test can import them otherwise;
-the environment is left as it was, for what tests start.
+Triton decides when a function is decorated, its own library's when it is first imported (tests/conftest.py sees to
+that); kernels are imported here, before any test can import them otherwise.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def import_kernels() -> None:
         import triton.language as tl
 
         if type(tl.interleave).__name__ != "InterpretedFunction":
-            raise RuntimeError("triton was imported too early to be interpreted: run tests/kernels by itself")
+            raise RuntimeError(
+                "triton was imported too early to be interpreted: leave TRITON_INTERPRET as tests/conftest.py sets it"
+            )
         # Triton imports the rest of itself at its first launch.
         noise = importlib.import_module(f"{_PACKAGE}.noise.kernel")
         noise.gumbel(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 4, 0, block=4)
