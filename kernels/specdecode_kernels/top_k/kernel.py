@@ -51,10 +51,9 @@ def _slice_kernel(
     token = piece * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     x = scaled(logits_RV + row * row_stride, token, inside, temperature, sharpness)
-    if CUT:
-        cut = (temperature > 0) & (kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row)) == 0)
-        x = tl.where(cut, float("-inf"), x)
     if temperature > 0:
+        if CUT:
+            x = tl.where(kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
         seed, position = tl.load(seed_R + row), tl.load(position_R + row)
         if MAPPED:
             # Neighbours here are no neighbours there: each token draws its whole counter and keeps one word.

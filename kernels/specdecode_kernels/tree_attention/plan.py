@@ -92,7 +92,7 @@ def _plan_kernel(
     chunk_W = tl.where(used, local_W % tl.maximum(chunks_W, 1), 0)
     count_W = tl.sum(tl.where(mine, count_B[None, :], 0), 1)
     end_W = tl.sum(tl.where(mine, end_B[None, :], 0), 1)
-    causal_end_W = tl.sum(tl.where(mine, (prefix_B + 0)[None, :], 0), 1) + tl.minimum(row_W + TILE, count_W)
+    causal_end_W = tl.sum(tl.where(mine, prefix_B[None, :], 0), 1) + tl.minimum(row_W + TILE, count_W)
     causal_W = tl.sum(tl.where(mine, causal_B.to(tl.int32)[None, :], 0), 1) > 0
     end_W = (tl.where(causal_W, tl.minimum(causal_end_W, end_W), end_W) + KEYS - 1) // KEYS
     from_W = tl.sum(tl.where(mine, begin_B[None, :], 0), 1) + chunk_W * run
