@@ -123,8 +123,8 @@ def rounds_of(
     parents = padded(forest)
     batch, nodes = parents.shape
     logits_p, logits_q = torch.randn(2, batch, nodes, 11, generator=generator, dtype=dtype).unbind(0)
-    logp, logq = torch.log_softmax(2 * logits_p, -1), torch.log_softmax(2 * logits_p + logits_q, -1)
-    tokens = torch.stack([torch.randperm(11, generator=generator)[torch.arange(nodes) % 11] for _ in range(batch)])
+    logp, logq = torch.log_softmax(2 * logits_p, -1), torch.log_softmax(2 * logits_p + 2 * logits_q, -1)
+    tokens = logq[:, 0].argsort(descending=True)[:, (torch.arange(nodes) - 1) % 11]  # likely ones are tried first
     seeds = torch.randint(0, 2**62, (batch,), generator=generator)
     positions = torch.randint(0, 5000, (batch,), generator=generator)
     drawn = {"best": None, "drawn": torch.ones(batch, nodes, dtype=torch.bool)}.get(how)
