@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, method_and_draft
 from specdecode_worker.commands.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
+    CaptureConfig,
     DraftConfig,
     EngineConfig,
     Env,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the last part of --model")
     _add_server_flags(parser)
     _add_engine_flags(parser)
+    _add_capture_flags(parser)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +74,15 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-prefix-caching", action=switch, default=True)
     parser.add_argument("--enable-chunked-prefill", action=switch, default=True)
     parser.add_argument("--sampler", choices=get_args(Sampler), default=_ENGINE.sampler, help="default: %(default)s")
+
+
+def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--capture", metavar="DIR", help="keep served requests there, as token ids, to distill from")
+    parser.add_argument("--capture-max-bytes", type=int, metavar="N", help="of all in DIR (default: 1 GiB)")
+    parser.add_argument("--capture-max-age", type=float, metavar="S", help="seconds (default: 14 days)")
+    parser.add_argument("--capture-share", nargs="+", metavar="[TASK=]SHARE", default=[],
+                        help="of requests, or of those of a task (default: all)")  # fmt: skip
+    parser.add_argument("--capture-redact", metavar="MODULE:FUNCTION", help="sees every record first, may drop it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,11 +117,37 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
             draft=DraftConfig.model_validate({"method": method, "uri": draft, **lookup}),
             engine=EngineConfig(**_named(args, EngineConfig)),
             server=ServerConfig(**_named(args, ServerConfig)),
+            capture=_capture(args),
             cache_dir=args.cache_dir or str(default_cache_dir()),
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
     return config, _standalone_plan(args.shape, method)
+
+
+def _capture(args: argparse.Namespace) -> CaptureConfig | None:
+    flags = {
+        "max_bytes": args.capture_max_bytes,
+        "max_age_seconds": args.capture_max_age,
+        "redact": args.capture_redact,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if args.capture is None:
+        if given or args.capture_share:
+            raise ValueError("the --capture-... flags need --capture DIR")
+        return None
+    shares = dict(_share(word) for word in args.capture_share)
+    given |= {"share": shares.pop("")} if "" in shares else {}
+    return CaptureConfig(dir=args.capture, task_shares=shares, **given)
+
+
+def _share(word: str) -> tuple[str, float]:
+    """``0.1`` or ``code=0.1``; the name of all tasks is empty."""
+    task, _, share = word.rpartition("=")
+    try:
+        return task, float(share)
+    except ValueError:
+        raise ValueError(f"--capture-share {word!r}: write 0.1 or task=0.1") from None
 
 
 def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:

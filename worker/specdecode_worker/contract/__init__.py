@@ -6,6 +6,7 @@ know, so that either side may be one version ahead; writers of config and plan a
 could have written them.
 """
 
+from specdecode_worker.contract.capture import CaptureConfig
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
     DraftConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "OTHER_TASK",
     "AcceptanceCell",
     "Buckets",
+    "CaptureConfig",
     "CheckVerdict",
     "DraftConfig",
     "DraftState",

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from specdecode_worker.contract.capture import CaptureConfig
 from specdecode_worker.contract.names import Port
 from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Sampler, TaskName, ToolFormat, Written
 
@@ -94,6 +95,8 @@ class WorkerConfig(Written):
     drafts: tuple[NamedDraft, ...] = Field(default=(), max_length=7)
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    capture: CaptureConfig | None = None
+    """None keeps nothing of what is served."""
     cache_dir: str = "/var/cache/specdecode"
     """Where `pull` puts models and `serve` finds them."""
 

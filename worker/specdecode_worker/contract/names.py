@@ -69,3 +69,6 @@ class Metric(StrEnum):
     guard_state = "specdecode_guard_state"
     guard_time_per_token_seconds = "specdecode_guard_time_per_token_seconds"
     synthetic = "specdecode_synthetic"
+    capture_records = "specdecode_capture_records"
+    capture_dropped = "specdecode_capture_dropped"
+    capture_stored_bytes = "specdecode_capture_stored_bytes"

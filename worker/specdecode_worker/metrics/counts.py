@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from specdecode_worker.capture import CaptureCounts
 from specdecode_worker.engine.messages import Tokens
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -39,10 +40,11 @@ class Histogram:
 
 
 class Counts:
-    """Monotonic, like the report's. ``clock`` gives monotonic seconds."""
+    """Monotonic, like the report's. ``clock`` gives monotonic seconds; ``capture`` is the recorder's where one runs."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], capture: CaptureCounts | None = None) -> None:
         self.clock = clock
+        self.capture = capture or CaptureCounts()
         self.by_task: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)

@@ -9,6 +9,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from specdecode_worker.contract import Report
+from specdecode_worker.metrics.capture import capture
 from specdecode_worker.metrics.counts import Counts
 from specdecode_worker.metrics.latency import latency
 from specdecode_worker.metrics.load import load
@@ -19,7 +20,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def render(report: Report, counts: Counts) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Once([*speculation(report, counts), *load(report), *latency(report, counts)]))
+    families = [*speculation(report, counts), *load(report), *latency(report, counts)]
+    registry.register(_Once([*families, *capture(report.model, counts.capture)]))
     return generate_latest(registry)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from specdecode_worker.engine.client import Stream
 from specdecode_worker.engine.errors import EngineGone
 from specdecode_worker.engine.messages import Tokens
-from specdecode_worker.metrics import Observer
 from specdecode_worker.server.answers import Choice, Piece, Statistics
 from specdecode_worker.server.errors import EngineFailed
 from specdecode_worker.server.prompts import Prompt
@@ -27,6 +27,14 @@ class Wish:
     counts_prompt: bool = True
 
 
+class Watcher(Protocol):
+    """Sees every message of one request, and its end, perhaps twice."""
+
+    def take(self, tokens: Tokens) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class Generation:
     """The answer to one prompt. Close it, read to the end or not: it frees the engine's slot."""
 
@@ -37,7 +45,7 @@ class Generation:
         prompt: Prompt,
         wish: Wish,
         *,
-        observer: Observer,
+        watchers: Sequence[Watcher],
         ended: Callable[[], None],
     ) -> None:
         self._stream = stream
@@ -46,7 +54,7 @@ class Generation:
         self._wish = wish
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
         self._reader = AnswerReader(tokenizer, prompt.ids, wish.reading, first_offset=first_offset)
-        self._observer = observer
+        self._watchers = watchers
         self._ended: Callable[[], None] | None = ended
         self._last: Tokens | None = None
 
@@ -89,14 +97,16 @@ class Generation:
     def close(self) -> None:
         """May be called twice."""
         self._stream.close()
-        self._observer.end()
+        for watcher in self._watchers:
+            watcher.end()
         if self._ended is not None:
             self._ended()
             self._ended = None
 
     def _take(self, tokens: Tokens) -> Piece:
         self._last = tokens
-        self._observer.take(tokens)
+        for watcher in self._watchers:
+            watcher.take(tokens)
         if tokens.finish in ("error", "abort"):
             raise EngineFailed(tokens.error or "the engine ended this request")
         if self._wish.scored and len(tokens.logprobs) != len(tokens.tokens):

@@ -26,10 +26,11 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids; ``echo`` only where the client wants the prompt back."""
+    """Token ids; ``echo`` only where the client wants the prompt back. ``opening`` is what the user said first."""
 
     ids: Sequence[int]
     echo: Echo | None = None
+    opening: str = ""
 
 
 def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[Prompt]:
@@ -39,7 +40,7 @@ def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[Pr
         ids = tokenizer.encode(given) if isinstance(given, str) else given
         wants_offsets = body.logprobs is not None
         echo = _echo(tokenizer, ids, given, body.skip_special_tokens, wants_offsets) if body.echo else None
-        prompts.append(Prompt(ids, echo))
+        prompts.append(Prompt(ids, echo, given if isinstance(given, str) else " ".join(map(str, ids))))
     return prompts
 
 
@@ -47,7 +48,8 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
     """The prompt of a chat, rendered by the model's template. Raises TokenizerProblem, TemplateRefused."""
     messages = [message.rendered() for message in body.messages]
     text = tokenizer.chat_template().render(messages, body.shown_tools, body.chat_template_kwargs)
-    return Prompt(tokenizer.encode_rendered(text))
+    said = [message.content for message in body.messages if message.role == "user"] or [text]
+    return Prompt(tokenizer.encode_rendered(text), opening=said[0])
 
 
 def _echo(

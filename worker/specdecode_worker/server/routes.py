@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from specdecode_worker.server.answers import ChatFormat, Choice, CompletionFormat, Format, Head, Json, ToolReading
+from specdecode_worker.server.capturing import CAPTURE_HEADER, allowed
 from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.http import CloseWhenLeaving, answer_errors, read_body, unless_gone
@@ -46,7 +47,8 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         service.check_model_name(body.model)
         prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
-        generations = service.start(body, prompts, _task(service, request, body, text))
+        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
         return await _answer(request, body, generations, CompletionFormat(_head(service, request, body)))
 
     @app.post("/v1/chat/completions")
@@ -60,7 +62,8 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         except (TemplateRefused, TokenizerProblem) as error:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
         text = "\n".join(message.content for message in body.messages)
-        generations = service.start(body, [prompt], _task(service, request, body, text))
+        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
         return await _answer(request, body, generations, ChatFormat(_head(service, request, body), tools))
 
     return app

@@ -21,6 +21,7 @@ from typing import Self
 import uvicorn
 from fastapi import FastAPI
 
+from specdecode_worker.capture import CaptureError, Recorder
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
@@ -87,10 +88,11 @@ async def serve(
     plan = _start_plan(config, standalone_plan)
     token = os.environ.get(Env.admin_token)
     sockets = _bind(config, admin_host=config.server.host if token else _LOOPBACK)
+    recorder = _recorder(config)
     engine = EngineClient(config, plan, build=build)
     try:
         lifecycle = Lifecycle()
-        service = Service(config, engine, lifecycle, plan)
+        service = Service(config, engine, lifecycle, plan, recorder)
         departure = Departure(lifecycle, config.server, lambda: engine.in_flight, signals.hurried)
         keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
         apps = (public_app(service, keys), admin_app(service, departure, token))
@@ -98,6 +100,18 @@ async def serve(
             return await _live(service, departure, signals.asked)
     finally:
         await engine.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
+
+
+def _recorder(config: WorkerConfig) -> Recorder | None:
+    """Raises CannotStart: a worker that was to capture and cannot shall not look as if it did."""
+    if config.capture is None:
+        return None
+    try:
+        return Recorder(config.capture)
+    except CaptureError as error:
+        raise CannotStart(f"capture: {error}") from None
 
 
 async def _live(service: Service, departure: Departure, leave: asyncio.Event) -> int:

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, ToolFormat, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.messages import Loaded, Sampling, Submit
 from specdecode_worker.metrics import Counts
+from specdecode_worker.server.capturing import Capturing
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, Wish
+from specdecode_worker.server.generation import Generation, Watcher, Wish
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.line import Line
 from specdecode_worker.server.plans import Plans
@@ -57,17 +59,26 @@ class Model:
 
 
 class Service:
-    """One worker. ``model`` is None while it loads."""
+    """One worker. ``model`` is None while it loads; without a ``recorder`` nothing is captured."""
 
-    def __init__(self, config: WorkerConfig, engine: EngineClient, lifecycle: Lifecycle, plan: Plan) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: EngineClient,
+        lifecycle: Lifecycle,
+        plan: Plan,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.lifecycle = lifecycle
         self.plans = Plans(config.deployment_uid, plan)
-        self.counts = Counts(time.monotonic)
+        self.counts = Counts(time.monotonic, recorder.counts if recorder else None)
         self.started_seconds = int(time.time())
         self._line = Line(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
+        self._recorder = recorder
+        self._capturing: Capturing | None = None
         self._plan_lock = asyncio.Lock()
 
     def check_loaded(self) -> None:
@@ -77,6 +88,8 @@ class Service:
 
     def model_loaded(self, model: Model) -> None:
         self._model = model
+        if self._recorder is not None:
+            self._capturing = Capturing(self._recorder, model.loaded.target, self.config.engine.sampler)
         self.lifecycle.serve()
 
     @property
@@ -97,20 +110,26 @@ class Service:
         if name is not None and name != served:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
 
-    def start(self, request: GenerationRequest, prompts: Sequence[Prompt], task: str) -> list[Generation]:
-        """``request.choices_made`` generations to each prompt, in that order, all or none. Raises ApiError."""
+    def start(
+        self, request: GenerationRequest, prompts: Sequence[Prompt], task: str, *, capture: bool = True
+    ) -> list[Generation]:
+        """``request.choices_made`` generations to each prompt, in that order, all or none. Raises ApiError.
+
+        ``capture`` is whether the client lets them be captured."""
         limits, made = self.model.limits, request.choices_made
         check_ids(request, limits)
         token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
         self.lifecycle.check_accepting()
         field = "prompt" if len(prompts) > 1 else "n"
         self._line.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
+        if self._capturing is not None and not capture:
+            self._capturing.opted_out()
         with contextlib.ExitStack() as started:
             generations = []
             for prompt, limit in zip(prompts, token_limits, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _wish(request, choice), task)
+                    generation = self._generation(prompt, sampling, _wish(request, choice), task, capture)
                     started.callback(generation.close)
                     generations.append(generation)
             started.pop_all()
@@ -144,7 +163,7 @@ class Service:
             report = await self.engine.report()
         return report.model_copy(update={"draining": self.lifecycle.leaving})
 
-    def _generation(self, prompt: Prompt, sampling: Sampling, wish: Wish, task: str) -> Generation:
+    def _generation(self, prompt: Prompt, sampling: Sampling, wish: Wish, task: str, capture: bool) -> Generation:
         now = time.monotonic()
         submit = Submit(
             request_id=uuid.uuid4().hex, prompt=tuple(prompt.ids), sampling=sampling, task=task, arrival_seconds=now
@@ -158,9 +177,16 @@ class Service:
             self.model.tokenizer,
             prompt,
             wish,
-            observer=self.counts.observer(task, len(prompt.ids)),
+            watchers=self._watchers(prompt, sampling, task, capture and wish.answers),
             ended=lambda: self._line.ended(time.monotonic()),
         )
+
+    def _watchers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[Watcher]:
+        found: list[Watcher] = [self.counts.observer(task, len(prompt.ids))]
+        if capture and self._capturing is not None:
+            watch = self._capturing.watch(prompt, sampling, task)
+            found += [watch] if watch is not None else []
+        return found
 
 
 def _wish(request: GenerationRequest, choice: int) -> Wish:

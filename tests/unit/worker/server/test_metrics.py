@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from specdecode_worker.capture import Dropped
 from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,
@@ -177,3 +178,15 @@ def test_a_request_counts_once_however_it_ends() -> None:
     ) == (3, 1)
     name = "specdecode_request_time_per_output_token_seconds"
     assert (found[f"{name}_bucket[0.0005]"], found[f"{name}_count[]"]) == (1, 1), "1 ms for two tokens"
+
+
+def test_what_is_captured_and_what_is_dropped() -> None:
+    counts = still()
+    counts.capture.records["t"] += 3
+    counts.capture.dropped[Dropped.queue_full] += 2
+    counts.capture.stored_bytes = 99
+    found = samples(counts)
+    assert found["specdecode_capture_records_total[t]"] == 3
+    assert found["specdecode_capture_dropped_total[queue_full]"] == 2
+    assert found["specdecode_capture_dropped_total[redacted]"] == 0, "there before anything is dropped"
+    assert found["specdecode_capture_stored_bytes[]"] == 99

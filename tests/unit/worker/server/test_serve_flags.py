@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import serve
-from specdecode_worker.contract import EngineConfig, Env, Plan, WorkerConfig
+from specdecode_worker.contract import CaptureConfig, EngineConfig, Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
 
 
@@ -83,6 +83,11 @@ def test_vllms_names_of_the_engines_bounds() -> None:
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--model", "file:///m", "--method", "eagle3"], "--draft"),
         (["--max-model-len", "3"], "max_model_len"),
+        (["--capture-share", "0.1"], "--capture DIR"),
+        (["--capture", "d", "--capture-share", "code=most"], "task=0.1"),
+        (["--capture", "d", "--capture-share", "code=2"], "code"),
+        (["--capture", "d", "--capture-redact", "hook"], "redact"),
+        (["--capture", "d", "--capture-max-bytes", "1"], "max_bytes"),
     ],
 )
 def test_wrong_flags_are_named(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +103,23 @@ def test_a_wrong_config_in_the_environment_is_named(
     assert main(["serve"]) == 2
     assert "engine.max_num_seqs" in capsys.readouterr().err
     assert "engine.max_num_seqs" in (tmp_path / "words").read_text()
+
+
+def test_capture_is_off_until_it_is_asked_for() -> None:
+    assert read()[0].capture is None
+    assert read("--capture", "/d")[0].capture == CaptureConfig(dir="/d")
+    words = "--capture /d --capture-max-bytes 99999 --capture-max-age 60 --capture-share 0.1 code=1 qa=0"
+    config, _ = read(*words.split(), "--capture-redact", "mine:hook")
+    shares = {"code": 1.0, "qa": 0.0}
+    assert config.capture == CaptureConfig(
+        dir="/d", max_bytes=99999, max_age_seconds=60, share=0.1, task_shares=shares, redact="mine:hook"
+    )
+
+
+def test_a_worker_that_cannot_capture_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ["--model", "file:///m", "--port", "0", "--admin-port", "0", "--capture"]
+    assert main(["serve", *words, str(tmp_path / "file")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    assert main(["serve", *words, str(tmp_path / "d"), "--capture-redact", "nobody.has:this"]) == 1
+    assert "nobody.has:this" in capsys.readouterr().err

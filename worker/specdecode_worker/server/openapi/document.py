@@ -36,6 +36,12 @@ _RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, at the
 _HEADERS: list[Json] = [
     {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
     {
+        "name": "X-Specdecode-Capture",
+        "in": "header",
+        "schema": TEXT,
+        "description": "anything but on keeps the request out of what this worker captures",
+    },
+    {
         "name": "X-Request-Id",
         "in": "header",
         "schema": TEXT,

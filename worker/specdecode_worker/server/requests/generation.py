@@ -63,7 +63,7 @@ class GenerationRequest(Checked):
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] = Field(default={})
-    """Kept by nobody; ``task`` labels the request."""
+    """``task`` labels the request, ``capture`` set to false keeps it out of what a worker captures."""
 
     @property
     def token_limit(self) -> int | None:

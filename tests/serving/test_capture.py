@@ -1,0 +1,131 @@
+"""From a request to the record of it: what the routes, the client's wishes and the engine's end make of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import httpx
+import pytest
+from worker_process import worker_config
+
+from specdecode_worker.capture import Dropped, Reading, Record, Recorder, opening_of, read_records
+from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
+from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.text import Tokenizer
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(CaptureConfig(dir=str(tmp_path / "captured"), task_shares={"never": 0.0}))
+
+
+@pytest.fixture
+async def client(model_folder: Path, recorder: Recorder) -> AsyncIterator[httpx.AsyncClient]:
+    config = worker_config(model_folder)
+    plan = Plan(uid="uid-1", tasks=(TaskMatch(name="code"), TaskMatch(name="never")))
+    engine = EngineClient(config, plan, build=fake_engine.build)
+    service = Service(config, engine, Lifecycle(), plan, recorder)
+    service.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
+    transport = httpx.ASGITransport(public_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
+        yield made
+    await engine.close()
+
+
+def records(recorder: Recorder, tmp_path: Path) -> list[Record]:
+    recorder.close()
+    return list(read_records([tmp_path / "captured"], Reading()))
+
+
+async def chat(client: httpx.AsyncClient, text: str = "hi", headers: dict[str, str] | None = None, **more: Any) -> None:
+    body = {"model": "small", "messages": [{"role": "user", "content": text}], "max_tokens": 6, **more}
+    answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_request_becomes_a_record(client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path) -> None:
+    asked = {"seed": 7, "temperature": 0.5, "top_p": 0.9, "logit_bias": {"3": 1.5}, "logprobs": True, "top_logprobs": 2}
+    turns = [("system", "be brief"), ("user", "  Say\nhi "), ("assistant", "hi"), ("user", "again")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    await chat(client, messages=messages, metadata={"task": "code"}, **asked)
+    (found,) = records(recorder, tmp_path)
+    said = fake_engine.small_model.byte_tokenizer().encode(fake_engine.TEXT).ids[:6]
+    assert list(found.tokens[found.prompt_length :]) == said
+    assert found.tokens[0] == 256, "the template's beginning"
+    sampling = found.sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_p, sampling.logit_bias) == (7, 0.5, 0.9, ((3, 1.5),))
+    assert (sampling.logprobs, found.task, found.target, found.share) == (None, "code", "t", 1.0)
+    assert found.opening == opening_of("Say hi"), "the first turn of the user, and not the last"
+
+
+async def test_streams_and_choices_are_captured_one_by_one(
+    client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
+) -> None:
+    await chat(client, stream=True, n=2)
+    body = {"model": "small", "prompt": ["one", [65, 66]], "max_tokens": 4}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    found = records(recorder, tmp_path)
+    assert [one.output_length for one in found] == [6, 6, 4, 4]
+    assert len({one.sampling.seed for one in found}) == 4, "replay needs the seed that was drawn"
+    assert [one.opening for one in found[2:]] == [opening_of("one"), opening_of("65 66")]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"metadata": {"capture": False}},
+        {"metadata": {"capture": "false"}},
+        {"metadata": {"capture": "rather not"}},
+        {"metadata": {"capture": 0}},
+        {"headers": {"X-Specdecode-Capture": "off"}},
+        {"headers": {"x-specdecode-capture": "OFF"}},
+        {"headers": {"X-Specdecode-Capture": "off"}, "metadata": {"capture": True}},
+    ],
+)
+async def test_a_client_may_say_no(
+    wish: dict[str, Any], client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
+) -> None:
+    await chat(client, **wish)
+    assert records(recorder, tmp_path) == []
+    assert recorder.counts.dropped == {Dropped.opted_out: 1}
+
+
+@pytest.mark.parametrize("wish", [{"metadata": {"capture": True}}, {"headers": {"X-Specdecode-Capture": "on"}}])
+async def test_a_client_may_say_yes(
+    wish: dict[str, Any], client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
+) -> None:
+    await chat(client, **wish)
+    assert len(records(recorder, tmp_path)) == 1
+
+
+async def test_a_task_whose_share_is_nothing_is_left_out(
+    client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
+) -> None:
+    await chat(client, headers={"X-Specdecode-Task": "never"})
+    await chat(client, headers={"X-Specdecode-Task": "code"})
+    assert [one.task for one in records(recorder, tmp_path)] == ["code"]
+
+
+async def test_echoes_and_failures_are_no_records(
+    client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
+) -> None:
+    echo = {"model": "small", "prompt": "abc", "max_tokens": 0, "echo": True}
+    assert (await client.post("/v1/completions", json=echo)).status_code == 200
+    refused = {"model": "small", "prompt": [fake_engine.REFUSED], "max_tokens": 4}
+    assert (await client.post("/v1/completions", json=refused)).status_code == 500
+    assert records(recorder, tmp_path) == []
+
+
+async def test_the_metrics_page_counts_them(client: httpx.AsyncClient, recorder: Recorder) -> None:
+    await chat(client)
+    await chat(client, metadata={"capture": False})
+    recorder.close()
+    page = (await client.get("/metrics")).text
+    assert 'specdecode_capture_records_total{model_name="fake",task="other"} 1.0' in page
+    assert 'specdecode_capture_dropped_total{model_name="fake",reason="opted_out"} 1.0' in page

@@ -1,0 +1,31 @@
+"""Hooks as a user might write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from specdecode_worker.capture import Record
+
+NO_FUNCTION = 3
+
+
+def without_opening(record: Record) -> Record:
+    return msgspec.structs.replace(record, opening="")
+
+
+def odd_ones(record: Record) -> Record | None:
+    return record if record.sampling.seed % 2 else None
+
+
+def failing(record: Record) -> Record:
+    raise RuntimeError(f"a secret: {record.tokens}")
+
+
+def wrong(record: Record) -> Any:
+    return {"tokens": record.tokens}
+
+
+def spoiling(record: Record) -> Record:
+    return msgspec.structs.replace(record, task=object())  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""The recorder's thread: what is offered is written, redacted or counted, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captured import record
+
+from specdecode_worker.capture import CaptureError, Dropped, Reading, Record, Recorder, read_records
+from specdecode_worker.capture.recorder import QUEUE_RECORDS
+from specdecode_worker.contract import CaptureConfig
+
+
+def recorder(folder: Path, **config: Any) -> Recorder:
+    return Recorder(CaptureConfig(dir=str(folder), **config), seed=0)
+
+
+def read(folder: Path) -> list[Record]:
+    return list(read_records([folder], Reading()))
+
+
+def captured(folder: Path, hook: str, numbers: range) -> Recorder:
+    made = recorder(folder, redact=f"redaction_hooks:{hook}")
+    for number in numbers:
+        made.offer(record(number))
+    made.close()
+    return made
+
+
+def test_what_is_offered_is_on_disk_after_close(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    for number in range(50):
+        made.offer(record(number, task="code" if number % 5 else "qa"))
+    made.close()
+    assert read(tmp_path) == [record(n, task="code" if n % 5 else "qa") for n in range(50)]
+    assert made.counts.records == {"code": 40, "qa": 10}
+
+
+def test_a_full_queue_drops_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorder(tmp_path)
+    held = threading.Event()
+    monkeypatch.setattr(made._segments, "append", lambda body: held.wait(30))
+    began = time.monotonic()
+    for number in range(QUEUE_RECORDS + 100):
+        made.offer(record(number))
+    assert time.monotonic() - began < 5, "the writer hangs, who offers does not"
+    assert 98 <= made.counts.dropped[Dropped.queue_full] <= 100
+    held.set()
+    made.close()
+
+
+def test_a_hook_changes_and_drops(tmp_path: Path) -> None:
+    captured(tmp_path / "a", "without_opening", range(2))
+    assert [one.opening for one in read(tmp_path / "a")] == ["", ""]
+    made = captured(tmp_path / "b", "odd_ones", range(10))
+    assert [one.sampling.seed for one in read(tmp_path / "b")] == [1, 3, 5, 7, 9]
+    assert made.counts.dropped == {Dropped.redacted: 5}
+
+
+@pytest.mark.parametrize("hook", ["failing", "wrong", "spoiling"])
+def test_a_hook_that_fails_drops_the_record_and_tells_nothing_of_it(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = captured(tmp_path, hook, range(3))
+    assert read(tmp_path) == []
+    assert made.counts.dropped == {Dropped.redaction_error: 3}
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "redaction_hooks:missing", "redaction_hooks:NO_FUNCTION"])
+def test_a_hook_that_is_none_is_named_at_start(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=name):
+        recorder(tmp_path, redact=name)
+
+
+def test_a_disk_that_fails_is_counted_and_the_thread_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorder(tmp_path)
+    append, failures = made._segments.append, [OSError(28, "No space left on device")] * 2
+
+    def sometimes(body: bytes) -> None:
+        if failures:
+            raise failures.pop()
+        append(body)
+
+    monkeypatch.setattr(made._segments, "append", sometimes)
+    for number in range(3):
+        made.offer(record(number))
+    made.close()
+    assert made.counts.dropped == {Dropped.write_error: 2}
+    assert read(tmp_path) == [record(2)]
+
+
+def test_what_fits_no_segment_is_dropped(tmp_path: Path) -> None:
+    made = recorder(tmp_path, max_bytes=2**16)
+    made.offer(record(1000, tokens=5000))
+    made.offer(record(1))
+    made.close()
+    assert made.counts.dropped == {Dropped.too_large: 1}
+    assert read(tmp_path) == [record(1)]
+
+
+def test_tasks_have_shares_of_their_own(tmp_path: Path) -> None:
+    made = recorder(tmp_path, share=0.25, task_shares={"code": 1.0, "qa": 0.0})
+    taken = {task: sum(made.draws(task) for _ in range(2000)) for task in ("code", "qa", "other")}
+    made.close()
+    assert (taken["code"], taken["qa"]) == (2000, 0)
+    assert 400 < taken["other"] < 600
+    assert made.share_of("other") == 0.25
+
+
+def test_old_segments_go_while_nothing_is_served(tmp_path: Path) -> None:
+    made = recorder(tmp_path, max_age_seconds=0.5)
+    made.offer(record(0))
+    deadline = time.monotonic() + 20
+    while not made.counts.records or list(tmp_path.glob("*.segment")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    made.close()

@@ -1,0 +1,133 @@
+"""Segments of captured records: nothing lost in a crash but the last record, bounds that hold for all writers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from captured import record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_worker.capture.errors import FolderUnusable
+from specdecode_worker.capture.record import Record, encoded
+from specdecode_worker.capture.segments import SUFFIX, Reading, SegmentWriter, read_records
+
+
+def writer(folder: Path, *, max_bytes: int = 2**20, max_age_seconds: float = 1e9, now: float = 0.0) -> SegmentWriter:
+    return SegmentWriter(folder, max_bytes=max_bytes, max_age_seconds=max_age_seconds, clock=lambda: now)
+
+
+def read(folder: Path) -> tuple[list[Record], Reading]:
+    reading = Reading()
+    return list(read_records([folder], reading)), reading
+
+
+def stored(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    records = [record(i) for i in range(5)]
+    segments = writer(tmp_path)
+    for one in records:
+        segments.append(encoded(one))
+    found, reading = read(tmp_path)
+    assert found == records
+    assert (reading.segments, reading.torn, reading.unreadable) == (1, 0, 0)
+
+
+@given(cut=st.sampled_from((0, 1, 7, 200)), flip=st.integers(0, 5000))
+@settings(max_examples=100, deadline=None)
+def test_a_torn_or_damaged_tail_costs_no_record_before_it(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    segments = writer(folder)
+    ends = []
+    for i in range(4):
+        segments.append(encoded(record(i)))
+        ends.append(stored(folder))
+    (path,) = folder.glob(f"*{SUFFIX}")
+    content = bytearray(path.read_bytes())
+    del content[len(content) - min(cut, len(content)) :]
+    whole = [end for end in ends if end <= len(content)]
+    if len(content) > 8 and flip % 2:
+        at = 8 + flip % (len(content) - 8)
+        content[at] ^= 1 << flip % 8
+        whole = [end for end in ends if end <= at]
+    path.write_bytes(content)
+    found, _ = read(folder)
+    assert found == [record(i) for i in range(len(whole))]
+
+
+def test_a_torn_tail_is_counted_and_the_next_segment_read(tmp_path: Path) -> None:
+    for number in range(2):
+        segments = writer(tmp_path, now=float(number))
+        segments.append(encoded(record(number)))
+        segments.close()
+    first = min(tmp_path.glob(f"*{SUFFIX}"))
+    first.write_bytes(first.read_bytes()[:-3])
+    (tmp_path / f"{0:018}-x{SUFFIX}").write_bytes(b"not ours")
+    found, reading = read(tmp_path)
+    assert found == [record(1)]
+    assert (reading.segments, reading.torn) == (3, 2)
+
+
+def test_a_frame_without_a_record_is_counted_and_passed_over(tmp_path: Path) -> None:
+    segments = writer(tmp_path)
+    for body in (encoded(record(0)), msgspec.msgpack.encode({"tokens": "none"}), encoded(record(1))):
+        segments.append(body)
+    found, reading = read(tmp_path)
+    assert (found, reading.unreadable) == ([record(0), record(1)], 1)
+
+
+def test_fields_of_a_newer_writer_are_passed_over(tmp_path: Path) -> None:
+    segments = writer(tmp_path)
+    segments.append(msgspec.msgpack.encode({**msgspec.to_builtins(record(0)), "later": 1}))
+    assert read(tmp_path)[0] == [record(0)]
+
+
+def test_bytes_are_bounded_for_all_writers_together(tmp_path: Path) -> None:
+    rng, most = random.Random(0), 2**16
+    writers = [writer(tmp_path, max_bytes=most, now=float(i)) for i in range(5)]
+    for i in range(3000):
+        rng.choice(writers).append(encoded(record(i, tokens=rng.randint(10, 60))))
+        assert stored(tmp_path) <= most
+    found, reading = read(tmp_path)
+    assert reading.torn == 0
+    assert stored(tmp_path) > most // 3, "not emptied either"
+    assert max(one.sampling.seed for one in found) == 2999, "the newest is there"
+
+
+def test_no_record_outlives_its_age(tmp_path: Path) -> None:
+    now = 0.0
+    segments = SegmentWriter(tmp_path, max_bytes=2**20, max_age_seconds=160, clock=lambda: now)
+    for second in range(600):
+        now = float(second)
+        segments.append(encoded(record(second, time_seconds=now)))
+        if second % 10 == 0:
+            segments.sweep()
+        assert all(one.time_seconds >= now - 160 for one in read(tmp_path)[0])
+    assert min(one.time_seconds for one in read(tmp_path)[0]) < now - 100, "and is not lost long before"
+    now = 10_000.0
+    assert segments.sweep() == 0
+
+
+def test_a_writer_whose_segment_was_swept_away_goes_on(tmp_path: Path) -> None:
+    segments = writer(tmp_path)
+    segments.append(encoded(record(0)))
+    for path in tmp_path.glob(f"*{SUFFIX}"):
+        path.unlink()
+    segments.append(encoded(record(1)))
+    assert read(tmp_path)[0] == [record(1)]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderUnusable, match="file"):
+        writer(tmp_path / "file")
+    with pytest.raises(FolderUnusable, match="--capture"):
+        list(read_records([tmp_path / "missing"], Reading()))

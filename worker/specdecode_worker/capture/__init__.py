@@ -1,0 +1,12 @@
+"""What a worker keeps of its traffic: records in segments, written beside the server, read by ``distill``.
+
+server ──offer──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
+"""
+
+from specdecode_worker.capture.counts import CaptureCounts, Dropped
+from specdecode_worker.capture.errors import CaptureError
+from specdecode_worker.capture.record import Record, opening_of
+from specdecode_worker.capture.recorder import Recorder
+from specdecode_worker.capture.segments import Reading, read_records
+
+__all__ = ["CaptureCounts", "CaptureError", "Dropped", "Reading", "Record", "Recorder", "opening_of", "read_records"]

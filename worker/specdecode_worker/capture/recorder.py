@@ -1,0 +1,111 @@
+"""The thread that writes records: the server hands them over without waiting, and what does not fit is dropped."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from specdecode_worker.capture.counts import CaptureCounts, Dropped
+from specdecode_worker.capture.record import Record, encoded
+from specdecode_worker.capture.redaction import Hook, load_hook, redacted
+from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.contract import CaptureConfig
+
+QUEUE_RECORDS = 256
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Of one worker. ``share_of`` and ``offer`` belong to the event loop, all else to the thread."""
+
+    def __init__(
+        self, config: CaptureConfig, *, clock: Callable[[], float] = time.time, seed: int | None = None
+    ) -> None:
+        """Raises CaptureError."""
+        self.counts = CaptureCounts()
+        self._config = config
+        self._random = random.Random(seed)
+        self._hook: Hook | None = load_hook(config.redact) if config.redact else None
+        self._segments = SegmentWriter(
+            Path(config.dir), max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
+        )
+        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
+        self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
+        self._thread.start()
+
+    def share_of(self, task: str) -> float:
+        return self._config.task_shares.get(task, self._config.share)
+
+    def draws(self, task: str) -> bool:
+        """Whether chance takes this request of ``task``."""
+        return self._random.random() < self.share_of(task)
+
+    def offer(self, record: Record) -> None:
+        """Never waits: a full queue drops the record."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.counts.dropped[Dropped.queue_full] += 1
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Writes what was handed over, for ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
+        try:
+            self._queue.put(None, timeout=seconds)
+        except queue.Full:
+            return
+        self._thread.join(max(deadline - time.monotonic(), 0))
+
+    def _run(self) -> None:
+        swept = 0.0
+        every = self._segments.sweep_seconds
+        while True:
+            if time.monotonic() >= swept + every:
+                self._sweep()
+                swept = time.monotonic()
+            try:
+                record = self._queue.get(timeout=every)
+            except queue.Empty:
+                continue
+            if record is None:
+                break
+            self._write(record)
+        self._segments.close()
+
+    def _write(self, record: Record) -> None:
+        found = redacted(record, self._hook)
+        if isinstance(found, Dropped):
+            self.counts.dropped[found] += 1
+            return
+        try:
+            body = encoded(found)
+        except (TypeError, ValueError):  # the hook put something into a field that no record holds
+            self.counts.dropped[Dropped.redaction_error] += 1
+            return
+        if len(body) > self._segments.largest:
+            self.counts.dropped[Dropped.too_large] += 1
+            return
+        try:
+            self._segments.append(body)
+        except OSError as error:
+            self._failed(error)
+            return
+        self.counts.records[found.task] += 1
+
+    def _sweep(self) -> None:
+        try:
+            self.counts.stored_bytes = self._segments.sweep()
+        except OSError as error:
+            log.warning("captured records cannot be swept: %s", error)
+
+    def _failed(self, error: OSError) -> None:
+        first = not self.counts.dropped[Dropped.write_error]
+        self.counts.dropped[Dropped.write_error] += 1
+        if first:  # a full disk would fill the log too
+            log.warning("captured records cannot be written: %s", error)

@@ -1,0 +1,174 @@
+"""Append-only segments of records: crash-safe, shared by several workers, bounded in bytes and age.
+
+A segment is MAGIC, then frames: length and CRC-32 of the body (little-endian u32 each), body. A frame that a crash tore
+ends its segment. Every worker writes segments of its own and sweeps away the oldest of all, so that the bounds hold
+for the folder; a writer whose segment was swept away starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from specdecode_worker.capture.errors import FolderUnusable
+from specdecode_worker.capture.record import Record, decoded
+
+MAGIC = b"SDCAP01\n"
+SUFFIX = ".segment"
+_FRAME = struct.Struct("<II")
+_PARTS = 16
+"""A segment is closed at so small a part of either bound: what is swept away at once is that much."""
+
+
+class SegmentWriter:
+    """One worker's hand on the folder. ``clock`` gives Unix seconds. Raises FolderUnusable."""
+
+    def __init__(
+        self, folder: Path, *, max_bytes: int, max_age_seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._folder, self._clock = folder, clock
+        self._max_bytes, self._max_age_seconds = max_bytes, max_age_seconds
+        self._segment_bytes = max_bytes // _PARTS
+        self._file: int | None = None
+        self._size, self._began, self._unswept = 0, 0.0, 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mark = folder / f".{uuid.uuid4().hex}"
+            mark.touch()
+            mark.unlink()
+        except OSError as error:
+            raise FolderUnusable(f"{folder} cannot be written: {error.strerror}") from None
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest record that fits a segment."""
+        return self._segment_bytes - len(MAGIC) - _FRAME.size
+
+    @property
+    def sweep_seconds(self) -> float:
+        """How often to sweep, so that no record outlives its age by more than a part of it."""
+        return min(60.0, self._max_age_seconds / _PARTS)
+
+    def append(self, body: bytes) -> None:
+        """In one write, so that a crash tears the last frame at most. Raises OSError."""
+        frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
+        if self._file is not None and self._is_over(len(frame)):
+            self.close()
+        if self._file is None:
+            self._open()
+            self.sweep()
+        assert self._file is not None
+        if os.write(self._file, frame) != len(frame):
+            self.close()  # half a frame: nothing may follow it
+            raise OSError("the segment could not take the whole record")
+        self._size += len(frame)
+        self._unswept += len(frame)
+        if self._unswept > self._segment_bytes // _PARTS:
+            self.sweep()
+
+    def sweep(self) -> int:
+        """Deletes what is too old or too much, the oldest first; returns the bytes that stay. Raises OSError."""
+        self._unswept = 0
+        segments = _segments(self._folder)
+        kept = sum(size for _, size, _ in segments)
+        # Room for what all workers together write until they sweep again.
+        bound = self._max_bytes - self._segment_bytes
+        for path, size, began in segments:
+            # The oldest record of a segment is as old as its name says.
+            too_old = began < self._clock() - self._max_age_seconds * (1 - 1 / _PARTS)
+            if too_old or kept > bound:
+                path.unlink(missing_ok=True)
+                kept -= size
+        return kept
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
+            os.close(self._file)
+            self._file = None
+
+    def _is_over(self, more: int) -> bool:
+        assert self._file is not None
+        too_old = self._clock() - self._began > self._max_age_seconds / _PARTS
+        return too_old or self._size + more > self._segment_bytes or os.fstat(self._file).st_nlink == 0
+
+    def _open(self) -> None:
+        self._began = self._clock()
+        name = f"{int(self._began * 1e6):018}-{uuid.uuid4().hex[:12]}{SUFFIX}"
+        self._file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        os.write(self._file, MAGIC)
+        self._size = len(MAGIC)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What reading a folder came across."""
+
+    segments: int = 0
+    torn: int = 0
+    """Segments that end in a torn frame, or are none of ours."""
+    unreadable: int = 0
+    """Whole frames that hold no record."""
+
+
+def read_records(folders: Sequence[Path], reading: Reading) -> Iterator[Record]:
+    """All records of the folders, segment by segment in the order in which they were begun; writers may be at work.
+
+    Raises FolderUnusable."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
+        for path, _, _ in _segments(folder):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # swept away meanwhile
+            reading.segments += 1
+            yield from _records(content, reading)
+
+
+def _records(content: bytes, reading: Reading) -> Iterator[Record]:
+    at = len(MAGIC)
+    if not content.startswith(MAGIC):
+        reading.torn += 1
+        return
+    while at < len(content):
+        body = _body(content, at)
+        if body is None:
+            reading.torn += 1
+            return
+        at += _FRAME.size + len(body)
+        try:
+            yield decoded(body)
+        except msgspec.MsgspecError:
+            reading.unreadable += 1
+
+
+def _body(content: bytes, at: int) -> bytes | None:
+    """The frame's at ``at``; None where it is torn."""
+    if at + _FRAME.size > len(content):
+        return None
+    length, checksum = _FRAME.unpack_from(content, at)
+    body = content[at + _FRAME.size : at + _FRAME.size + length]
+    return body if len(body) == length and zlib.crc32(body) == checksum else None
+
+
+def _segments(folder: Path) -> list[tuple[Path, int, float]]:
+    """(path, bytes, Unix seconds of its beginning), oldest first."""
+    found = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        began = path.name.partition("-")[0]
+        with contextlib.suppress(FileNotFoundError):
+            if began.isdigit():
+                found.append((path, path.stat().st_size, int(began) / 1e6))
+    return found

@@ -1,0 +1,20 @@
+"""Captured traffic. Present without capture too, at zero: an alert on drops needs no other rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+
+from specdecode_worker.capture import CaptureCounts, Dropped
+from specdecode_worker.contract import Metric
+from specdecode_worker.metrics.families import counter, gauge
+
+
+def capture(model: str, counts: CaptureCounts) -> Iterator[Family]:
+    records = [((task,), float(count)) for task, count in counts.records.items()]
+    yield counter(Metric.capture_records, "Requests that were captured.", model, ("task",), records)
+    dropped = [((reason.value,), float(counts.dropped[reason])) for reason in Dropped]
+    yield counter(Metric.capture_dropped, "Requests that were to be, and were not.", model, ("reason",), dropped)
+    stored = [((), float(counts.stored_bytes))]
+    yield gauge(Metric.capture_stored_bytes, "Bytes of the folder of captured requests.", model, (), stored)
