@@ -1,0 +1,111 @@
+"""Splits: the same for ever, of the right size, and with no passage in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode_worker.capture import opening_of
+from specdecode_worker.training.splits import (
+    NGRAM_TOKENS,
+    Split,
+    Text,
+    frames,
+    overlapping,
+    own_runs,
+    runs_of,
+    shares_run,
+    split_of,
+    united,
+)
+
+
+def test_splits_never_change() -> None:
+    """Drafts in use were trained by these: if this fails, it is not the test that is to be changed."""
+    assert opening_of("What is tea?") == "6d2fe14f37383968"
+    apart = {i: split for i in range(17) if (split := split_of(opening_of(f"question {i}"))) != "train"}
+    assert apart == {3: "test", 7: "validation", 9: "validation", 13: "test", 16: "validation"}
+
+
+def test_whitespace_does_not_move_a_conversation() -> None:
+    assert opening_of(" What\n is  tea? ") == opening_of("What is tea?") != opening_of("What is Tea?")
+
+
+def test_shares_are_as_promised() -> None:
+    counts = Counter(split_of(opening_of(f"question {i}")) for i in range(20_000))
+    assert abs(counts["test"] - 2000) < 200
+    assert abs(counts["validation"] - 2000) < 200
+    assert counts.total() == 20_000
+
+
+@given(st.lists(st.integers(0, 50_000), max_size=60), st.integers(1, 15))
+@settings(max_examples=100, deadline=None)
+def test_runs_are_the_runs(tokens: list[int], size: int) -> None:
+    length = min(size, len(tokens))
+    wanted = {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)} if tokens else set()
+    assert len(runs_of(tokens, size)) == len(wanted)
+    if tokens:
+        assert shares_run(runs_of(tokens, size), runs_of([*tokens, 7], size)) == (len(tokens) >= size)
+
+
+def test_order_matters_to_a_run() -> None:
+    assert not shares_run(runs_of(range(13)), runs_of(range(12, -1, -1)))
+
+
+texts = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.sampled_from(["train", "validation", "test"])),
+    max_size=30,
+)
+
+
+@given(texts, st.lists(st.integers(0, 3), max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_no_run_stands_in_two_splits(rows: list[tuple[list[int], Split]], judged: list[int]) -> None:
+    nothing = runs_of([])
+    made = [Text(str(i), "d", nothing, runs_of(answer)) for i, (answer, _) in enumerate(rows)]
+    splits = [split for _, split in rows]
+    golden = runs_of(judged)
+    dropped = overlapping(made, splits, golden)
+    kept = {
+        split: united([t.answer for t, s, d in zip(made, splits, dropped, strict=True) if s == split and not d])
+        for split in ("train", "validation", "test")
+    }
+    parts = [*kept.values(), golden]
+    assert not any(shares_run(a, b) for i, a in enumerate(parts) for b in parts[:i])
+    for text, split, drop in zip(made, splits, dropped, strict=True):
+        others = [golden, *(kept[s] for s in kept if s != split)]
+        assert not drop or any(shares_run(text.answer, other) for other in others), "nothing is dropped for nothing"
+    if not len(golden):
+        assert not any(d for d, s in zip(dropped, splits, strict=True) if s == "test"), "test stays whole"
+
+
+def test_what_stands_around_every_prompt_is_no_overlap() -> None:
+    system = list(range(100, 140))
+    made = [
+        Text(
+            str(i),
+            "d",
+            runs_of([*system, *range(1000 * i, 1000 * i + 20)]),
+            runs_of(range(90_000 * i, 90_000 * i + 30)),
+        )
+        for i in range(2, 12)
+    ]
+    splits: list[Split] = ["test", "train"] * 5
+    assert not any(overlapping(made, splits))
+    assert len(frames(made)["d"]) == len(system) - NGRAM_TOKENS + 1
+    assert all(len(own_runs(text, frames(made))) < len(text.prompt) + len(text.answer) for text in made)
+
+
+def test_the_same_question_in_two_splits_is_an_overlap() -> None:
+    asked = list(range(20))
+    made = [Text(str(i), "d", runs_of(asked if i < 2 else range(90 * i, 90 * i + 20)), runs_of([i])) for i in range(9)]
+    splits: list[Split] = ["train", "test", *["train"] * 7]  # type: ignore[list-item]
+    assert overlapping(made, splits) == [True] + [False] * 8
+
+
+def test_hashes_of_many_runs_are_all_different() -> None:
+    tokens = np.random.default_rng(0).integers(0, 50_000, 20_000)
+    assert len(runs_of(tokens.tolist())) == 20_000 - NGRAM_TOKENS + 1

@@ -1,0 +1,114 @@
+"""Which captured conversations teach, which steer and which judge; pure functions over token ids.
+
+A conversation's split is a hash of its opening user text, so that it is the same in every generation of a draft and on
+every machine. Texts of different openings may still share passages: what shares a run of 13 tokens with a split that
+judges is dropped from those that it is to be judged by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Split = Literal["train", "validation", "test"]
+SHARES: tuple[tuple[Split, float], ...] = (("test", 0.1), ("validation", 0.1), ("train", 0.8))
+"""Never to be changed: drafts in use were trained on what these shares say is training text."""
+NGRAM_TOKENS = 13
+_COMMON = (3, 0.05)
+"""A run in the prompts of more conversations of a task than both of these (count, share) is the frame around them."""
+
+Runs = NDArray[np.uint64]
+"""Hashes of runs of tokens, rising and each once."""
+
+
+def split_of(opening: str) -> Split:
+    """The split of a conversation that opens like this (``capture.opening_of``)."""
+    # Hashed again: whatever else was decided by the digits of the opening is independent of this.
+    drawn = int.from_bytes(hashlib.sha256(f"split/{opening}".encode()).digest()[:8]) / 2**64
+    for split, share in SHARES:
+        drawn -= share
+        if drawn < 0:
+            return split
+    return SHARES[-1][0]
+
+
+def runs_of(tokens: Sequence[int], size: int = NGRAM_TOKENS) -> Runs:
+    """Hashes of all runs of ``size`` tokens; a text of fewer is one run by itself."""
+    if not len(tokens):
+        return np.empty(0, np.uint64)
+    ids = _mixed(np.asarray(tokens, np.uint64) + np.uint64(1))
+    size = min(size, len(ids))
+    found = np.zeros(len(ids) - size + 1, np.uint64)
+    for i in range(size):
+        # A polynomial modulo 2^64 over mixed ids; a collision only drops a text too many.
+        found = found * np.uint64(0x9E3779B97F4A7C15) + ids[i : len(ids) - size + 1 + i]
+    return np.unique(found)
+
+
+def _mixed(x: Runs) -> Runs:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One record for the purpose of overlap: its own runs of tokens, and where it belongs."""
+
+    conversation: str
+    domain: str
+    prompt: Runs
+    answer: Runs
+
+
+def frames(texts: Iterable[Text]) -> dict[str, Runs]:
+    """By domain, the runs that stand around what users say: chat template, system prompt, a task's instructions."""
+    conversations: dict[str, dict[str, list[Runs]]] = defaultdict(lambda: defaultdict(list))
+    for text in texts:
+        conversations[text.domain][text.conversation].append(text.prompt)
+    found = {}
+    for domain, prompts in conversations.items():
+        counts = Counter(int(run) for parts in prompts.values() for run in np.unique(np.concatenate(parts)))
+        most = max(_COMMON[0], _COMMON[1] * len(prompts))
+        found[domain] = np.array(sorted(run for run, count in counts.items() if count > most), np.uint64)
+    return found
+
+
+def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
+    """What may stand in one split alone: all runs of the answer, and those of the prompt that are no frame."""
+    return np.union1d(text.answer, np.setdiff1d(text.prompt, frame.get(text.domain, text.prompt[:0])))
+
+
+def overlapping(texts: Sequence[Text], splits: Sequence[Split], judged: Runs | None = None) -> list[bool]:
+    """Which texts to drop so that no run of tokens stands in two splits; ``judged`` are runs of the golden set.
+
+    Test stays whole, validation gives way to it, and training to both; to the golden set all give way.
+    """
+    frame = frames(texts)
+    own = [own_runs(text, frame) for text in texts]
+    taken = np.empty(0, np.uint64) if judged is None else judged
+    dropped = [False] * len(texts)
+    for split, _ in SHARES:
+        here = [i for i, other in enumerate(splits) if other == split]
+        for i in here:
+            dropped[i] = shares_run(own[i], taken)
+        taken = united([taken, *(own[i] for i in here if not dropped[i])])
+    return dropped
+
+
+def united(parts: Sequence[Runs]) -> Runs:
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+
+
+def shares_run(mine: Runs, theirs: Runs) -> bool:
+    if not len(theirs) or not len(mine):
+        return False
+    at = np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)
+    return bool((theirs[at] == mine).any())
