@@ -24,7 +24,7 @@ from specdecode_worker.models.reads import Reads
 from specdecode_worker.training.replay import Tally, distinct_ngrams, ranks
 from specdecode_worker.training.shards import Conversation
 
-_CONTEXT = 256  # tokens of context at which steps are timed
+CONTEXT = 256  # tokens of context at which steps are timed
 _TIMED = 15
 
 
@@ -123,22 +123,22 @@ class StepTimes:
         return self._verify[tokens]
 
     def _target_once(self, tokens: int) -> None:
-        positions = torch.arange(_CONTEXT, _CONTEXT + tokens)
-        out = self._target(torch.ones_like(positions), positions, _Context(), Reads(self._target.config.aux_layers))
+        positions = torch.arange(CONTEXT, CONTEXT + tokens)
+        out = self._target(torch.ones_like(positions), positions, PastZeros(), Reads(self._target.config.aux_layers))
         self._target.logits(out.hidden_TE).argmax(dim=-1)
 
     def _draft_once(self) -> None:
         hidden = torch.zeros(1, self._head.config.hidden_size, dtype=self._head.fc.weight.dtype)
         self._head.logits(
-            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([_CONTEXT]), _Context())
+            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([CONTEXT]), PastZeros())
         ).topk(1)
 
 
-class _Context(Attend):
+class PastZeros(Attend):
     """An Attend that sees a context of zeros before the new tokens."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        before = k_TKD.new_zeros(_CONTEXT, *k_TKD.shape[1:])
+        before = k_TKD.new_zeros(CONTEXT, *k_TKD.shape[1:])
         keys, values = (torch.cat((before, x)).transpose(0, 1)[None] for x in (k_TKD, v_TKD))
         q = q_THD.transpose(0, 1)[None]
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)

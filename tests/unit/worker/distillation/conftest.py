@@ -1,0 +1,58 @@
+"""A small random Llama with a head, and what the real engine said with them, as captured records."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "serving"))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import small_model
+from serving_records import records_of
+
+from specdecode_worker.capture import Record
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_llama
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small_model.write_target(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would say itself again
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    small_model.write_draft(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(model: Path) -> Llama:
+    return load_llama(model, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def records(model: Path, draft: Path) -> Sequence[Record]:
+    """90 conversations of two tasks, at several laws."""
+    return records_of(model, draft, 90)
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    path = tmp_path / "golden.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"Golden number {i}"}], "domain": "g"} for i in range(4)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path

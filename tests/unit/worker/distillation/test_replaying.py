@@ -1,0 +1,128 @@
+"""Replay: the engine's own text comes back under every law, anything else does not; walks agree with the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from serving_records import LAWS, engine_of
+
+from specdecode_worker.capture import Record
+from specdecode_worker.commands.local import Prompt
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.training.paired import Drafted, Sample, steps_of
+from specdecode_worker.training.replaying import TIE_LOGITS, Replayed, Unfit, misfit, near_ties, replay
+
+SIZE, POSITIONS = 258, 256
+
+
+def changed(record: Record, **sampling: object) -> Record:
+    return msgspec.structs.replace(record, sampling=msgspec.structs.replace(record.sampling, **sampling))
+
+
+def test_what_the_engine_said_is_said_again(target: Llama, records: Sequence[Record]) -> None:
+    for record in records[:30]:
+        found = replay(target, record)
+        assert isinstance(found, Replayed), record.sampling
+        conversation = found.conversation
+        assert conversation.tokens_N.tolist() == list(record.tokens[:-1])
+        assert (conversation.answer_start, conversation.domain) == (record.prompt_length, record.task)
+        assert conversation.temperature == record.sampling.temperature
+
+
+@pytest.mark.parametrize("law", range(len(LAWS)))
+def test_one_wrong_token_anywhere_is_noticed(law: int, target: Llama, records: Sequence[Record]) -> None:
+    record = records[law]
+    for place in (0, record.output_length // 2, record.output_length - 1):
+        tokens = list(record.tokens)
+        tokens[record.prompt_length + place] = (tokens[record.prompt_length + place] + 101) % 250
+        spoiled = msgspec.structs.replace(record, tokens=tuple(tokens))
+        assert replay(target, spoiled) == Unfit.not_reproduced, place
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 999}, {"temperature": 1.9}, {"repetition_penalty": 1.9}])
+def test_another_law_or_seed_says_something_else(
+    sampling: dict[str, float], target: Llama, records: Sequence[Record]
+) -> None:
+    sampled = [record for record in records if record.sampling.temperature > 0][:10]
+    found = [replay(target, changed(record, **sampling)) for record in sampled]
+    assert sum(one == Unfit.not_reproduced for one in found) >= 9
+
+
+def test_near_ties_pass_and_are_counted(target: Llama, records: Sequence[Record]) -> None:
+    record = records[0]
+    assert record.sampling.temperature == 0
+    found = replay(target, record)
+    assert isinstance(found, Replayed)
+    hidden = found.conversation.hidden_NE[record.prompt_length - 1 :]
+    logits = target.logits(hidden[:1])[0]
+    best, second = logits.topk(2).indices.tolist()
+    gap = float(logits[best] - logits[second])
+    tokens = list(record.tokens)
+    tokens[record.prompt_length] = second
+    told = msgspec.structs.replace(record, tokens=tuple(tokens[: record.prompt_length + 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TIE_LOGITS, torch.float32, gap * 1.01)
+        assert near_ties(target, told, hidden[:1]) == 1
+        patch.setitem(TIE_LOGITS, torch.float32, gap * 0.99)
+        assert near_ties(target, told, hidden[:1]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"target": "other"}, Unfit.other_target),
+        ({"prompt_length": 0}, Unfit.malformed),
+        ({"prompt_length": 10_000}, Unfit.malformed),
+        ({"tokens": (5, SIZE, 7)}, Unfit.malformed),
+        ({"tokens": (5, -1, 7), "prompt_length": 1}, Unfit.malformed),
+        ({"tokens": (5, 6), "prompt_length": 1}, Unfit.too_short),
+        ({"tokens": (5,) * (POSITIONS + 1), "prompt_length": 1}, Unfit.too_long),
+    ],
+)
+def test_what_cannot_be_replayed_is_named(change: dict[str, object], why: Unfit, records: Sequence[Record]) -> None:
+    record = records[0]
+    assert misfit(record, record.target, SIZE, POSITIONS) is None
+    assert misfit(msgspec.structs.replace(record, **change), record.target, SIZE, POSITIONS) == why
+    for sampling in ({"seed": -1}, {"temperature": -1.0}, {"logit_bias": ((SIZE, 1.0),)}):
+        assert misfit(changed(record, **sampling), record.target, SIZE, POSITIONS) == Unfit.malformed
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
+def test_a_walk_takes_the_steps_that_the_engine_takes(
+    shape: str, model: Path, draft: Path, target: Llama, records: Sequence[Record]
+) -> None:
+    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    chosen = records[:15]
+    engine = engine_of(model, draft)
+    engine.run_shape(TreeShape.parse(shape))
+    prompts = [Prompt(record.tokens[: record.prompt_length]) for record in chosen]
+    answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
+    drafted = accepted = 0
+    for record, answer in zip(chosen, answers, strict=True):
+        found = replay(target, record)
+        assert isinstance(found, Replayed)
+        sample = Sample(record, found.conversation)
+        (tally,) = steps_of([Drafted(head)], sample, TreeShape.parse(shape), (257,), SIZE)
+        assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
+        assert tally.tokens == len(answer.tokens) - 1
+        # The engine may draft beyond the end; accepted tokens that are said are the same.
+        assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
+        drafted, accepted = drafted + tally.steps, accepted + tally.tokens - tally.steps
+    assert accepted > 0.02 * drafted, "a draft that is never right would prove nothing"
+
+
+def test_two_drafts_are_walked_as_each_alone(target: Llama, draft: Path, records: Sequence[Record]) -> None:
+    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    sharp = Drafted(head, (3.0,))
+    record = next(one for one in records if one.sampling.temperature == 0.8)
+    found = replay(target, record)
+    assert isinstance(found, Replayed)
+    sample, shape = Sample(record, found.conversation), TreeShape.chain(3)
+    together = steps_of([Drafted(head), sharp], sample, shape, (257,), SIZE)
+    assert together == [steps_of([one], sample, shape, (257,), SIZE)[0] for one in (Drafted(head), sharp)]
