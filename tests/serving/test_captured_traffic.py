@@ -1,0 +1,54 @@
+"""One record on its way from a request to a shard: a real server on a small random Llama, then ``distill``'s part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import small_model
+import torch
+from worker_process import real
+
+from specdecode_worker.capture import Reading, read_records
+from specdecode_worker.models.weights import load_llama, weights_hash
+from specdecode_worker.training.records import Source, prepare, read_samples
+from specdecode_worker.training.shards import read_shard, shard_paths
+
+LAWS = (
+    {"temperature": 0},
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "n": 2},
+    {"temperature": 0, "stop": ["e"], "min_tokens": 3},
+)
+
+
+def test_what_a_worker_serves_is_what_a_draft_learns(tmp_path: Path) -> None:
+    target, draft, capture = (tmp_path / name for name in ("target", "draft", "capture"))
+    target.mkdir()
+    draft.mkdir()
+    small_model.write_target(target)
+    small_model.write_draft(draft)
+    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    flags += ["--dtype", "float32", "--threads", "1", "--capture", str(capture)]
+    with real(flags, tmp_path / "log") as worker:
+        worker.wait_ready()
+        for number in range(20):
+            said = [{"role": "user", "content": f"{number} things about {number * 17}"}]
+            body = {"model": "small", "messages": said, "max_tokens": 20, "ignore_eos": True, **LAWS[number % 4]}
+            assert httpx.post(f"{worker.public}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        worker.terminate()
+        assert worker.exit_code() == 0
+    reading = Reading()
+    records = list(read_records([capture], reading))
+    assert (len(records), reading.segments, reading.torn) == (25, 1, 0)
+    model = load_llama(target, dtype=torch.float32, device=torch.device("cpu"))
+    source = Source(folders=(capture,), target=weights_hash(target), positions=256)
+    summary = prepare(model, source, tmp_path / "data", lambda line: None, lambda: False)
+    assert set(summary.dropped) <= {"overlaps", "too_short"}, "whatever the law, the target says it again"
+    assert sum(summary.used.values()) + sum(summary.dropped.values()) == 25
+    samples = [sample for split in summary.used for sample in read_samples(tmp_path / "data" / split)]
+    assert {sample.record for sample in samples} <= set(records)
+    shards = [c for split in summary.used for path in shard_paths(tmp_path / "data" / split) for c in read_shard(path)]
+    assert [c.tokens_N.tolist() for c in shards] == [list(sample.record.tokens[:-1]) for sample in samples]
+    assert json.loads((tmp_path / "data" / "summary.json").read_text())["used"] == summary.used

@@ -1,0 +1,199 @@
+"""``distill`` as a Job runs it: from segments to a draft, a verdict and an exit code, through signals and restarts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import Record
+from specdecode_worker.capture.record import encoded
+from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.commands import distill
+from specdecode_worker.training import student
+from specdecode_worker.training.splits import split_of
+
+
+def write(folder: Path, records: Sequence[Record]) -> Path:
+    segments = SegmentWriter(folder, max_bytes=2**24, max_age_seconds=1e12)
+    for record in records:
+        segments.append(encoded(record))
+    segments.close()
+    return folder
+
+
+@pytest.fixture
+def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
+    capture = write(tmp_path / "capture", records)
+    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
+    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "6", "--round-steps", "2"]
+    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--learning-rate", "1e-3", "--patience", "9"]
+
+
+def run(flags: list[str], out: Path, *more: str) -> int:
+    return main(["distill", *flags, "--out", str(out), *more])
+
+
+def test_from_traffic_to_a_verdict(
+    flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(flags, out, "--replay-share", "0") == 3
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document == json.loads((out / "verdict.json").read_text())
+    assert (document["verdict"], document["exit_code"]) == ("inconclusive", 3)
+    assert "64 conversations" in document["reasons"][0], "ninety conversations leave nine to judge by"
+    assert set(document["domains"]) == {"alpha", "beta", "golden/g"}
+    used = document["capture"]["used"]
+    assert sum(used.values()) + sum(document["capture"]["dropped"].values()) == len(records)
+    assert used["train"] > 50
+    assert used["test"] > 2
+    assert document["training"]["rounds"][-1]["step"] == 6
+    assert "min of training left" in said.err
+    lineage = json.loads((out / "head" / "lineage.json").read_text())
+    assert (lineage["generation"], lineage["data"]["used"]) == (1, used)
+    assert lineage["parent"]["uri"] == f"file://{draft}"
+    assert lineage["results"]["verdict"] == "inconclusive"
+    begin, end = lineage["data"]["window"]
+    assert "1970-01-01T00:16:40+00:00" <= begin < end <= "1970-01-01T00:18:09+00:00"
+    mix = document["capture"]["mix"]
+    assert 0.55 < mix["alpha"] < 0.8, "captured at half the share, each stands for two"
+
+
+def test_the_next_generation_starts_where_this_one_ended(
+    flags: list[str], tmp_path: Path, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(flags, first, "--replay-share", "0") == 3
+    following = ["--draft", f"file://{first / 'head'}", "--replay", str(first)]
+    assert run(flags, second, *following) == 3
+    lineage = json.loads((second / "head" / "lineage.json").read_text())
+    assert lineage["generation"] == 2
+    shares = [one["replay_share"] for one in json.loads((second / "verdict.json").read_text())["training"]["rounds"]]
+    assert shares[0] == 0.0
+    assert all(share >= 0.5 for share in shares[1:])
+    golden.write_text(golden.read_text().replace("number", "no."))
+    assert run(flags, tmp_path / "third", *following) == 1
+    assert "frozen" in capsys.readouterr().err
+
+
+def test_a_stopped_run_goes_on_to_the_same_draft(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(flags, whole, "--replay-share", "0") == 3
+    runs = 0
+    for asked in (1, 5, 1, 2, 2, 1, 4):  # golden answers, chunks, the midst of rounds, the verdict
+        with monkeypatch.context() as patch:
+            patch.setattr(distill, "threading", _Threading(asked))
+            runs += run(flags, stopped, "--replay-share", "0") == distill.INTERRUPTED
+    assert runs == 7, "each of them was stopped"
+    capsys.readouterr()
+    assert run(flags, stopped, "--replay-share", "0") == 3
+    a, b = (load_file(out / "head" / "model.safetensors") for out in (whole, stopped))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    documents = [json.loads((out / "verdict.json").read_text()) for out in (whole, stopped)]
+    for document in documents:
+        for line in document["training"]["rounds"]:
+            del line["minutes"], line["loss"]  # of the part of a round since the run went on
+    assert documents[0]["training"] == documents[1]["training"]
+    assert documents[0]["capture"] == documents[1]["capture"]
+
+
+class _Threading:
+    """Stands in for the module: an event that is set when it is looked at for the n-th time."""
+
+    def __init__(self, asked: int) -> None:
+        self._left = asked
+
+    def Event(self) -> threading.Event:
+        event = threading.Event()
+        event.is_set = self._look  # type: ignore[method-assign]
+        return event
+
+    def _look(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def test_a_signal_is_what_stops_it(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = student._Student.step
+
+    def signalled(self: Any, batch: Any) -> float:
+        signal.raise_signal(signal.SIGTERM)
+        return step(self, batch)
+
+    monkeypatch.setattr(student._Student, "step", signalled)
+    handler = signal.getsignal(signal.SIGTERM)
+    assert run(flags, tmp_path / "out", "--replay-share", "0") == 143
+    assert signal.getsignal(signal.SIGTERM) is handler
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert state["progress"]["step"] == 1, "the step that ran was finished and kept"
+
+
+def test_a_verdict_is_given_once(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert run(flags, out, "--replay-share", "0") == 3
+    (out / "verdict.json").write_text(json.dumps({"exit_code": 2, "verdict": "worse"}))
+    assert run(flags, out, "--replay-share", "0") == 2, "test texts are not looked at a second time"
+
+
+def noise(records: Sequence[Record]) -> list[Record]:
+    generator = torch.Generator().manual_seed(0)
+
+    def spoiled(record: Record) -> Record:
+        out = torch.randint(0, 250, (record.output_length,), generator=generator).tolist()
+        return msgspec.structs.replace(record, tokens=(*record.tokens[: record.prompt_length], *out))
+
+    return [spoiled(record) for record in records]
+
+
+def test_noise_is_dropped_and_never_better(
+    flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path
+) -> None:
+    capture = write(tmp_path / "noise", noise(records))
+    assert run(flags, tmp_path / "out", "--capture", str(capture), "--replay-share", "0") == 3
+    document = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert document["capture"]["dropped"]["not_reproduced"] + document["capture"]["dropped"].get("overlaps", 0) == 90
+    assert document["training"] is None
+    a, b = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out" / "head", draft))
+    assert all(torch.equal(a[name], b[name]) for name in b), "nothing was learnt from it"
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--replay-share", "1"], "--replay-share"),
+        (["--steps", "0"], "--steps"),
+        ([], "--replay"),
+        (["--replay", "/nowhere"], "/nowhere"),
+        (["--golden", "/nowhere.jsonl", "--replay-share", "0"], "/nowhere.jsonl"),
+        (["--capture", "/nowhere", "--replay-share", "0"], "/nowhere"),
+    ],
+)
+def test_what_is_missing_is_named(
+    more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(flags, tmp_path / "out", *more) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_wrong_usage_does_not_look_like_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["distill"])
+    assert ended.value.code == 64
+    assert "--capture" in capsys.readouterr().err
+
+
+def test_the_records_fall_into_all_splits(records: Sequence[Record]) -> None:
+    assert {split_of(record.opening) for record in records} == {"train", "validation", "test"}

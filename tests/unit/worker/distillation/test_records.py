@@ -1,0 +1,128 @@
+"""Which records are used: the counts by reason, the bounds, and what replay may draw on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from specdecode_worker.capture import Record, opening_of
+from specdecode_worker.engine.messages import Sampling
+from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.golden import apart_from, runs_of_samples, text_of
+from specdecode_worker.training.paired import Sample
+from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
+from specdecode_worker.training.records import Source, select
+from specdecode_worker.training.replay_pool import read_pool
+from specdecode_worker.training.shards import Conversation, write_shard
+from specdecode_worker.training.splits import Runs, runs_of, split_of
+
+SIZE = 50_000
+
+
+def record(number: int, **changes: object) -> Record:
+    generator = torch.Generator().manual_seed(number)
+    made = Record(
+        tokens=tuple(torch.randint(0, SIZE, (60,), generator=generator).tolist()),
+        prompt_length=30,
+        sampling=Sampling(max_tokens=30, seed=0, temperature=0.0),
+        target="t",
+        task="a",
+        time_seconds=float(number),
+        opening=opening_of(f"question {number}"),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def source(*, oldest_seconds: float = 0.0, judged: Runs | None = None, most_tokens: int = 10**9) -> Source:
+    return Source((), "t", 1000, oldest_seconds=oldest_seconds, judged=judged, most_tokens=most_tokens)
+
+
+def test_what_is_dropped_is_counted_by_its_reason() -> None:
+    records = [record(i) for i in range(100)]
+    records += [record(101, target="u"), record(102, prompt_length=59, tokens=record(102).tokens[:60])]
+    records += [record(103, tokens=record(0).tokens), record(104, prompt_length=60)]
+    summary, chosen = select(records, source(oldest_seconds=10.0, judged=runs_of(record(50).tokens[20:])), SIZE)
+    assert summary.records == 104
+    assert summary.dropped == {"other_target": 1, "too_short": 1, "malformed": 1, "too_old": 10, "overlaps": 1}
+    assert len(chosen) == 104 - 14
+    assert summary.window_seconds == (10.0, 103.0)
+
+
+def test_a_copy_of_a_test_text_is_no_training_text() -> None:
+    splits = {split: [i for i in range(60) if split_of(record(i).opening) == split] for split in ("test", "train")}
+    tested, trained = splits["test"][0], splits["train"][0]
+    answer = record(tested).tokens[30:]
+    copied = record(trained, tokens=(*record(trained).tokens[:30], *answer))
+    summary, chosen = select([record(tested), copied, record(splits["train"][1])], source(), SIZE)
+    assert summary.dropped == {"overlaps": 1}
+    assert copied not in chosen
+    assert record(tested) in chosen
+
+
+def test_the_newest_fill_the_room() -> None:
+    records = [record(i) for i in range(400)]
+    summary, chosen = select(records, source(most_tokens=6000), SIZE)
+    counts = Counter(split_of(one.opening) for one in chosen)
+    assert counts == {"train": 100, "validation": 13, "test": 25}
+    assert summary.dropped == {"superseded": 400 - 138}
+    oldest = min(one.time_seconds for one in chosen if split_of(one.opening) == "train")
+    assert all(one in chosen for one in records if one.time_seconds > oldest and split_of(one.opening) == "train")
+    assert [one.time_seconds for one in chosen] == sorted(one.time_seconds for one in chosen)
+
+
+def test_the_hash_of_the_data_is_of_what_was_chosen() -> None:
+    records = [record(i) for i in range(20)]
+    first, _ = select(records, source(), SIZE)
+    assert select(records[::-1], source(), SIZE)[0].sha256 == first.sha256, "in whatever order workers wrote it"
+    assert select(records[1:], source(), SIZE)[0].sha256 != first.sha256
+
+
+def conversation(number: int, *, domain: str = "old", temperature: float = 0.0) -> Conversation:
+    tokens = torch.tensor(record(number).tokens, dtype=torch.int32)
+    return Conversation(tokens, torch.zeros(60, 6), torch.zeros(60, 2), 30, temperature, domain)
+
+
+def sample(number: int) -> Sample:
+    return Sample(record(number), conversation(number))
+
+
+def test_replayed_text_shares_nothing_with_what_judges() -> None:
+    judged = runs_of_samples([sample(i) for i in range(5)])
+    pool = [conversation(i) for i in range(3, 12)]
+    assert apart_from(pool, judged) == pool[2:]
+    assert len(text_of("x", pool[0]).answer) == 30 - 12
+
+
+def test_replay_takes_what_the_parent_was_trained_on(tmp_path: Path) -> None:
+    recorded = tmp_path / "train" / "recorded"
+    recorded.mkdir(parents=True)
+    for shard in range(10):
+        write_shard(recorded, shard, [conversation(100 * shard + i) for i in range(40)])
+    pool = read_pool([tmp_path / "train"], most_tokens=10**9)
+    assert 0 < len(pool.validation) <= VALIDATION_CONVERSATIONS
+    validated = {tuple(c.tokens_N.tolist()) for c in pool.validation}
+    assert not any(tuple(c.tokens_N.tolist()) in validated for c in pool.training)
+    assert len(pool.training) + len(pool.validation) == 400
+    assert len(read_pool([tmp_path / "train"], most_tokens=2400).training) < 80, "no more shards than wanted are read"
+
+
+def test_replay_of_a_distilled_parent_leaves_its_test_alone(tmp_path: Path) -> None:
+    splits = {"train": range(10), "validation": range(10, 14), "test": range(14, 20)}
+    for split, numbers in splits.items():
+        folder = tmp_path / "parent" / "data" / split
+        folder.mkdir(parents=True)
+        write_shard(folder, 0, [conversation(i) for i in numbers])
+    pool = read_pool([tmp_path / "parent"], most_tokens=10**9)
+    assert (len(pool.training), len(pool.validation), pool.domains) == (10, 4, ["old"])
+    with pytest.raises(TrainingError, match="--out"):
+        read_pool([tmp_path], most_tokens=1)
+
+
+def test_records_of_the_engine_are_sound(records: Sequence[Record]) -> None:
+    summary, _ = select(records, Source((), records[0].target, 256), 258)
+    assert set(summary.dropped) <= {"overlaps"}

@@ -1,0 +1,166 @@
+"""``distill``: a better draft out of captured traffic, and a verdict on it: flags for ``training.distillation``.
+
+SIGTERM and SIGINT stop it between two pieces of work, with everything kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from specdecode_worker.capture import CaptureError
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_llama, weights_hash
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.descent import Ancestor
+from specdecode_worker.training.distillation import Distillation, Job
+from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.records import Interrupted
+from specdecode_worker.training.student import StudySettings
+
+INTERRUPTED = 143
+"""128 + SIGTERM, as if it had not been caught: a Job shall start it again."""
+_USAGE = 64
+_DEFAULTS = StudySettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit codes: 0 the draft is better, 2 worse, 3 inconclusive; 1 an error, 64 wrong usage, 143 stopped by a "
+        "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json."
+    )
+    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI", help="deployed EAGLE-3 head, to go on from")
+    parser.add_argument("--capture", type=Path, nargs="+", required=True, metavar="DIR", help="of `serve --capture`")
+    parser.add_argument("--golden", type=Path, required=True, metavar="FILE.jsonl",
+                        help="frozen prompts by domain on which no draft may lose")  # fmt: skip
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="DIR",
+                        help="--out of the runs of `train` or `distill` that made the deployed head")  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="everything goes there")
+    _add_study_flags(parser)
+    parser.add_argument("--min-gain", type=float, default=0.02, help="wanted of the mix (default: %(default)s)")
+    parser.add_argument("--max-age", type=float, metavar="S", help="seconds; older records are left out")
+    parser.add_argument("--capture-tokens", type=int, default=400_000, metavar="N",
+                        help="at most so many of training text, the newest (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=128, help="of a golden answer (default: %(default)s)")
+    add_shape_flags(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="as the worker serves")
+    parser.add_argument("--threads", type=int, help="torch threads (default: all)")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where models are kept")
+    _exit_apart(parser)
+
+
+def _add_study_flags(parser: argparse.ArgumentParser) -> None:
+    defaults = _DEFAULTS
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="at most (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=defaults.minutes, help="of training, at most (default: 60)")
+    parser.add_argument("--replay-share", type=float, default=defaults.replay_share, help="at first (default: 0.5)")
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
+    parser.add_argument("--round-steps", type=int, default=defaults.round_steps, help="between validations")
+    parser.add_argument("--patience", type=int, default=defaults.patience, help="rounds without progress")
+    parser.add_argument("--unroll", type=int, default=defaults.depth, help="depth that is trained (default: 3)")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _exit_apart(parser: argparse.ArgumentParser) -> None:
+    """Wrong usage must not look like the verdict `worse`, which is 2 too."""
+
+    def error(message: str) -> NoReturn:
+        parser.print_usage(sys.stderr)
+        parser.exit(_USAGE, f"{parser.prog}: error: {message}\n")
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def run(args: argparse.Namespace) -> int:
+    """See the epilog."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        with _stoppable() as stop:
+            document = _distilled(args, stop)
+    except Interrupted:
+        _tell("distill: stopped; the same command goes on from here")
+        return INTERRUPTED
+    except (TrainingError, CaptureError, ModelError) as error:
+        print(f"specdecode-worker distill: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(document, indent=2))
+    code: int = document["exit_code"]
+    return code
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _distilled(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
+    target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
+    model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    job = Job(
+        target=target,
+        parent=parent,
+        capture=tuple(args.capture),
+        golden=args.golden,
+        replay=tuple(args.replay),
+        out=args.out,
+        settings=_settings(args),
+        shape=args.shape or TreeShape.chain(3),
+        wanted_gain=args.min_gain,
+        oldest_seconds=time.time() - args.max_age if args.max_age else 0.0,
+        most_tokens=args.capture_tokens,
+        golden_tokens=args.max_tokens,
+    )
+    return Distillation(model, Chat(target.folder), job, _tell, stop.is_set).run()
+
+
+def _settings(args: argparse.Namespace) -> StudySettings:
+    """Raises TrainingError that names the flag."""
+    if not 0 <= args.replay_share < 1:
+        raise TrainingError(f"--replay-share is {args.replay_share}; it is a share of a round, from 0 to below 1")
+    least = {"--steps": args.steps, "--minutes": args.minutes, "--round-steps": args.round_steps,
+             "--patience": args.patience, "--unroll": args.unroll, "--batch-tokens": args.batch_tokens}  # fmt: skip
+    if wrong := [flag for flag, value in least.items() if value <= 0]:
+        raise TrainingError(f"{wrong[0]} must be above 0")
+    return StudySettings(
+        steps=args.steps,
+        minutes=args.minutes,
+        learning_rate=args.learning_rate,
+        batch_tokens=args.batch_tokens,
+        round_steps=args.round_steps,
+        patience=args.patience,
+        replay_share=args.replay_share,
+        depth=args.unroll,
+        seed=args.seed,
+    )
+
+
+def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
+    folder = resolve(uri, cache_dir)
+    return Ancestor(uri, folder, weights_hash(folder))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
