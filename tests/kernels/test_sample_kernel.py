@@ -129,7 +129,7 @@ def test_the_op_runs_the_kernel(truncated: bool) -> None:
 BUGS: dict[str, tuple[str, str]] = {
     "the temperature is forgotten": ("tl.where(temperature > 0, temperature, 1.0)", "1.0"),
     "k is one less": ("top_k += tl.load(top_k_R + row)", "top_k += tl.load(top_k_R + row) - 1"),
-    "top-p counts what top-k cut": ("                total = 0.0\n", "                pass\n"),
+    "top-p counts what top-k cut": ("            total = 0.0\n", "            pass\n"),
     "min-p is a floor under probabilities": ("floor = top + tl.log(", "floor = tl.log("),
     "all equals at the threshold stay": ("(place <= equals)", "(place >= 0)"),
     "one equal too few": ("equal & (place <= equals)", "equal & (place < equals)"),
