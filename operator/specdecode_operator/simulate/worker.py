@@ -236,6 +236,9 @@ class Worker:
             if form.nodes:
                 m[_ACCEPTED, columns] += (sums[:, 8] * share).astype(np.int64)
                 m[_DRAFTS, columns] += np.maximum(1, np.rint(steps * share)).astype(np.int64)
+        # Nobody runs steps without requests: a segment that all of them end in is shorter.
+        steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
+        shares, verify = shares * planned / steps, verify * planned / steps
         sequences, emitted = float(shares.sum()), float(tokens.sum())
         kv = float((m[_CONTEXT] * shares).sum()) + 0.5 * emitted
         passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
