@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
-from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.measurements import CellKey, Delta, Moments
 from specdecode_operator.memory import CostMemory, FollowMemory, Kept, LoadMemory
 from specdecode_operator.planning.figures import Point, interpolated
@@ -33,18 +33,20 @@ def when(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def steered(before: str, after: str, reason: str, now: float) -> Decision | None:
+def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> Decision | None:
     """Somebody changed the mode or the pin; the first sight of a deployment is no change."""
     if not before or before == after:
         return None
-    return Decision(time=when(now), kind="Steering", load="every load", before=before, after=after, reason=reason)
+    return Decision(
+        time=when(now), kind="Steering", load="every load", before=before, after=after, cause=cause, reason=reason
+    )
 
 
 def scaled(before: int | None, after: int | None, measured: str, reason: str, now: float) -> Decision | None:
     if before is None or after is None or before == after:
         return None
     words = {"before": f"{before}", "after": f"{after}", "measured": measured, "reason": reason}
-    return Decision(time=when(now), kind="Replicas", load="replicas", **words)
+    return Decision(time=when(now), kind="Replicas", load="replicas", cause="up" if after > before else "down", **words)
 
 
 def measured(kept: Kept, task: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +42,8 @@ class DepthMemory(Lasting):
     at: float
     new_hits: float = 0
     new_total: float = 0
+    changed_at: float = 0
+    """When new evidence contradicted the older last."""
     parent: Literal["main", "sibling"] = "main"
     """Whether the path to the parent was rank 0 all along."""
     ranks: tuple[float, ...] = ()
@@ -71,6 +74,12 @@ class CostMemory(Lasting):
     values: tuple[float, ...]
     at: float
     new_values: tuple[float, ...] = ()
+    polls: float = 1
+    """Decayed number of polls that the steps came in."""
+    spells: float = 1
+    """The same of minutes: how often the weather of the machine may have changed meanwhile."""
+    spell_at: float = 0
+    """When the last of them began."""
 
 
 class RowMemory(Lasting):
@@ -92,16 +101,25 @@ class RowMemory(Lasting):
     price: float = 0
     """What a node had to bring in when the row last moved; see planning.price."""
     moves: tuple[float, ...] = ()
-    """When it moved within the last hour, but for stops and probes."""
+    """When it moved within the last hour, but for probes."""
+    no_trial_until: float = 0
+    trial_patience: float = 0
+    """What is waited after the next trial; it grows while trials are in vain."""
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.parents) if self.parents else TreeShape.chain(self.depth)
+        return _shape(self.parents, self.depth)
 
     def running(self, shape: TreeShape, **more: Any) -> RowMemory:
         """This row with another shape."""
         parents = () if shape.is_chain else shape.parents
         return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
+
+
+@lru_cache(maxsize=512)
+def _shape(parents: tuple[int, ...], depth: int) -> TreeShape:
+    """Made once: a shape is validated, and rows are asked for theirs all the time."""
+    return TreeShape(parents) if parents else TreeShape.chain(depth)
 
 
 class LoadMemory(Lasting):
@@ -198,6 +216,8 @@ class Kept(Lasting):
     plan: Plan | None = None
     """The plan that is out; its version only rises."""
     rows: tuple[RowMemory, ...] = ()
+    swept_at: float = 0
+    """When the rows of all loads were looked at last."""
     acceptance: tuple[DepthMemory, ...] = ()
     requests: tuple[RequestMemory, ...] = ()
     traffic: tuple[TrafficMemory, ...] = ()

@@ -42,12 +42,6 @@ REALISED_GAIN = Gauge("specdecode_realised_gain_ratio", "What that change brough
 REPORTS_REFUSED = Counter("specdecode_operator_reports_refused", "Reports that could not be had or used.")
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
-_PLAN_REASONS = {
-    "spec.speculation": "bounds",
-    "the spec allows": "bounds",
-    "a probe after": "probe",
-    "speculation loses": "loses",
-}
 
 
 def record(deployment: Deployment, observed: Observed, decision: Decision, status: Status) -> None:
@@ -67,15 +61,6 @@ def record(deployment: Deployment, observed: Observed, decision: Decision, statu
     _figures(key, decision)
     _gains(key, decision.history)
     _conditions(key, status)
-
-
-def reason_of(change: DecisionRecord) -> str:
-    """One word of a few for why: a label must not be a sentence."""
-    if change.kind == "Replicas":
-        return "up" if int(change.after) > int(change.before) else "down"
-    if change.kind == "Steering":
-        return "pin" if "pin" in (change.before + change.after) else "mode"
-    return next((word for start, word in _PLAN_REASONS.items() if change.reason.startswith(start)), "gain")
 
 
 def forget(namespace: str, name: str) -> None:
@@ -99,7 +84,7 @@ def _decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
     changes = list(changes)
     PLAN_CHANGES.labels(*key).inc(sum(change.kind == "Plan" for change in changes))
     for change in changes:
-        DECISIONS.labels(*key, change.kind, reason_of(change)).inc()
+        DECISIONS.labels(*key, change.kind, change.cause or "unknown").inc()
 
 
 def _figures(key: Key, decision: Decision) -> None:

@@ -65,8 +65,9 @@ def recorded(
     if deployment.paused:
         return kept, ()
     steering = f"pin {kept.pin}" if kept.pin else f"mode {deployment.spec.speculation.mode}"
-    reason = "annotation specdecode.io/pin" if kept.pin != before.pin else "spec.speculation.mode"
-    found = [history.steered(before.steering, steering, reason, now)]
+    by_pin = kept.pin != before.pin
+    reason = "annotation specdecode.io/pin" if by_pin else "spec.speculation.mode"
+    found = [history.steered(before.steering, steering, "pin" if by_pin else "mode", reason, now)]
     scaling = deployment.spec.scaling
     if scaling is not None and scaling.owner == "Operator":
         moved = before.scaling.replicas, kept.scaling.replicas

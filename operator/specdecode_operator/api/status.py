@@ -36,6 +36,11 @@ class Condition(Api):
     observed_generation: int = 0
 
 
+Cause = Literal["bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin"]
+"""Of a decision: what the spec allows; speculation that loses; a measured gain; what runs to be measured, new or after
+a stop; demand that rises or falls; a mode or a pin that somebody set."""
+
+
 class Decision(Api):
     """One decision: what was measured, what changed, from what to what, why, and later what it brought."""
 
@@ -55,6 +60,7 @@ class Decision(Api):
         description="More tokens in the same time, as measured: the steps of the first 500 drafts after the change "
         "against those of the shape before it, at equal numbers of sequences. Absent until then.",
     )
+    cause: Cause | None = Field(default=None, description="The reason in a word, as the operator's metrics count it.")
     reason: Annotated[str, Field(max_length=4096)]
 
 

@@ -49,6 +49,7 @@ from specdecode_operator.api.speculation import (
 )
 from specdecode_operator.api.status import (
     CapacityStatus,
+    Cause,
     Condition,
     ConditionType,
     Decision,
@@ -74,6 +75,7 @@ __all__ = [
     "Anything",
     "Api",
     "CapacityStatus",
+    "Cause",
     "Condition",
     "ConditionType",
     "Decision",

@@ -4,7 +4,7 @@ from specdecode_operator.planning.bounds import follows, plans
 from specdecode_operator.planning.figures import figures, first_acceptance
 from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.loads import buckets, present_row
-from specdecode_operator.planning.moves import Change
+from specdecode_operator.planning.look import Change
 from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
 from specdecode_operator.planning.pods import SLOW_SECONDS, PodDelta, expectation, learn_pods, relative_pace, suspected

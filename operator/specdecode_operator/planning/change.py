@@ -36,10 +36,12 @@ def _log_likelihood(sample: Hits) -> float:
     return sum(part * math.log(part / sample.total) for part in parts if part > 0)
 
 
-def cost_changed(before: Moments, fresh: Moments) -> bool:
-    """Whether steps of one kind cost something else now."""
+def cost_changed(before: Moments, fresh: Moments, wander: float = 0.0) -> bool:
+    """Whether steps of one kind cost something else now. ``wander`` is the relative variance of a poll's mean beyond
+    the noise of its steps: where neighbours come and go, a slow poll is no change."""
     if min(before.count, fresh.count) < LEAST_STEPS:
         return False
     gap = abs(before.mean_seconds - fresh.mean_seconds)
-    error = math.sqrt(before.variance / before.count + fresh.variance / fresh.count)
+    noise = before.variance / before.count + fresh.variance / fresh.count
+    error = math.sqrt(noise + wander * before.mean_seconds**2)
     return gap > SURPRISE * error and gap > LEAST_STEP_SHIFT * before.mean_seconds

@@ -28,9 +28,12 @@ from specdecode_operator.planning.change import LEAST_STEPS, cost_changed, rate_
 from specdecode_operator.planning.steptime import LEAST_SECONDS
 from specdecode_worker.contract import FEATURES
 
-HALF_LIFE_SECONDS = 10.0
+HALF_LIFE_SECONDS = 20.0
+"""Long against a poll and a machine's weather: what changes for good is told by contradiction, not by forgetting."""
 HALF_LIFE_DRAFTS = 300.0
-HALF_LIFE_STEPS = 32.0
+HALF_LIFE_STEPS = 128.0
+SPELL_SECONDS = 60.0
+"""Steps that were timed so far apart met another weather of the machine."""
 HALF_LIFE_REQUESTS = 200.0
 SETTLED_DRAFTS = 40.0
 """So many new drafts that did not contradict the older ones no longer stand apart; of steps, LEAST_STEPS."""
@@ -38,7 +41,7 @@ LEAST_STEPS_OF_POLL = 3
 """Slow steps come few to a poll; how far their mean wandered must be seen all the same."""
 WANDER_SHARE = 0.1
 """Weight of one poll in the wander."""
-MOST_OFF = 0.15
+MOST_OFF = 0.2
 """Relative error of a poll's mean beyond which it counts as no more."""
 LEAST_STEPS_OF_LOAD, LEAST_SECONDS_OF_LOAD = 10, 1.0
 """A poll with fewer steps in less time says nothing about the load."""
@@ -53,7 +56,7 @@ DIGITS = 6
 RANK_DIGITS = 3
 LEAST_RANK = 0.05
 """A decayed count that is less than this says nothing."""
-HALF_LIFE_ARRIVALS = 50.0
+HALF_LIFE_ARRIVALS = 100.0
 HALF_LIFE_PREFILL_STEPS = 100.0
 
 _SEQUENCES = FEATURES.index("sequences")
@@ -72,7 +75,7 @@ def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
             "requests": tuple(_requests(kept.requests, delta)),
             "traffic": tuple(_traffic(kept.traffic, delta)),
             "prefill": _prefill(kept.prefill, delta),
-            "costs": tuple(_costs(kept.costs, delta, now)),
+            "costs": tuple(_costs(kept, delta, now)),
             "wander": _wander(kept, delta),
             "load": _load(kept.load, delta, now),
         }
@@ -131,7 +134,7 @@ def _evidence(known: DepthMemory | None, fresh: Hits, effect: float, now: float)
 def _depth(
     known: DepthMemory | None, key: tuple[str, int, Parent], fresh: Hits, effect: float, now: float
 ) -> DepthMemory:
-    after, new = _joined(*_evidence(known, fresh, effect, now), partial(rate_changed, effect=effect))
+    after, new, changed = _joined(*_evidence(known, fresh, effect, now), partial(rate_changed, effect=effect))
     apart = new if new.total < SETTLED_DRAFTS * effect else NO_HITS
     return DepthMemory(
         task=key[0],
@@ -143,6 +146,7 @@ def _depth(
         at=now,
         new_hits=_short(apart.hits),
         new_total=_short(apart.total),
+        changed_at=now if changed else known.changed_at if known else 0,
     )
 
 
@@ -156,12 +160,14 @@ def _ranks(counts: tuple[float, ...]) -> tuple[float, ...]:
 
 def _joined(
     before: Evidence, gathered: Evidence, fresh: Evidence, keep: float, changed: Callable[[Evidence, Evidence], bool]
-) -> tuple[Evidence, Evidence]:
-    """All evidence, and what of it is new: that gathers over polls until it contradicts the older, which gives way."""
+) -> tuple[Evidence, Evidence, bool]:
+    """All evidence, what of it is new, which gathers over polls until it contradicts the older, and whether it does:
+    then the older gives way."""
     older, new = _apart(before, gathered, fresh, keep)
-    if changed(older, new):
+    contradicted = changed(older, new)
+    if contradicted:
         older = older.times(min(1, CONTRADICTED_WEIGHT * new.weight / older.weight))
-    return older.plus(new), new
+    return older.plus(new), new, contradicted
 
 
 def _apart(before: Evidence, gathered: Evidence, fresh: Evidence, keep: float) -> tuple[Evidence, Evidence]:
@@ -208,24 +214,36 @@ def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:
     return tuple(map(_short, before.times(keep).plus(fresh).values))
 
 
-def _costs(known: Iterable[CostMemory], delta: Delta, now: float) -> Iterable[CostMemory]:
+def _costs(kept: Kept, delta: Delta, now: float) -> Iterable[CostMemory]:
     """Steps without prefill alone: plans are made for decoding."""
-    cells = {_key(cell): cell for cell in known}
+    cells = {_key(cell): cell for cell in kept.costs}
+    changed = partial(cost_changed, wander=kept.wander)
     for key, fresh in delta.steps.items():
         if not key.prefill and fresh.count > 0 and fresh.seconds > LEAST_SECONDS * fresh.count:
-            cells[key] = _cost(cells.get(key), key, fresh, now)
+            cells[key] = _cost(cells.get(key), key, fresh, now, changed)
     return (cells[key] for key in sorted(cells))
 
 
-def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float) -> CostMemory:
+def _cost(
+    known: CostMemory | None, key: CellKey, fresh: Moments, now: float, changed: Callable[[Moments, Moments], bool]
+) -> CostMemory:
     nothing = fresh.times(0)
     before = Moments(known.values) if known else nothing
     gathered = Moments(known.new_values) if known and known.new_values and _is_recent(known, now) else nothing
     keep = _kept_share(fresh.count, now - known.at if known else 0, HALF_LIFE_STEPS)
-    after, new = _joined(before, gathered, fresh, keep, cost_changed)
+    after, new, _ = _joined(before, gathered, fresh, keep, changed)
     apart = new.values if new.count < LEAST_STEPS else ()
+    left = max(0.0, after.count - fresh.count) / before.count if before.count > 0 else 0.0
+    polls, spells, spell_at = (known.polls, known.spells, known.spell_at) if known else (0.0, 0.0, 0.0)
+    is_new_spell = now - spell_at >= SPELL_SECONDS
     return CostMemory(
-        **key._asdict(), values=tuple(map(_short, after.values)), at=now, new_values=tuple(map(_short, apart))
+        **key._asdict(),
+        values=tuple(map(_short, after.values)),
+        at=now,
+        new_values=tuple(map(_short, apart)),
+        polls=_short(1 + left * polls),
+        spells=_short(max(1.0, is_new_spell + left * spells)),
+        spell_at=now if is_new_spell else spell_at,
     )
 
 

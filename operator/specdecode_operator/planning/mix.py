@@ -47,9 +47,14 @@ def situations(
         for row in rows:
             bounds = bounds_of(speculation, row.task)
             found.append((row, _fitting(bounds, load, kv_tokens), rates_of(row.task, bounds)))
-        shares = _shares(kept, {row.task: expected(chances, row.shape) for row, _, chances in found})
-        tasks = tuple(Task(row.task, bounds, chances, shares[row.task]) for row, bounds, chances in found)
-        return Situation(times, load, context, tasks, promise)
+        tokens = {row.task: expected(chances, row.shape) for row, _, chances in found}
+        shares = _shares(kept, tokens)
+        mean = sum(shares[task] * tokens[task] for task in tokens)
+        tasks = tuple(
+            Task(row.task, bounds, chances, shares[row.task], shares[row.task] * tokens[row.task] / mean)
+            for row, bounds, chances in found
+        )
+        return Situation(times, load, context, tasks, promise, _requests(kept))
 
     return situation
 
@@ -85,6 +90,12 @@ def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:
     total = sum(steps[task] for task in tokens)
     raw = {task: max(LEAST_SHARE, steps[task] / total) if total > 0 else 1.0 for task in tokens}
     return {task: share / sum(raw.values()) for task, share in raw.items()}
+
+
+def _requests(kept: Kept) -> float:
+    """Those that the shares are made of. Lengths vary about as much as their mean, so two say as much as one would
+    whose length is known."""
+    return max(1.0, sum(TrafficSums(*cell.sums).finished for cell in kept.traffic) / 2)
 
 
 def _fitting(bounds: Bounds, load: Load, kv_tokens: float | None) -> Bounds:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
+from specdecode_operator.planning.batches import Batch, Met, batches
 from specdecode_operator.planning.situation import Shapes, Situation, Task
 from specdecode_operator.planning.steptime import DIFFERENCE_MISFIT, Seconds, ordered
 from specdecode_operator.planning.trees import Parameter, expected, slopes
 from specdecode_worker.contract import TreeShape
 
+AT_ONCE_SECONDS = 60.0
+"""Steps that were timed no further apart met the same weather."""
 ALIKE = 0.3
 """Correlation of the errors of one task's chances."""
 
@@ -26,8 +30,10 @@ class Option:
     """Tokens that a sequence has verified in a step, the root included; the mean over the tasks."""
     by_task: dict[str, float]
     """Expected tokens of a step."""
+    shares: dict[str, float]
+    """Of the running sequences, once these shapes have run for a while."""
     tokens: float
-    """The mean over the tasks."""
+    """Of a step: the mean over the running sequences."""
     violation: float
     """By how much the worst promise is missed."""
 
@@ -108,13 +114,15 @@ class Options:
 
     def _moving(self, one: Option, two: Option) -> float:
         """Share of the tokens that the tasks which move have."""
-        moving = [task for task in self.situation.tasks if one.shape(task.name) != two.shape(task.name)]
-        return sum(task.share * one.by_task[task.name] for task in moving) / one.tokens
+        moving = (task for task in self.situation.tasks if one.shape(task.name) != two.shape(task.name))
+        return sum(task.demand for task in moving)
 
     def _time_variance(self, one: Option, two: Option) -> float:
         """Of the logarithm of the ratio. Steps of one number of passes err together: of them it is enough to know
         the difference."""
         each = _relative(one.seconds) + _relative(two.seconds)
+        if abs(one.seconds.at - two.seconds.at) < AT_ONCE_SECONDS:
+            each -= 2 * math.sqrt(one.seconds.drift * two.seconds.drift)
         apart = two.verified - one.verified
         if one.passes != two.passes or not apart:
             return each
@@ -124,7 +132,16 @@ class Options:
 
     def _tokens_variance(self, one: Option, two: Option) -> float:
         """Of log tokens(two) - log tokens(one): shapes share chances, so those errors do not add."""
-        return sum(self._task_variance(task, one, two) for task in self.situation.tasks)
+        each = sum(self._task_variance(task, one, two) for task in self.situation.tasks)
+        return each + self._mix_variance(one, two)
+
+    def _mix_variance(self, one: Option, two: Option) -> float:
+        """Who is there is known from so many requests: it errs as shares of a sample do."""
+        errors = (
+            (task.share, one.by_task[task.name] / one.tokens - two.by_task[task.name] / two.tokens)
+            for task in self.situation.tasks
+        )
+        return sum(share * error**2 for share, error in errors) / self.situation.requests
 
     def _task_variance(self, task: Task, one: Option, two: Option) -> float:
         """The errors of a task's chances go together: who was lucky with easy answers was so at many depths."""
@@ -138,44 +155,78 @@ class Options:
 
 
 def weigh(situation: Situation, candidates: Iterable[Shapes]) -> Options:
-    """Every candidate as an option. Their times are ordered: what is larger never costs less."""
+    """Every candidate as an option. Step times are ordered: what is larger never costs less."""
     found = list(dict.fromkeys(candidates))
-    sizes = [_size(situation, shapes) for shapes in found]
-    times = [
-        situation.times.predict(situation.load, int(passes), situation.context, verified) for passes, verified in sizes
-    ]
-    rising = _rising(times, sizes)
-    options = [
-        _option(situation, shapes, seconds, size[1]) for shapes, seconds, size in zip(found, rising, sizes, strict=True)
-    ]
+    mixes = [_mix(situation, shapes) for shapes in found]
+    met = [batches(shapes, mix.shares, situation.load.sequences) for shapes, mix in zip(found, mixes, strict=True)]
+    times = _times(situation, {one.batch for each in met for one in each})
+    options = [_option(situation, *each, times) for each in zip(found, mixes, met, strict=True)]
     return Options(situation, {option.shapes: option for option in options})
 
 
-def _rising(times: list[Seconds], sizes: list[tuple[float, float]]) -> list[Seconds]:
+def _times(situation: Situation, sorts: Iterable[Batch]) -> dict[Batch, Seconds]:
     """Ordered by size: of two that were timed at once, the smaller is looked at first."""
-    order = sorted(range(len(sizes)), key=lambda index: sizes[index])
-    rising = ordered([times[index] for index in order], [sizes[index] for index in order])
-    found = list(times)
-    for index, seconds in zip(order, rising, strict=True):
-        found[index] = seconds
-    return found
+    order = sorted(sorts)
+    curves = {
+        passes: situation.times.curve(situation.load, passes, situation.context)
+        for passes in {batch.passes for batch in order}
+    }
+    rising = ordered(
+        [curves[batch.passes].seconds(batch.verified) for batch in order],
+        [(float(batch.passes), batch.verified) for batch in order],
+    )
+    return dict(zip(order, rising, strict=True))
 
 
-def _option(situation: Situation, shapes: Shapes, seconds: Seconds, verified: float) -> Option:
+class _Mix(NamedTuple):
+    by_task: dict[str, float]
+    shares: dict[str, float]
+    tokens: float
+
+
+def _mix(situation: Situation, shapes: Shapes) -> _Mix:
+    """Who gets more tokens a step leaves sooner, where requests come whatever the answers take: then a task's share of
+    the batch goes with demand / tokens. Where as many clients as ever wait for answers, it stays. Counters don't say
+    which; halfway between (a geometric mean of both shares) neither is far off."""
     by_task = {task.name: expected(task.rates, shape) for task, (_, shape) in zip(situation.tasks, shapes, strict=True)}
-    tokens = sum(task.share * by_task[task.name] for task in situation.tasks)
-    violation = situation.promise.violation(seconds.mean, by_task.values())
-    return Option(shapes, seconds, verified, by_task, tokens, violation)
+    raw = {task.name: math.sqrt(task.share * task.demand / by_task[task.name]) for task in situation.tasks}
+    total = sum(raw.values())
+    shares = {name: share / total for name, share in raw.items()}
+    return _Mix(by_task, shares, sum(share * by_task[name] for name, share in shares.items()))
 
 
-def _size(situation: Situation, shapes: Shapes) -> tuple[float, float]:
-    verified = 1 + sum(task.share * shape.nodes for task, (_, shape) in zip(situation.tasks, shapes, strict=True))
-    return float(max(shape.depth for _, shape in shapes)), verified
+def _option(
+    situation: Situation, shapes: Shapes, mix: _Mix, met: Iterable[Met], times: Mapping[Batch, Seconds]
+) -> Option:
+    """The seconds are those of the mean step of the mean sequence."""
+    parts = [(mix.shares[one.task] * one.weight, times[one.batch]) for one in met]
+    by_task = dict.fromkeys(mix.by_task, 0.0)
+    for one in met:
+        by_task[one.task] += one.weight * times[one.batch].mean
+    seconds = _mean(parts)
+    paced = (mix.by_task[name] * seconds.mean / own for name, own in by_task.items())
+    violation = situation.promise.violation(seconds.mean, paced)
+    verified = sum(mix.shares[one.task] * one.weight * one.batch.verified for one in met)
+    return Option(shapes, seconds, verified, mix.by_task, mix.shares, mix.tokens, violation)
+
+
+def _mean(parts: list[tuple[float, Seconds]]) -> Seconds:
+    """Of step times by weight; their errors go together. Timed are they when those that matter are."""
+    if len(parts) == 1:
+        return parts[0][1]
+    mean = sum(weight * seconds.mean for weight, seconds in parts)
+    deviation = sum(weight * math.sqrt(seconds.variance) for weight, seconds in parts)
+    drift = sum(weight * seconds.mean * math.sqrt(seconds.drift) for weight, seconds in parts) / mean
+    heaviest = max(weight for weight, _ in parts)
+    often = [seconds for weight, seconds in parts if weight >= heaviest / 4]
+    steps, at = min(seconds.steps for seconds in often), min(seconds.at for seconds in often)
+    return Seconds(mean, deviation**2, steps, at, sum(weight * seconds.line for weight, seconds in parts), drift**2)
 
 
 def _weighted(task: Task, option: Option) -> dict[Parameter, float]:
-    """Slopes of the logarithm of all tokens by the chances of one task."""
-    weight = task.share * option.by_task[task.name] / option.tokens
+    """Slopes of the logarithm of all tokens by the chances of one task: half through what its sequences get, half
+    through how many of them there are."""
+    weight = option.shares[task.name] * (1 + option.by_task[task.name] / option.tokens) / 2
     return {parameter: weight * slope for parameter, slope in slopes(task.rates, option.shape(task.name)).items()}
 
 

@@ -16,8 +16,9 @@ from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.planning.acceptance import drafts_seen
 from specdecode_operator.planning.bounds import bounds_of, has_own, names
 from specdecode_operator.planning.loads import present_row, typical
+from specdecode_operator.planning.look import Change, Look
 from specdecode_operator.planning.mix import idle, situations
-from specdecode_operator.planning.moves import Change, Move
+from specdecode_operator.planning.moves import changes as moves
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_worker.contract import OTHER_TASK, Buckets, TreeShape
@@ -26,10 +27,17 @@ LEAST_DRAFTS = 100
 """What a task must have shown before it gets rows of its own."""
 
 
+SWEEP_SECONDS = 30.0
+"""Between looks at loads that are not the present one: what is known of them moves slowly, and every look is another
+chance to be wrong."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     rows: tuple[RowMemory, ...]
     changes: tuple[Change, ...] = ()
+    swept_at: float = 0
+    """When all loads were looked at last."""
 
 
 def choose(
@@ -45,35 +53,35 @@ def choose(
 ) -> Chosen:
     """Every row as it should be from now on. ``held_back`` are loads where the guards of all workers run plainly,
     ``kv_tokens`` is what one worker's cache holds, ``prompt`` what reading a mean prompt takes."""
-    times = StepTimes.fit(kept.costs, kept.wander)
-    after: dict[tuple[str, int, int], RowMemory] = {}
-    changes: list[Change] = []
-    by_load: dict[tuple[int, int], list[RowMemory]] = {}
     rows = list(rows_of(speculation, kept, found))
-    for row in rows:
-        change = _bounded(row, speculation, now)
-        changes += [change] if change else []
-        by_load.setdefault((row.concurrency, row.context), []).append(change.row if change else row)
-    moved_by_bounds = {_key(change.row) for change in changes}
-    situation_at = situations(speculation, kept, times, kv_tokens=kv_tokens, prompt=prompt or Prompt())
+    bounded = [change for row in rows if (change := _bounded(row, speculation, now))]
+    after = {_key(row): row for row in (*rows, *(change.row for change in bounded))}
+    by_load: dict[tuple[int, int], list[RowMemory]] = {}
+    for row in after.values():
+        by_load.setdefault((row.concurrency, row.context), []).append(row)
+    for change in bounded:
+        by_load.pop((change.row.concurrency, change.row.context), None)
+    at = situations(
+        speculation, kept, StepTimes.fit(kept.costs, kept.wander), kv_tokens=kv_tokens, prompt=prompt or Prompt()
+    )
+    present, sweep = present_row(kept.load, found), not 0 <= now - kept.swept_at < SWEEP_SECONDS
+    changes = list(bounded)
     for (concurrency, context), group in by_load.items():
-        after.update({_key(row): row for row in group})
-        load = typical(kept.costs, found, concurrency, context, max_num_seqs)
-        quiet = idle(kept, [row.task for row in group])
-        busy = [row for row in group if row.task not in quiet]
-        situation = situation_at(load, context, busy)
-        if situation is None or any(_key(row) in moved_by_bounds for row in group):
-            continue
-        here = present_row(kept.load, found) == (concurrency, context)
-        move = Move(speculation, kept, situation, tuple(busy), now, (concurrency, context) in held_back, here)
-        moved = move.changes()
-        after.update({_key(change.row): change.row for change in moved})
-        if moved and not any(after[_key(row)].depth for row in busy):
-            moved += _following([row for row in group if row not in busy], speculation, now)
+        here = present == (concurrency, context)
+        if sweep or here or any(row.trial or row.probing for row in group):
+            quiet = idle(kept, [row.task for row in group])
+            busy = tuple(row for row in group if row.task not in quiet)
+            situation = at(typical(kept.costs, found, concurrency, context, max_num_seqs), context, busy)
+            held = (concurrency, context) in held_back
+            moved = moves(Look(speculation, kept, situation, busy, now, held, here)) if situation else []
             after.update({_key(change.row): change.row for change in moved})
-        changes += moved
+            if moved and not any(after[_key(row)].depth for row in busy):
+                moved += _following([row for row in group if row not in busy], speculation, now)
+            after.update({_key(change.row): change.row for change in moved})
+            changes += moved
     told = tuple(change for change in changes if change.before != change.row.shape)
-    return Chosen(rows=tuple(after[_key(row)] for row in rows), changes=told)
+    swept_at = now if sweep else kept.swept_at
+    return Chosen(rows=tuple(after[_key(row)] for row in rows), changes=told, swept_at=swept_at)
 
 
 def _key(row: RowMemory) -> tuple[str, int, int]:
@@ -108,7 +116,9 @@ def _following(idle_rows: list[RowMemory], speculation: SpeculationSpec, now: fl
     for row in idle_rows:
         if row.depth and bounds_of(speculation, row.task).least == 0:
             stopped = row.running(TreeShape.chain(0), since=now, probing=False, trial=False)
-            yield Change(row=stopped, before=row.shape, gain=None, reason="all tasks that have traffic stopped")
+            yield Change(
+                row=stopped, before=row.shape, gain=None, cause="loses", reason="all tasks that have traffic stopped"
+            )
 
 
 def _size(shape: TreeShape) -> tuple[int, int]:
@@ -130,4 +140,4 @@ def _bounded(row: RowMemory, speculation: SpeculationSpec, now: float) -> Change
     if shape == row.shape:
         return None
     reason = f"the spec allows depth {bounds.least} to {bounds.most}, {bounds.max_nodes} nodes, {bounds.top_k} a token"
-    return Change(row=row.running(shape, since=now), before=row.shape, gain=None, reason=reason)
+    return Change(row=row.running(shape, since=now), before=row.shape, gain=None, cause="bounds", reason=reason)

@@ -8,6 +8,7 @@ parent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -24,12 +25,14 @@ Shapes = tuple[tuple[str, TreeShape], ...]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task at one load. ``share`` is of the running sequences; all shares sum to 1."""
+    """One task at one load. ``share`` is of the running sequences while the rows run what they do, ``demand`` of the
+    tokens that are asked for, whatever runs; each sums to 1 over the tasks."""
 
     name: str
     bounds: Bounds
     rates: Rates
     share: float
+    demand: float
     held: TreeShape | None = None
     """The one shape that may run, whatever the bounds: the others are chosen around it."""
 
@@ -56,6 +59,8 @@ class Situation:
     context: int
     tasks: tuple[Task, ...]
     promise: Promise
+    requests: float = math.inf
+    """How many say what the demand is."""
 
     def with_only(self, free: Collection[str], now: Mapping[str, TreeShape]) -> Situation:
         """The same with every other task held to its shape."""

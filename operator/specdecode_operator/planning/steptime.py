@@ -21,7 +21,7 @@ from specdecode_worker.contract import FEATURES
 MISFIT = 0.05
 """Relative error of a linear model of steps, beyond noise and wander."""
 DRIFT = 0.02
-"""Relative error of a cell's own mean on the quietest of machines."""
+"""Relative error of a mean of one minute on the quietest of machines."""
 CARRIED = 0.15
 """Relative error of a time that was carried over from another depth."""
 OWN_WEIGHT = 8.0
@@ -40,6 +40,7 @@ blocks and buckets, so the truth is a staircase about the line."""
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
+_PASSES = FEATURES.index("draft_passes")
 
 
 class Seconds(NamedTuple):
@@ -48,11 +49,13 @@ class Seconds(NamedTuple):
     mean: float
     variance: float
     steps: float
-    """Weight of the steps that were timed at this very kind; 0 means extrapolated."""
+    """Weight of the steps that were timed at this very kind, be it long ago; 0 means extrapolated."""
     at: float
     """When they were timed last, operator's clock; 0 means never."""
     line: float
     """What the linear model alone says."""
+    drift: float = 0
+    """Of the relative variance, what steps that were timed at the same time share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,28 @@ class _Cell:
     context_bucket: int
     moments: Moments
     at: float
+    mean_x: tuple[float, ...]
+    log_sequences: float
+    wander: float
+    """Relative variance of the mean beyond noise: each poll strays by itself, so it averages out over them."""
+    drift: float
+    """The same of what drifts over minutes."""
+    verified: float
+    """Tokens of one sequence: a shadow adds draft passes without anything verified."""
 
-    @property
-    def verified(self) -> float:
-        """Verified tokens of one sequence: a shadow adds draft passes without anything verified."""
-        return self.moments.mean_x[_VERIFY_TOKENS] / max(1e-9, self.moments.mean_x[_SEQUENCES])
+    @classmethod
+    def of(cls, cost: CostMemory, wander: float) -> Self:
+        moments = Moments(cost.values)
+        mean = moments.mean_x
+        sequences = max(1e-9, mean[_SEQUENCES])
+        verified = mean[_VERIFY_TOKENS] / sequences
+        strayed, drifted = wander / max(1.0, cost.polls), DRIFT**2 / max(1.0, cost.spells)
+        key = cost.draft_passes, cost.context_bucket
+        return cls(*key, moments, cost.at, mean, math.log(sequences), strayed, drifted, verified)
+
+    def distance(self, load: Load) -> float:
+        """Between its sequences and the load's, as the logarithm of their ratio."""
+        return abs(self.log_sequences - math.log(load.sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +104,18 @@ class StepTimes:
     def fit(cls, costs: Iterable[CostMemory], wander: float = 0) -> Self | None:
         """None when nothing was timed yet. ``wander`` is the relative variance of means from poll to poll."""
         cells = tuple(
-            _Cell(cost.draft_passes, cost.context_bucket, Moments(cost.values), cost.at)
+            _Cell.of(cost, wander)
             for cost in costs
             if not cost.prefill and cost.values[0] >= 1 and cost.values[1] > LEAST_SECONDS * cost.values[0]
         )
         if not cells:
             return None
-        scale = tuple(max(1e-9, *(cell.moments.mean_x[j] for cell in cells)) for j in range(len(FEATURES)))
+        scale = (*(max(1e-9, *(cell.mean_x[j] for cell in cells)) for j in range(len(FEATURES))), 1.0)
         typical = sum(cell.moments.mean_seconds for cell in cells) / len(cells)
-        precision = [[float(i == j) / typical**2 for j in range(len(FEATURES))] for i in range(len(FEATURES))]
-        right = [0.0] * len(FEATURES)
+        precision = [[float(i == j) / typical**2 for j in range(len(scale))] for i in range(len(scale))]
+        right = [0.0] * len(scale)
         for cell in cells:
-            _add(precision, right, cell.moments, scale, wander)
+            _add(precision, right, cell, scale)
         covariance = _inverse(precision)
         floor = 0.1 * min(cell.moments.mean_seconds for cell in cells)
         return cls(cells, scale, tuple(product(covariance, right)), covariance, wander, floor)
@@ -110,7 +130,7 @@ class StepTimes:
         near = []
         for cell in self.cells:
             if cell.context_bucket == context_bucket and cell.draft_passes == passes:
-                distance = abs(math.log(max(1e-9, cell.moments.mean_x[_SEQUENCES]) / load.sequences))
+                distance = cell.distance(load)
                 if distance <= NEAR:
                     near.append((distance, cell.verified, cell))
         plain = self.linear(features(load, passes, 1))
@@ -120,11 +140,7 @@ class StepTimes:
 
     def visited(self, load: Load, context_bucket: int) -> bool:
         """Whether any steps were timed at about this load."""
-        return any(
-            cell.context_bucket == context_bucket
-            and abs(math.log(max(1e-9, cell.moments.mean_x[_SEQUENCES]) / load.sequences)) <= NEAR
-            for cell in self.cells
-        )
+        return any(cell.context_bucket == context_bucket and cell.distance(load) <= NEAR for cell in self.cells)
 
     def slope_variance(self, load: Load) -> float:
         """Of the seconds that one more verified token of every sequence takes."""
@@ -132,6 +148,7 @@ class StepTimes:
         return self.spread(x)
 
     def linear(self, x: tuple[float, ...]) -> float:
+        """Of features as contract.FEATURES has them."""
         return dot(self._scaled(x), self.coefficients)
 
     def spread(self, x: tuple[float, ...]) -> float:
@@ -139,7 +156,8 @@ class StepTimes:
         return dot(scaled, product(self.covariance, scaled))
 
     def _scaled(self, x: tuple[float, ...]) -> list[float]:
-        return [value / scale for value, scale in zip(x, self.scale, strict=True)]
+        """With a feature of our own at the end: whether anything is drafted at all."""
+        return [value / scale for value, scale in zip((*x, min(1.0, x[_PASSES])), self.scale, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +192,10 @@ class Curve:
         blended, weight, shift = self._blend(cell, verified, line)
         count, mean = cell.moments.count, cell.moments.mean_seconds
         tokens = DIFFERENCE_MISFIT * self.slope * (verified - cell.verified)
-        noise = cell.moments.variance / count + (DRIFT**2 + self.times.wander) * mean**2
+        noise = cell.moments.variance / count + (cell.drift + cell.wander) * mean**2
         noise += (MISFIT * shift) ** 2 + tokens**2
         variance = weight**2 * noise + (1 - weight) ** 2 * spread
-        return Seconds(max(self.times.floor, blended), variance, count, cell.at, line)
+        return Seconds(max(self.times.floor, blended), variance, count, cell.at, line, weight**2 * cell.drift)
 
     @property
     def _drafted_here(self) -> bool:
@@ -195,7 +213,7 @@ class Curve:
         most, and weighed against the line: (seconds, weight, how far it was carried)."""
         count, mean = cell.moments.count, cell.moments.mean_seconds
         weight = count / (count + OWN_WEIGHT)
-        shift = max(-mean / 3, min(mean / 3, line - self.times.linear(cell.moments.mean_x)))
+        shift = max(-mean / 3, min(mean / 3, line - self.times.linear(cell.mean_x)))
         return weight * (mean + shift) + (1 - weight) * line, weight, shift
 
 
@@ -211,9 +229,11 @@ def ordered(found: list[Seconds], sizes: Sequence[tuple[float, ...]] | None = No
     by = sizes or [(float(index),) for index in range(len(found))]
     for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
         for index, other in enumerate(rising):
-            known, way = rising[newest], _way(by[newest], by[index])
-            if other.at < known.at and way * (other.mean - known.mean) < 0:
-                rising[index] = _carried(known, other, deeper=way > 0)
+            known = rising[newest]
+            if other.at < known.at:
+                way = _way(by[newest], by[index])
+                if way * (other.mean - known.mean) < 0:
+                    rising[index] = _carried(known, other, deeper=way > 0)
     return rising
 
 
@@ -228,8 +248,9 @@ def _way(one: tuple[float, ...], two: tuple[float, ...]) -> int:
 def _carried(known: Seconds, other: Seconds, *, deeper: bool) -> Seconds:
     ratio = other.line / known.line
     mean = known.mean * (max(1.0, ratio) if deeper else min(1.0, ratio))
-    variance = (known.variance / known.mean**2 + CARRIED**2) * mean**2
-    return Seconds(mean, variance, 0, other.at, other.line)
+    # A slight contradiction is noise: then the correction itself is all the doubt that it adds.
+    variance = min((known.variance / known.mean**2 + CARRIED**2) * mean**2, other.variance + (mean - other.mean) ** 2)
+    return Seconds(mean, variance, other.steps, other.at, other.line)
 
 
 def features(load: Load, passes: int, verified: float | None = None) -> tuple[float, ...]:
@@ -253,10 +274,11 @@ def _inverse(precision: Matrix) -> Matrix:
         return inverse([[abs(x) if i == j else 0.0 for j, x in enumerate(row)] for i, row in enumerate(precision)])
 
 
-def _add(precision: Matrix, right: list[float], moments: Moments, scale: tuple[float, ...], wander: float) -> None:
+def _add(precision: Matrix, right: list[float], cell: _Cell, scale: tuple[float, ...]) -> None:
     """One cell's evidence: its noise shrinks with the number of steps, the model's misfit does not."""
+    moments, last = cell.moments, len(FEATURES)
     mean = moments.mean_seconds
-    weight = 1 / (moments.variance / moments.count + (MISFIT**2 + wander) * mean**2) / moments.count
+    weight = 1 / (moments.variance / moments.count + (MISFIT**2 + cell.wander) * mean**2) / moments.count
     for (i, j), value in zip(PAIRS, moments.xx, strict=True):
         added = weight * value / (scale[i] * scale[j])
         precision[i][j] += added
@@ -264,3 +286,11 @@ def _add(precision: Matrix, right: list[float], moments: Moments, scale: tuple[f
             precision[j][i] += added
     for j, value in enumerate(moments.xt):
         right[j] += weight * value / scale[j]
+    if cell.draft_passes:
+        # The first pass brings what further ones do not (a launch, the catching up), so drafting is a feature by
+        # itself. It is 1 in all steps of the cell: its moments are those of the features alone.
+        for j, value in enumerate(moments.x):
+            precision[last][j] += weight * value / scale[j]
+            precision[j][last] += weight * value / scale[j]
+        precision[last][last] += weight * moments.count
+        right[last] += weight * moments.seconds

@@ -7,7 +7,7 @@ a child, and the likeliest N nodes are always a tree.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -69,8 +69,10 @@ def parameters(path: Path) -> Iterable[Parameter]:
     return ((depth, not any(path[: depth - 1]), rank) for depth, rank in enumerate(path, start=1))
 
 
-def best_nodes(rates: Rates, *, depth: int, top_k: int, most: int) -> list[Node]:
-    """The ``most`` likeliest nodes down to ``depth``, likeliest first: every prefix is a tree."""
+@lru_cache(maxsize=512)
+def best_nodes(rates: Rates, *, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
+    """The ``most`` likeliest nodes down to ``depth``, likeliest first: every prefix is a tree. Kept, as all that hangs
+    on chances and shapes alone: every load of a look asks for the same."""
     found: list[Node] = []
     heap: list[tuple[tuple[float, int, Path], Node]] = []
 
@@ -89,7 +91,7 @@ def best_nodes(rates: Rates, *, depth: int, top_k: int, most: int) -> list[Node]
             push((*above, rank + 1), rates.survival(tuple(above)))
         if len(node.path) < depth:
             push((*node.path, 0), node.survival)
-    return found
+    return tuple(found)
 
 
 @lru_cache(maxsize=32)
@@ -120,12 +122,14 @@ def _tree(paths: frozenset[Path]) -> TreeShape:
     return TreeShape(tuple(index[path[:-1]] for path in ordered))
 
 
+@lru_cache(maxsize=2048)
 def expected(rates: Rates, shape: TreeShape) -> float:
     """Tokens of one step: 1 + the sum of survivals."""
     return 1 + sum(rates.survival(path) for path in paths_of(shape))
 
 
-def slopes(rates: Rates, shape: TreeShape) -> dict[Parameter, float]:
+@lru_cache(maxsize=2048)
+def slopes(rates: Rates, shape: TreeShape) -> Mapping[Parameter, float]:
     """Derivative of log expected tokens by each chance that the shape hangs on."""
     found: dict[Parameter, float] = {}
     tokens = expected(rates, shape)

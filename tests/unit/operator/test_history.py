@@ -114,9 +114,9 @@ def test_history_is_bounded_and_newest_first() -> None:
 
 
 def test_the_first_sight_of_a_deployment_is_no_change() -> None:
-    assert steered("", "mode Auto", "r", 0) is None
-    assert steered("mode Auto", "mode Auto", "r", 0) is None
-    assert steered("mode Auto", "mode Off", "r", 0) is not None
+    assert steered("", "mode Auto", "mode", "r", 0) is None
+    assert steered("mode Auto", "mode Auto", "mode", "r", 0) is None
+    assert steered("mode Auto", "mode Off", "mode", "r", 0) is not None
 
 
 def test_a_change_of_mode_stands_in_the_history() -> None:

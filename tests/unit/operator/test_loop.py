@@ -28,7 +28,7 @@ def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     old = Decision(time="t", load="l", before="b", after="a", reason="r")
     loop.memory = Memory(kept=Kept(uid="u1", history=(old,) * 10))
-    loop.polls(6)
+    loop.polls(10)
     assert loop.depths[-1] == 0
     assert len(loop.memory.kept.history) == 10, "the history is bounded"
     assert loop.memory.kept.history[0].after == "none"

@@ -62,7 +62,7 @@ def test_a_task_that_turns_bad_stops_and_the_other_goes_on(seed: int) -> None:
     after = worker_of(loop).shapes()
     assert after["prose"].depth <= 1
     assert abs(after["code"].depth - before["code"].depth) <= 1
-    assert time_per_token(tasks, after) < 1.04 * oracle(tasks, 1)
+    assert time_per_token(tasks, after) < 1.08 * oracle(tasks, 1), "of clients that all wait for their answers"
 
 
 @pytest.mark.parametrize("seed", range(2))

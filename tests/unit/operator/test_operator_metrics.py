@@ -9,8 +9,7 @@ import pytest
 from fleet import Loop, Truth, loop_over, workload_with
 from prometheus_client import REGISTRY
 
-from specdecode_operator import metrics
-from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator import history, metrics
 from specdecode_operator.records import Observed, Outcome
 from specdecode_operator.status import status_of
 from specdecode_operator.workqueue import WorkQueue
@@ -61,23 +60,20 @@ def test_an_autoscaler_is_told_what_the_operator_would_set() -> None:
 
 def test_decisions_are_counted_by_reason() -> None:
     recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
-    assert value("specdecode_operator_plan_changes_total") == 1
+    assert (value("specdecode_operator_plan_changes_total") or 0) >= 1
     assert value("specdecode_operator_decisions_total", kind="Plan", reason="loses") == 1
-    assert (value("specdecode_realised_gain_ratio") or 0) > 0.1
+    assert (value("specdecode_realised_gain_ratio") or 0) > 0.05, "of the last of two steps down"
 
 
-def test_every_kind_of_reason_is_one_word() -> None:
-    """By the planner's own sentences, so that a change of their words shows here."""
+def test_every_decision_says_its_cause_in_a_word() -> None:
     loop = loop_over(Truth(chances=[0.98] * 5), explore=0.1)
-    assert {metrics.reason_of(change) for change in loop.polls(30).history} == {"gain"}
+    assert {change.cause for change in loop.polls(30).history} == {"gain"}
     loop.deployment = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
-    words = {metrics.reason_of(change) for change in loop.poll().changes}
-    assert words == {"bounds"}
-    change = DecisionRecord(time="t", load="l", before="chain:1", after="chain:2", reason="")
-    replicas = change.model_copy(update={"kind": "Replicas", "before": "1", "after": "2"})
-    assert metrics.reason_of(replicas) == "up"
-    steering = change.model_copy(update={"kind": "Steering", "before": "mode Auto", "after": "pin chain:2"})
-    assert metrics.reason_of(steering) == "pin"
+    assert {change.cause for change in loop.poll().changes} == {"bounds"}
+    loop.deployment = replace(loop.deployment, pin="chain:1")
+    assert {change.cause for change in loop.poll().changes if change.kind == "Steering"} == {"pin"}
+    scaled = [history.scaled(1, after, "m", "r", 0.0) for after in (2, 0)]
+    assert [change and change.cause for change in scaled] == ["up", "down"]
 
 
 def test_a_condition_that_is_gone_takes_its_series_along() -> None:

@@ -19,6 +19,8 @@ SPECULATION = {
 }
 POLL_SECONDS = 5.0
 SETTLED_SECONDS = 130.0
+SEEN_SECONDS = 80.0
+"""Of what is in use: it must outweigh what was remembered, and few steps a poll leave long in doubt."""
 NOISES = pytest.mark.parametrize(("pass_seconds", "noise"), [(0.004, 0.01), (0.05, 0.15)])
 SEEDS = pytest.mark.parametrize("seed", range(4))
 
@@ -50,7 +52,7 @@ def test_depth_follows_slow_steps_down_and_up(seed: int, pass_seconds: float, no
     loop = piloted_loop(truth, seed=seed, pass_seconds=pass_seconds, **SPECULATION)
     assert seconds_until(loop, {2, 3, 4}) <= SETTLED_SECONDS
     truth.step_time = costly
-    assert seconds_until(loop, {0, 1}) <= SETTLED_SECONDS / 2, "what is in use shows at once"
+    assert seconds_until(loop, {0, 1}) <= SEEN_SECONDS, "what is in use shows at once"
     loop.polls(4)
     truth.step_time = cheap
     assert seconds_until(loop, {2, 3, 4}) <= SETTLED_SECONDS
@@ -79,7 +81,7 @@ def test_what_the_guard_holds_back_leaves_the_plan(seed: int) -> None:
     loop.poll()
     assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
     truth.chances = BAD
-    assert seconds_until(loop, {0}) <= SETTLED_SECONDS / 2
+    assert seconds_until(loop, {0}) <= SEEN_SECONDS
 
 
 @SEEDS

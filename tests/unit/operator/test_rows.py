@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory
+from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
 from specdecode_operator.planning import buckets, choose
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.mix import situations
@@ -161,7 +161,11 @@ def test_a_probe_runs_until_it_was_measured() -> None:
 def test_a_task_gets_rows_once_it_was_seen() -> None:
     tasks = spec(tasks=[{"name": "code"}])
     code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
-    seen = choose(tasks, Kept(acceptance=(*chances(0.02), *code), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
+    mix = tuple(TrafficMemory(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
+    kept = Kept(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix)
+    for now in (2000, 2100):
+        seen = choose(tasks, kept, buckets(16), max_num_seqs=16, now=now)
+        kept = kept.model_copy(update={"rows": seen.rows})
     first = {row.task: row.depth for row in seen.rows if (row.concurrency, row.context) == (0, 0)}
     assert first == {"other": 0, "code": 5}
     unseen = choose(tasks, Kept(acceptance=chances(0.5), costs=FULL), buckets(16), max_num_seqs=16, now=2000)

@@ -103,7 +103,7 @@ def test_the_joint_choice_is_the_best_of_all(
     """Two tasks of equal share: 33 x 33 pairs of trees, and no pair beats what was found."""
     bounds = Bounds(0, 2, 0, 6, 2)
     known = (Rates(one, beside), Rates(two, beside))  # type: ignore[arg-type]
-    tasks = tuple(Task(name, bounds, rate, 0.5) for name, rate in zip("ab", known, strict=True))
+    tasks = tuple(Task(name, bounds, rate, share=0.5, demand=0.5) for name, rate in zip("ab", known, strict=True))
     assert times is not None
     situation = Situation(times, Load(sequences, 500), n, tasks, Promise())
     curves = [times.curve(situation.load, passes, n) for passes in range(3)]

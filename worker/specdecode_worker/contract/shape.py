@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ConfigDict, RootModel, field_validator, model_validator
@@ -73,10 +74,7 @@ class TreeShape(RootModel[tuple[int, ...]]):
     @property
     def depths(self) -> tuple[int, ...]:
         """Depth of every node, the root's 0 first."""
-        depths = [0]
-        for parent in self.root:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
+        return _depths(self.root)
 
     @property
     def depth(self) -> int:
@@ -103,6 +101,15 @@ class TreeShape(RootModel[tuple[int, ...]]):
         if not self.root:
             return "none"
         return f"chain:{self.nodes}" if self.is_chain else ",".join(map(str, self.root))
+
+
+@lru_cache(maxsize=512)
+def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Kept: a look of the planner asks for the depths of the same few shapes thousands of times."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return tuple(depths)
 
 
 def _parents_of_text(text: str) -> tuple[int, ...]:

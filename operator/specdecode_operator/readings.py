@@ -1,0 +1,57 @@
+"""What the workers did since the last look: their reports as differences, one by one and together. Pure; of decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specdecode_operator import planning, silence
+from specdecode_operator.measurements import Delta, difference, fleet
+from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory
+from specdecode_operator.records import Observed
+from specdecode_worker.contract import Buckets, Report
+
+LEAST_READING_SECONDS = 2.0
+"""Readings closer together than this wait for the next: events cause looks at any time."""
+
+
+def read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[planning.PodDelta]]:
+    """Moves the baselines; a worker without a new reading has no delta."""
+    memory = observed.memory
+    baselines: dict[str, Report] = {}
+    deltas: list[planning.PodDelta] = []
+    for worker in observed.workers:
+        before = memory.baselines.get(worker.uid)
+        baseline, delta = _one(before, worker.report, found, now)
+        if baseline is not None:
+            baselines[worker.uid] = baseline
+            if delta is not None:
+                deltas.append((worker.uid, baseline.boot_id, delta))
+    return replace(memory, baselines=baselines), deltas
+
+
+def together(
+    observed: Observed, memory: Memory, deltas: list[planning.PodDelta], now: float
+) -> tuple[Memory, Delta | None]:
+    """The fleet's delta, None when nobody has a new reading, and the window with it. What drafts of a suspected pod
+    bring says nothing about the others'."""
+    strange = planning.suspected(memory.kept)
+    counted = [delta.without_acceptance() if uid in strange else delta for uid, _, delta in deltas]
+    total = fleet(counted, at=now, draft=draft_of(observed, memory.kept)) if counted else None
+    window = (*memory.window, *([total] if total else []))
+    recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)
+    return replace(memory, window=recent, silent=silence.counted(observed, now)), total
+
+
+def _one(before: Report | None, after: Report | None, found: Buckets, now: float) -> tuple[Report | None, Delta | None]:
+    """The next baseline of one worker, and what it did since the last."""
+    if after is None or before is None:
+        return after or before, None
+    if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < LEAST_READING_SECONDS:
+        return before, None
+    return after, difference(before, after, at=now, buckets=found)
+
+
+def draft_of(observed: Observed, kept: Kept) -> str:
+    """Hash of the draft that most workers run; the remembered one while none says."""
+    hashes = [report.draft.hash for report in observed.reports if report.draft.hash]
+    return max(sorted(set(hashes)), key=hashes.count, default=kept.draft)
