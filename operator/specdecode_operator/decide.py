@@ -47,6 +47,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         replicas=sized.replicas,
         desired=sized.desired,
         wanted=sized.wanted,
+        arrivals=sized.arrivals,
         capacity=sized.capacity,
         limited=sized.limited,
         deletion_costs=sized.deletion_costs,

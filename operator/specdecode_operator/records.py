@@ -215,6 +215,8 @@ class Decision:
     """Ready workers whose reports are stale, by pod name, with the first reason."""
     desired: int = 0
     """Replicas that should be, within the bounds: what is set, unless scaling.owner is External."""
+    arrivals: float | None = None
+    """Requests a second, whole fleet."""
     capacity: Capacity | None = None
     limited: Limited | None = None
     """What keeps replicas from following demand."""

@@ -26,6 +26,8 @@ class Sized:
     replicas: int
     desired: int
     wanted: int | None
+    arrivals: float | None
+    """Requests a second, whole fleet, over the last minute; None while they are not known."""
     capacity: Capacity | None
     limited: Limited | None
     deletion_costs: dict[str, int]
@@ -39,7 +41,9 @@ def size(
     kept = _learnt(kept, observed, delta, now)
     if spec is None:
         count = deployment.spec.replicas
-        nothing = Sized(replicas=count, desired=count, wanted=None, capacity=None, limited=None, deletion_costs={})
+        nothing = Sized(
+            replicas=count, desired=count, wanted=None, arrivals=None, capacity=None, limited=None, deletion_costs={}
+        )
         return nothing, kept.model_copy(update={"scaling": ScalingMemory()})
     ours = spec.owner == "Operator"
     carried = _carried(deployment, observed, kept, memory, now) if delta is not None else None
@@ -51,6 +55,7 @@ def size(
         replicas=scaled.replicas if ours else deployment.spec.replicas,
         desired=scaled.replicas,
         wanted=scaled.wanted,
+        arrivals=carried.recent_rate if carried else None,
         capacity=capacity,
         limited=scaling.limited(spec, scaled.wanted, _troubles(observed), capacity) if ours else None,
         deletion_costs=_deletion_costs(deployment, observed, kept, scaled.memory, now),

@@ -97,9 +97,14 @@ def _capacity(before: CapacityStatus | None, decision: Decision) -> CapacityStat
     return CapacityStatus(
         wanted_replicas=decision.wanted,
         requests_per_second=float(f"{found.rate:.2g}") if found else None,
-        arrivals_per_second=before.arrivals_per_second if before else None,
+        arrivals_per_second=_told(decision.arrivals, before.arrivals_per_second if before else None),
         limited_by=found.limited_by if found else None,
     )
+
+
+def _told(arrivals: float | None, before: float | None) -> float | None:
+    """Two digits: of arrivals a minute no more is known, and status is written on change."""
+    return before if arrivals is None else float(f"{arrivals:.2g}")
 
 
 def _condition(before: Status, verdict: Verdict, generation: int, now: float) -> Condition:

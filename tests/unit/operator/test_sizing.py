@@ -59,6 +59,7 @@ def test_arrivals_over_capacity_make_replicas() -> None:
     assert many.capacity is not None
     assert many.wanted == pytest.approx(40 / many.capacity.rate, abs=1)
     assert many.replicas == min(6, many.wanted)
+    assert many.arrivals == pytest.approx(40, rel=0.05)
 
 
 def test_whoever_owns_the_replicas_is_told_what_they_should_be() -> None:
@@ -68,7 +69,8 @@ def test_whoever_owns_the_replicas_is_told_what_they_should_be() -> None:
     assert external.desired == ours.replicas > 2
     assert external.wanted == ours.wanted
     assert external.limited is None
-    assert decided(40, replicas=2).wanted is None, "nobody asked"
+    nobody = decided(40, replicas=2)
+    assert (nobody.wanted, nobody.arrivals) == (None, None), "nobody asked"
 
 
 def test_a_pod_without_a_place_is_told() -> None:

@@ -229,11 +229,28 @@ def test_demand_that_jitters_is_written_at_most_every_half_minute() -> None:
     assert len({status.capacity for status in found}) > 1, "it is told all the same"
 
 
+def test_arrivals_are_told_in_two_digits_and_the_last_known_stay() -> None:
+    loop = loop_over(scaling={"owner": "Operator", "maxReplicas": 2})
+    decision = loop.poll()
+    observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+    nothing = Figures(running=0, waiting=0, tokens_per_second=0, synthetic=False)
+
+    def arrivals(measured: float | None, before: Deployment) -> tuple[float | None, Deployment]:
+        found = replace(decision, wanted=1, arrivals=measured, figures=nothing)
+        status = status_of(before, observed, found, Outcome(), now=loop.now)
+        assert status.capacity is not None
+        return status.capacity.arrivals_per_second, replace(before, status=status)
+
+    told, after = arrivals(0.1234, loop.deployment)
+    assert told == 0.12
+    assert arrivals(None, after)[0] == 0.12
+
+
 def test_a_decision_is_told_with_its_reason() -> None:
     loop = loop_over(Truth(chances=[0.05] * 5))
     status = statuses(loop, 12)[-1]
     assert status.speculation is not None
     assert status.speculation.depth == 0
-    assert status.speculation.history[0].before == "chain:3"
+    assert status.speculation.history[-1].before == "chain:3"
     assert "loses" in (status.speculation.last_decision or "")
     assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
