@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="write every run there as it ends, and don't run again what is there"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--recordings", type=Path, metavar="DIR", help="default: benchmarks/recordings of a checkout")
     parser.add_argument(
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         if args.tune:
             return _tune(folder)
         given = _given(args.deployment) if args.deployment else None
-        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs, given=given)
+        keep = args.keep
+        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs, given=given, keep=keep)
         if args.plot:
             _write(document, args.plot)
     except (SettingsError, OSError) as error:
@@ -96,12 +100,14 @@ def simulate(
     *,
     jobs: int = 1,
     given: Mapping[str, Any] | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """The whole document. ``given`` are fields of spec.speculation for ours. Progress goes to standard error."""
+    """The whole document. ``given`` are fields of spec.speculation for ours; ``keep`` is a folder of runs that ended,
+    of this code, length and fields. Progress goes to standard error."""
     from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE, scored, targets
 
     policies = list(dict.fromkeys((*policies, ORACLE, CLAIRVOYANT)))
-    tasks = [(name, hours, seed, tuple(policies), folder, given) for name in traces for seed in range(seeds)]
+    tasks = [(name, hours, seed, tuple(policies), folder, given, keep) for name in traces for seed in range(seeds)]
     found: dict[str, dict[int, Any]] = {name: {} for name in traces}
     for done, (name, seed, runs) in enumerate(_all(tasks, jobs), start=1):
         found[name][seed] = runs
@@ -145,14 +151,46 @@ def _all(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[str, int, Any]]:
             yield future.result()
 
 
-def _one(task: tuple[str, float, int, Iterable[str], Path, Mapping[str, Any] | None]) -> tuple[str, int, Any]:
+def _one(
+    task: tuple[str, float, int, Iterable[str], Path, Mapping[str, Any] | None, Path | None],
+) -> tuple[str, int, Any]:
     from specdecode_operator.simulate.run import run_trace
 
-    name, hours, seed, policies, folder, given = task
+    name, hours, seed, policies, folder, given, keep = task
     path = folder / TUNED
     tuned = json.loads(path.read_text())["policies"] if path.exists() else {}
     tuned = {**tuned, "ours": given} if given else tuned
-    return name, seed, dict(run_trace(name, hours, seed, policies, library(folder), tuned))
+    file = None if keep is None else keep / f"{name}-{hours:g}h-{seed}.jsonl"
+    found = _kept(file)
+    for policy, run in run_trace(name, hours, seed, policies, library(folder), tuned, dict(found)):
+        if file is not None and policy not in found:
+            _keep(file, policy, run)
+        found[policy] = run
+    return name, seed, found
+
+
+def _kept(file: Path | None) -> dict[str, Any]:
+    """Runs of a trace and a seed that ended. A last line that was cut off is dropped. Raises SettingsError."""
+    from specdecode_operator.simulate.run import of_json
+
+    if file is None or not file.exists():
+        return {}
+    text = file.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
+    try:
+        return {document["policy"]: of_json(document) for document in map(json.loads, whole.splitlines())}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingsError(f"--keep: {file} holds no runs of this version; remove it: {error}") from error
+
+
+def _keep(file: Path, policy: str, run: Any) -> None:
+    from specdecode_operator.simulate.run import as_json
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps({"policy": policy, **as_json(run)}) + "\n")
 
 
 _LIBRARIES: dict[Path, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from specdecode_operator.simulate.catalogue import named
@@ -46,14 +47,20 @@ class Run:
 
 
 def run_trace(
-    trace_name: str, hours: float, seed: int, policies: Iterable[str], library: Library, tuned: Tuned
+    trace_name: str,
+    hours: float,
+    seed: int,
+    policies: Iterable[str],
+    library: Library,
+    tuned: Tuned,
+    known: Mapping[str, Run] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Run]]:
-    """Ours runs first on scaled traces: depth policies are compared at its replicas."""
+    """Ours runs first on scaled traces: depth policies are compared at its replicas. What is ``known`` runs no more."""
     trace = named(trace_name, hours)
     wanted = list(dict.fromkeys(policies))
     trajectory: tuple[int, ...] | None = None
     if trace.family == "scaling":
-        ours = one("ours", trace, library, seed, tuned, None)
+        ours = known.get("ours") or one("ours", trace, library, seed, tuned, None)
         trajectory = ours.replicas
         if "ours" in wanted:
             yield "ours", ours
@@ -61,7 +68,7 @@ def run_trace(
     for name in wanted:
         if name in SCALERS and trace.family != "scaling":
             continue
-        yield name, one(name, trace, library, seed, tuned, trajectory)
+        yield name, known.get(name) or one(name, trace, library, seed, tuned, trajectory)
 
 
 def one(name: str, trace: Trace, library: Library, seed: int, tuned: Tuned, trajectory: tuple[int, ...] | None) -> Run:
@@ -141,4 +148,14 @@ def _costs(fleet: Fleet, at: float) -> list[float]:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    return {"figures": asdict(run.figures), "decisions": list(run.decisions), "answers": list(run.answers)}
+    return asdict(run)
+
+
+def of_json(document: Mapping[str, Any]) -> Run:
+    """``as_json`` read back. Raises KeyError or TypeError on what is none."""
+    return Run(
+        figures=Figures(**document["figures"]),
+        decisions=tuple(document["decisions"]),
+        answers=tuple(document["answers"]),
+        replicas=tuple(document["replicas"]),
+    )

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdecode_operator.__main__ import main
+from specdecode_operator.simulate import run
 from specdecode_operator.simulate.score import Interval, targets
 
 SHORT = ["simulate", "--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
@@ -34,6 +36,37 @@ def test_two_processes_find_what_one_finds(recordings: Path, capsys: pytest.Capt
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert "over oracle" in texts[0]
+
+
+def test_runs_that_ended_are_not_run_again(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*SHORT, "--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    file = tmp_path / "steady-cpu-quiet-0.1h-1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 3, "a policy and two oracles"
+    file.write_text(lines[0] + lines[1][:40])
+    asked: list[str] = []
+    original = run.one
+
+    def counting(name: str, *rest: Any) -> run.Run:
+        asked.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(run, "one", counting)
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
+
+
+def test_runs_of_another_version_are_refused(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "steady-cpu-quiet-0.1h-0.jsonl").write_text('{"policy": "ours"}\n')
+    assert main([*SHORT, "--keep", str(tmp_path), "--recordings", str(recordings)]) == 1
+    assert "remove it" in capsys.readouterr().err
 
 
 def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
