@@ -27,11 +27,12 @@ TRIAL_GAIN = 0.03
 """Least gain of all tasks together that chains must promise to be tried: a trial costs two changes of the plan.
 Trees, whose times follow those of no chain, need the least gain of the spec alone."""
 PATIENCE_SECONDS, LONGEST_PATIENCE_SECONDS = 900.0, 4 * 3600.0
-"""Between trials of one load: the first, and where doubling ends while they are in vain."""
+"""After a trial: the least, and where doubling ends while they are in vain."""
 
 
 def may_begin(look: Look) -> bool:
-    """At the present load, with traffic, once the patience that the last trial left is over."""
+    """At the present load, with traffic, once the patience that the last trial here left is over. It is each load's
+    own: with one for all of them the other loads kept what a trial would have mended."""
     return (
         look.here
         and look.now - look.kept.load.at <= BUSY_SECONDS

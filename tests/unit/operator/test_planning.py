@@ -14,6 +14,7 @@ from specdecode_operator.measurements import CellKey, Delta, Hits, K, Moments, R
 from specdecode_operator.memory import DepthMemory, Kept
 from specdecode_operator.planning import buckets, learn
 from specdecode_operator.planning.acceptance import chain
+from specdecode_operator.planning.change import cost_changed
 from specdecode_operator.planning.linear import inverse, product
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.steptime import Seconds, StepTimes, features, ordered
@@ -212,3 +213,43 @@ def test_loads_in_words() -> None:
 def test_features_are_those_of_the_contract() -> None:
     assert len(features(Load(2, 100), 3)) == K
     assert features(Load(2, 100), 3) == (1, 2, 8, 200, 3, 0)
+
+
+def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
+    """A launch and the catching up come with drafting at all: a line through plain and chain:3 would miss them."""
+
+    def seconds(sequences: float, depth: int) -> float:
+        return 0.01 + (0.006 + 0.001 * depth if depth else 0) + 0.0002 * sequences * (depth + 1)
+
+    timed = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
+    times = StepTimes.fit(timed)
+    assert times is not None
+    for sequences in (1, 4, 16):
+        assert times.predict(Load(sequences, 500), 1, 0).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
+
+
+def test_many_polls_and_minutes_say_more_than_one() -> None:
+    def error(**times: float) -> float:
+        cell = cost(1, 3, 0.03, count=400).model_copy(update=times)
+        found = StepTimes.fit([cell], wander=0.01)
+        assert found is not None
+        return found.predict(Load(1, 500), 3, 0).variance
+
+    assert error(polls=16, spells=4) < error(polls=16, spells=1) < error(polls=1, spells=1)
+
+
+def test_polls_and_minutes_are_counted_and_forgotten_with_their_steps() -> None:
+    key, kept = CellKey(4, 3, False, 0), Kept()
+    for poll in range(400):
+        kept = learn(kept, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll)
+    (cell,) = kept.costs
+    weight = cell.values[0] / 20
+    assert cell.polls == pytest.approx(weight, rel=0.05)
+    assert cell.spells == pytest.approx(weight * 5 / 60, rel=0.7)
+
+
+def test_where_neighbours_come_and_go_a_slow_poll_is_no_change() -> None:
+    x = features(Load(1, 500), 3)
+    before, slow = moments(x, 0.03, 100), moments(x, 0.045, 40)
+    assert cost_changed(before, slow)
+    assert not cost_changed(before, slow, wander=0.04)

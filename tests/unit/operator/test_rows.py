@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from estimates import FULL, OFF, chances, cost, spec, truth
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from specdecode_operator.planning.moves import CERTAINTY, LONGEST_PATIENCE_SECON
 from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
+from specdecode_operator.planning.trials import PATIENCE_SECONDS
 from specdecode_worker.contract import TreeShape
 
 
@@ -122,6 +125,53 @@ def test_speculation_that_comes_back_untimed_is_on_trial() -> None:
     timed = kept.model_copy(update={"costs": (*costs, cost(1, 2, truth(1, 2)))})
     back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
     assert (back.depth, back.trial) == (2, False)
+
+
+def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -> None:
+    better = Kept(acceptance=chances(0.95), costs=FULL)
+
+    def depth(moves: tuple[float, ...], changed_at: float = 0) -> int:
+        row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
+        cells = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in better.acceptance)
+        return depths_of(spec(), better.model_copy(update={"rows": (row,), "acceptance": cells}), now=5000)[0]
+
+    assert depth((4930,)) == 5, "a minute is over"
+    assert depth((4000, 4930)) == 2
+    assert depth((4000, 4750)) == 5, "four of them are"
+    assert depth((4000, 4500, 4750)) == 2
+    assert depth((4000, 4500, 4930), changed_at=4910) == 5, "what was before the change counts no more"
+    assert depth((1000, 4930)) == 5, "nor does what was an hour ago"
+
+
+def test_loads_without_traffic_are_looked_at_seldom() -> None:
+    kept = Kept(acceptance=chances(0.95), costs=FULL, load=LoadMemory(sequences=1, at=2000), swept_at=1990)
+
+    def moved(now: float) -> set[int]:
+        found = choose(spec(), kept, buckets(16), max_num_seqs=16, now=now)
+        return {change.row.concurrency for change in found.changes}
+
+    assert moved(2000) == {0}, "the present one at any time"
+    assert moved(2020) > {0}
+    assert moved(1000) > {0}, "a clock that was set back hides nothing"
+
+
+def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
+    """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
+    quiet = spec(explorePercent=0)
+    kept = Kept(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
+    begun, now = [], 2000.0
+    while now < 2000 + 4 * 3600:
+        at = kept.model_copy(update={"load": LoadMemory(at=now)})
+        trying = next((row for row in kept.rows if row.trial), None)
+        if trying:
+            slow = cost(1, trying.depth, 10 * truth(1, trying.depth), at=now)
+            at = at.model_copy(update={"costs": (*kept.costs, slow)})
+        rows = choose(quiet, at, buckets(16), max_num_seqs=16, now=now).rows
+        begun += [now] if rows[0].trial and not trying else []
+        kept, now = kept.model_copy(update={"rows": rows}), now + 30
+    waits = [after - before for before, after in pairwise(begun)]
+    assert len(waits) >= 2
+    assert all(wait >= PATIENCE_SECONDS * 2**index for index, wait in enumerate(waits)), waits
 
 
 def test_patience_grows_each_time_it_was_in_vain() -> None:

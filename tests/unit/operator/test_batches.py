@@ -1,0 +1,50 @@
+"""Which batches form when several tasks share a load, and what that means for the time of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_operator.planning.batches import LEAST_WEIGHT, Batch, batches
+from specdecode_worker.contract import TreeShape
+
+DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))
+EVEN = {"code": 0.5, "prose": 0.5}
+
+
+def met(sequences: float) -> dict[tuple[str, int], float]:
+    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, EVEN, sequences)}
+
+
+def test_one_sequence_runs_its_own_shape() -> None:
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
+
+
+def test_a_second_sequence_is_of_the_other_task_half_of_the_time() -> None:
+    assert met(2) == pytest.approx({("code", 3): 1, ("prose", 3): 0.5, ("prose", 0): 0.5})
+
+
+def test_a_full_batch_holds_all_tasks() -> None:
+    assert met(16) == pytest.approx({("code", 3): 1, ("prose", 3): 1})
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0.01, 1)), min_size=1, max_size=4),
+    st.floats(1, 64),
+)
+def test_every_task_meets_something_and_nothing_shallower_than_itself(
+    tasks: list[tuple[int, float]], sequences: float
+) -> None:
+    total = sum(share for _, share in tasks)
+    shapes = tuple((str(index), TreeShape.chain(depth)) for index, (depth, _) in enumerate(tasks))
+    shares = {str(index): share / total for index, (_, share) in enumerate(tasks)}
+    weights: Counter[str] = Counter()
+    for one in batches(shapes, shares, sequences):
+        weights[one.task] += one.weight  # type: ignore[assignment]
+        assert one.batch.passes >= dict(shapes)[one.task].depth
+        assert LEAST_WEIGHT <= one.weight <= 1 + 1e-9
+        assert 1 <= one.batch.verified <= 1.05 + max(shape.nodes for _, shape in shapes)
+    assert dict(weights) == pytest.approx(dict.fromkeys(shares, 1.0))
