@@ -19,7 +19,7 @@ SPECULATION = {
 }
 POLL_SECONDS = 5.0
 SETTLED_SECONDS = 130.0
-SEEN_SECONDS = 80.0
+SEEN_SECONDS = 100.0
 """Of what is in use: it must outweigh what was remembered, and few steps a poll leave long in doubt."""
 NOISES = pytest.mark.parametrize(("pass_seconds", "noise"), [(0.004, 0.01), (0.05, 0.15)])
 SEEDS = pytest.mark.parametrize("seed", range(4))
