@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdecode_worker.training import passages
+
 SELF_ASKED = "self-asked"
 NGRAM_WORDS = 13
 
@@ -34,7 +36,10 @@ def draw(rng: random.Random) -> Prompt:
     domain = rng.choices(list(domains), [part["share"] for part in domains.values()])[0]
     form: str = rng.choice(domains[domain]["forms"])
     words = _words(rng)
-    words["sentence"] = rng.choice(_lists()["words"]["sentence"]).format_map(words)
+    sentences = _lists()["words"]["sentence"]
+    words["sentence"] = rng.choice(sentences).format_map(words)
+    # Every sentence of a story has its own words.
+    words["story"] = " ".join(sentence.format_map(_words(rng)) for sentence in rng.sample(sentences, 4))
     return Prompt(form.format_map(words), domain)
 
 
@@ -51,7 +56,23 @@ def _words(rng: random.Random) -> dict[str, str]:
     for name, (least, most) in {"a": (20, 99), "b": (100, 999), "c": (2, 12), "d": (3, 15), "e": (4, 30)}.items():
         words[name] = str(rng.randint(least, most))
     words["percent"] = str(rng.choice([5, 10, 15, 20, 25, 30, 40, 50, 75]))
-    return words
+    for name in ("input", "goods", "entity", "concept"):
+        words[name], words[f"{name}2"] = rng.sample(lists[name], 2)
+    words["field"], words["field2"], words["field3"] = rng.sample(lists["field"], 3)
+    for name in ("output", "code_language", "command", "problem"):
+        words[name] = rng.choice(lists[name])
+    return words | _identifiers(words) | _quoted(rng)
+
+
+def _identifiers(words: dict[str, str]) -> dict[str, str]:
+    """Things as tables and columns are called."""
+    made = {"table": words["entity"] + "s", "column": words["field"], "column2": words["field2"]}
+    return {name: word.replace(" ", "_") for name, word in made.items()}
+
+
+def _quoted(rng: random.Random) -> dict[str, str]:
+    texts = {"passage": passages.passages(), "symbol": passages.symbols(), "snippet": passages.snippets()}
+    return {name: rng.choice(found) for name, found in texts.items()}
 
 
 def ngrams(text: str, size: int = NGRAM_WORDS) -> set[tuple[str, ...]]:

@@ -20,8 +20,8 @@ from specdecode_worker.training.errors import PromptFileError
 
 # Temperatures of the answers and their shares: greedy text is what most requests want, the others add variety.
 TEMPERATURES = ((0.0, 0.4), (0.6, 0.2), (0.8, 0.25), (1.0, 0.15))
-SELF_ASKED = 0.45  # share of conversations whose question the target makes up itself
-LONGEST_PROMPT = 160  # tokens; longer training prompts are dropped
+SELF_ASKED = 0.3  # share of conversations whose question the target makes up itself
+LONGEST_PROMPT = 224  # tokens; longer training prompts are dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ HOPELESS = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     rows: int = 96
-    question_tokens: int = 160  # of a question that the target asks itself, with all around it
+    question_tokens: int = 224  # of a question that the target asks itself, with all around it
     answer_tokens: int = 320
     for_training: bool = True  # cut loops, drop the shortest answers
     seed: int = 0

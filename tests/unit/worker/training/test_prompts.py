@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from specdecode_worker.training import passages, prompts
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.prompts import draw, ngrams, overlaps
 from specdecode_worker.training.questions import PromptLine, TrainingQuestions, read_prompts
@@ -50,9 +53,26 @@ def test_prompts_are_many() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]
     assert len({prompt.text for prompt in drawn}) > 2500
-    assert not any("{" in prompt.text or "}" in prompt.text for prompt in drawn)
+    # JSON and quoted code have braces; a word that was not filled in would stand in them alone.
+    unfilled = re.compile(r"\{(" + "|".join(sorted(words_of_prompts())) + r")\}")
+    assert not any(unfilled.search(prompt.text) for prompt in drawn)
+    assert {prompt.domain for prompt in drawn} >= {"code", "sql", "json", "tools", "technical", "summary", "chat"}
     shares = Counter(prompt.domain for prompt in drawn)
-    assert all(shares[name] > 0.15 * len(drawn) for name in ("code", "qa", "prose"))
+    assert all(shares[name] > 0.1 * len(drawn) for name in ("code", "qa", "prose"))
+
+
+def words_of_prompts() -> set[str]:
+    return {*prompts._lists()["words"], "passage", "snippet", "symbol", "story", "table", "column", "field2", "entity2"}
+
+
+def test_the_standard_library_is_quoted_in_pieces() -> None:
+    assert len(passages.passages()) > 200
+    assert all(30 <= len(text.split()) <= 90 and "\n" not in text for text in passages.passages())
+    assert "json.dumps" in passages.symbols()
+    assert len(passages.snippets()) > 500
+    for snippet in passages.snippets()[:50]:
+        assert isinstance(ast.parse(snippet).body[0], ast.FunctionDef)
+        assert ast.get_docstring(ast.parse(snippet).body[0]) is None
 
 
 def test_questions_of_a_file_replace_the_built_in_ones() -> None:
