@@ -1,4 +1,4 @@
-"""``train``: an EAGLE-3 head for a target, from what the target itself says. Wires flags to ``training.recipe``."""
+"""``train``: a draft for a target, from what the target itself says. Wires flags to ``training.recipe``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.models.drafts import WeightMethod, load_draft
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.weights import load_llama
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.export import FAMILIES
+from specdecode_worker.training.peers import join
 from specdecode_worker.training.questions import read_prompts
-from specdecode_worker.training.recipe import Material, train_head
+from specdecode_worker.training.recipe import Material, Plan, train_draft
 from specdecode_worker.training.trainer import TrainSettings
 
 _DEFAULTS = TrainSettings()
+_METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
-    parser.add_argument("--draft", metavar="URI", help="go on from this head (default: start from the target's layers)")
+    parser.add_argument("--draft", metavar="URI", help="go on from this one (default: start from the target's layers)")
+    parser.add_argument("--method", choices=_METHODS, default="eagle3", help="kind of draft (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="dense layers of a new draft (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="everything goes there; OUT/head at last"
     )
@@ -35,12 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=320, help="length of an answer (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=96, help="answers at a time (default: %(default)s)")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that the draft knows (default: 8192)")
+    parser.add_argument(
+        "--no-normalisers", action="store_true", help="take probabilities over the draft's vocabulary alone: cheaper"
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=0, help="optimizer steps")
     length.add_argument("--minutes", type=float, default=_DEFAULTS.minutes, help="or time (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate)
-    parser.add_argument("--batch-tokens", type=int, default=_DEFAULTS.batch_tokens)
+    parser.add_argument("--batch-tokens", type=int, default=_DEFAULTS.batch_tokens, help="of one pass, with padding")
+    parser.add_argument("--accumulate", type=int, default=_DEFAULTS.accumulate, help="passes of an optimizer step")
     parser.add_argument("--depth", type=int, default=_DEFAULTS.depth, help="how deep to unroll (default: %(default)s)")
+    parser.add_argument(
+        "--patience", type=int, default=_DEFAULTS.patience, help="stop after so many validations without a better one"
+    )
+    parser.add_argument("--names", choices=FAMILIES, default="safeailab", help="of an EAGLE-3 head's tensors")
+    parser.add_argument(
+        "--validate-every", type=float, default=_DEFAULTS.validate_every, help="seconds between checkpoints"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
@@ -63,19 +81,53 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> Path:
     folder = resolve(args.model, args.cache_dir)
     target = load_llama(folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
-    origin = None
+    peers = join()
+    return train_draft(
+        target,
+        Chat(folder),
+        _material(args),
+        _settings(args),
+        _plan(args, target, folder),
+        args.out,
+        _tell if peers.rank == 0 else _hush,
+        peers,
+    )
+
+
+def _plan(args: argparse.Namespace, target: Llama, folder: Path) -> Plan:
+    origin = parent = None
     if args.draft:
-        where = resolve(args.draft, args.cache_dir)
-        origin = load_eagle3(where, target, dtype=torch.float32, device=torch.device("cpu"))
-    settings = TrainSettings(
+        parent = (args.draft, resolve(args.draft, args.cache_dir))
+        cpu = torch.device("cpu")
+        origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
+    return Plan(
+        target=(args.model, folder),
+        method=args.method,
+        draft_vocab=args.draft_vocab,
+        layers=args.layers,
+        origin=origin,
+        parent=parent,
+        normalise=not args.no_normalisers,
+        names=args.names,
+    )
+
+
+def _settings(args: argparse.Namespace) -> TrainSettings:
+    return TrainSettings(
         steps=args.steps,
         minutes=args.minutes,
         learning_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
+        accumulate=args.accumulate,
         depth=args.depth,
+        patience=args.patience,
         seed=args.seed,
+        validate_every=args.validate_every,
     )
-    material = Material(
+
+
+def _material(args: argparse.Namespace) -> Material:
+    return Material(
         tokens=args.tokens,
         text=args.text,
         prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
@@ -83,11 +135,11 @@ def _train(args: argparse.Namespace) -> Path:
         rows=args.rows,
         answer_tokens=args.max_tokens,
     )
-    chat = Chat(folder)
-    return train_head(
-        target, chat, material, settings, draft_vocab=args.draft_vocab, origin=origin, out=args.out, tell=_tell
-    )
 
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _hush(line: str) -> None:
+    """What rank 0 says already."""

@@ -6,6 +6,7 @@ The order is a function of (seed, epoch) alone, so that a run that goes on after
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,16 +22,19 @@ _VALIDATION_EVERY = 8
 class DataSet:
     """The conversations of the shards in a folder. ``grow`` takes in those that a rollout has added since.
 
-    Every eighth greedy conversation is kept apart, until there are ``validation``; everything else is for training.
+    Every eighth greedy conversation of a domain is kept apart, until there are ``validation``, at most ``per_domain``
+    of a domain; everything else is for training, but for what asks the same as one that is kept apart.
     """
 
-    def __init__(self, folder: Path, *, validation: int) -> None:
+    def __init__(self, folder: Path, *, validation: int, per_domain: int | None = None) -> None:
         self.folder = folder
         self.training: list[Conversation] = []
         self.validation: list[Conversation] = []
-        self._validation_size = validation
+        self._validation_size, self._per_domain = validation, per_domain or validation
         self._shards = 0
-        self._greedy = 0
+        self._greedy: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+        self._asked: set[tuple[int, ...]] = set()
 
     def grow(self, limit: int | None = None) -> int:
         """Reads new shards, up to ``limit`` in all; returns how many are in use."""
@@ -38,12 +42,23 @@ class DataSet:
             self._shards += 1
             for conversation in read_shard(path):
                 (self.validation if self._apart(conversation) else self.training).append(conversation)
+        self.training = [c for c in self.training if _asked(c) not in self._asked]
         return self._shards
 
     def _apart(self, conversation: Conversation) -> bool:
-        self._greedy += conversation.temperature == 0
-        wanted = len(self.validation) < self._validation_size and self._greedy % _VALIDATION_EVERY == 1
-        return wanted and conversation.temperature == 0
+        domain = conversation.domain
+        if conversation.temperature > 0 or len(self.validation) >= self._validation_size:
+            return False
+        self._greedy[domain] += 1
+        if self._greedy[domain] % _VALIDATION_EVERY != 1 or self._kept[domain] >= self._per_domain:
+            return False
+        self._kept[domain] += 1
+        self._asked.add(_asked(conversation))
+        return True
+
+
+def _asked(conversation: Conversation) -> tuple[int, ...]:
+    return tuple(conversation.tokens_N[: conversation.answer_start].tolist())
 
 
 def answer_length(conversation: Conversation) -> int:

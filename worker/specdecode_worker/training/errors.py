@@ -2,7 +2,8 @@
 
 TrainingError
 ├── PromptFileError    a file of prompts or of text cannot be used
-└── ResumeMismatch     a checkpoint or a cache was made by other settings
+├── ResumeMismatch     a checkpoint or a cache was made by other settings
+└── CannotContinue     a draft that exists cannot be trained on
 """
 
 
@@ -16,3 +17,7 @@ class PromptFileError(TrainingError):
 
 class ResumeMismatch(TrainingError):
     """What lies in the output folder was made by other settings."""
+
+
+class CannotContinue(TrainingError):
+    """A draft that exists cannot be trained on; the message names what stands in the way."""

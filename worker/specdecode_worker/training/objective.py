@@ -1,70 +1,117 @@
-"""What the head is trained to do: at every unrolled depth, give the target's own distribution of the next token.
+"""What a draft is trained to do: say what the target says, first as a distribution, then as often as possible.
 
-The target's distribution is taken over the draft vocabulary and renormalised there; how much of it lies outside is
-reported, never hidden. Deeper steps weigh less: they are reached only where the ones before were right.
+Training starts on the divergence from the target's distribution at every unrolled depth; deeper ones weigh less, since
+they are reached only where those before were right. It ends on what coupled sampling rewards: with S_k = sum of
+min(p, q) at depth k, the chance that target and draft can be made to agree there, 1 + S_1 + S_1 S_2 + ... tokens a step
+are expected of a root, and the loss is -log of them. p and q are taken at a temperature of the served mix.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.training.unroll import Batch, unroll
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.training.normalisers import TEMPERATURES
+from specdecode_worker.training.overlap import overlap, soft_cross_entropy
+from specdecode_worker.training.shards import Conversation
+from specdecode_worker.training.students import logits_of, unrolled, vocabulary_of
+from specdecode_worker.training.unroll import Batch, shifted_back
 
-# Rows of logits worked on at once: [256, 8192] in fp32 stays in the processor's cache.
 _ROWS = 256
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Sum over rows of weight * cross entropy(target, softmax(logits)), its gradient made in the forward pass.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The loss of one step: ``divergence`` is the share of the divergence in it, the rest is acceptance."""
 
-    With 8192 columns this is bound by memory: autograd's own version goes over the whole matrix a dozen times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-        gradient = torch.empty_like(logits_RV)
-        loss = torch.zeros(())
-        for start in range(0, len(logits_RV), _ROWS):
-            here = slice(start, start + _ROWS)
-            log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
-            target, weight = target_RV[here].float(), weight_R[here]
-            loss -= torch.linalg.vecdot(log_p, target) @ weight
-            gradient[here] = log_p.exp_().sub_(target).mul_(weight[:, None])
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad_outputs[0]), None, None
+    depth: int
+    decay: float
+    divergence: float = 1.0
+    temperature: float = 1.0
+    """At which acceptance is wanted; one of ``normalisers.TEMPERATURES``."""
 
 
-def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-    """Scalar; ``target_RV`` are probabilities."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits_RV, target_RV, weight_R)
-    return loss
+def root_counts(conversations: Sequence[Conversation], depth: int) -> list[int]:
+    """For each depth, in how many slots of these texts a draft can be that deep."""
+    lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
+    return [sum(max(0, length - k) for length in lengths) for k in range(depth)]
 
 
 @torch.no_grad()
-def target_distribution(final_RE: Tensor, output_VE: Tensor, vocabulary: Tensor) -> Tensor:
-    """The target's probabilities [R, draft vocabulary], renormalised; ``final_RE`` comes after its last norm."""
+def target_distribution(
+    final_RE: Tensor,
+    output_VE: Tensor,
+    vocabulary: Tensor,
+    *,
+    temperature: float = 1.0,
+    normaliser_R: Tensor | None = None,
+) -> Tensor:
+    """The target's probabilities [R, draft vocabulary]; ``final_RE`` comes after its last norm.
+
+    With ``normaliser_R`` they are those of the whole vocabulary; without, renormalised over the draft's.
+    """
     output_VE = output_VE[vocabulary]
-    parts = [torch.softmax((x @ output_VE.T).float(), dim=-1).to(x.dtype) for x in torch.split(final_RE, _ROWS)]
+    normalisers = torch.split(normaliser_R, _ROWS) if normaliser_R is not None else None
+    parts = []
+    for i, x in enumerate(torch.split(final_RE, _ROWS)):
+        logits = (x @ output_VE.T).float().div_(temperature)
+        known = logits.sub_(normalisers[i][:, None]).exp_() if normalisers else torch.softmax(logits, dim=-1)
+        parts.append(known.to(x.dtype))
     return torch.cat(parts)
 
 
-def loss_of(head: Eagle3Head, batch: Batch, output_VE: Tensor, *, depth: int, decay: float) -> Tensor:
-    """Mean loss per answer token, weighted over the unrolled depths with weights that sum to one."""
-    weights = [decay**k for k in range(depth)]
+def loss_of(draft: Draft, batch: Batch, output_VE: Tensor, aim: Aim, counts: Sequence[int] | None = None) -> Tensor:
+    """Loss of one batch, a mean over ``counts`` (``root_counts`` of all batches of the step; default: of this one)."""
     valid_R = batch.valid_BA.flatten()
-    target_RV = target_distribution(batch.final_BAE.flatten(0, 1)[valid_R], output_VE, head.target_ids)
+    unrolls = [
+        (logits_of(draft, state_BAE.flatten(0, 1)[valid_R], k), rooted_BA)
+        for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth))
+    ]
+    counts = counts or [max(1, int(rooted_BA.sum())) for _, rooted_BA in unrolls]
+    vocabulary = vocabulary_of(draft, len(output_VE))
     total = torch.zeros(())
-    for weight, (state_BAE, rooted_BA) in zip(weights, unroll(head, batch, depth), strict=True):
-        logits_RV = head.logits(state_BAE.flatten(0, 1)[valid_R])
-        weight_R = rooted_BA.flatten()[valid_R].float() / rooted_BA.sum() * (weight / sum(weights))
+    if aim.divergence > 0:
+        target_RV = _target(batch, output_VE, vocabulary, 1.0)
+        total = total + aim.divergence * _divergence(unrolls, target_RV, valid_R, aim, counts)
+    if aim.divergence < 1:
+        target_RV = _target(batch, output_VE, vocabulary, aim.temperature)
+        total = total + (1 - aim.divergence) * _acceptance(unrolls, target_RV, batch.valid_BA, aim, counts)
+    return total
+
+
+def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
+    valid_R = batch.valid_BA.flatten()
+    normaliser_R = None
+    if batch.normalisers_BAT is not None:
+        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)].flatten()[valid_R]
+    final_RE = batch.final_BAE.flatten(0, 1)[valid_R]
+    return target_distribution(final_RE, output_VE, vocabulary, temperature=temperature, normaliser_R=normaliser_R)
+
+
+def _divergence(
+    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_R: Tensor, aim: Aim, counts: Sequence[int]
+) -> Tensor:
+    """Cross entropy per answer token, weighted over the depths with weights that sum to one."""
+    weights = [aim.decay**k for k in range(aim.depth)]
+    total = torch.zeros(())
+    for k, (logits_RV, rooted_BA) in enumerate(unrolls):
+        weight_R = rooted_BA.flatten()[valid_R].float() / max(1, counts[k]) * (weights[k] / sum(weights))
         total = total + soft_cross_entropy(logits_RV, target_RV, weight_R)
     return total
+
+
+def _acceptance(
+    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_BA: Tensor, aim: Aim, counts: Sequence[int]
+) -> Tensor:
+    """-log of the expected tokens of a step, a mean over roots."""
+    path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)
+    for k, (logits_RV, _) in enumerate(unrolls):
+        found_BA = torch.zeros(valid_BA.shape).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
+        # Depth k of root i was computed at slot i + k; beyond the end of the text nothing is accepted.
+        path_BA = path_BA * shifted_back(found_BA, k)
+        expected_BA = expected_BA + path_BA
+    return -expected_BA.log()[valid_BA].sum() / max(1, counts[0])

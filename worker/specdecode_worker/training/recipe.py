@@ -1,12 +1,14 @@
-"""From a target to a head: record what it says, choose the draft's vocabulary, train, write the folder.
+"""From a target to a draft: record what it says, choose the draft's vocabulary, train, write the folder.
 
     OUT/recorded/shard-*.safetensors   conversations with the target's hidden states
     OUT/vocabulary.json                target ids of the draft's vocabulary
     OUT/checkpoint.pt                  what the next training step depends on
     OUT/history.json                   validation, line by line
-    OUT/head/                          config.json, model.safetensors: the result so far; calibration.json at the end
+    OUT/head/                          config.json, model.safetensors: the best so far; at the end calibration.json,
+                                       lineage.json, README.md and curve.png beside them
 
-Every stage goes on where it stopped: a killed run is repeated with the same flags.
+Every stage goes on where it stopped: a killed run is repeated with the same flags. Of several ranks, rank 0 records and
+writes, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import weights_hash
+from specdecode_worker.training import lineage, vocabulary
 from specdecode_worker.training.calibration import write_calibration
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.data import DataSet
-from specdecode_worker.training.export import write_head
+from specdecode_worker.training.export import Names, write_draft
+from specdecode_worker.training.files import write_json
+from specdecode_worker.training.going_on import continued
+from specdecode_worker.training.normalisers import normalise
+from specdecode_worker.training.peers import Peers
 from specdecode_worker.training.questions import PromptLine, TrainingQuestions
 from specdecode_worker.training.recording import answer_tokens, record, text_conversations
 from specdecode_worker.training.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.shards import shard_paths
-from specdecode_worker.training.start import continued_head, frequent_tokens, new_head
+from specdecode_worker.training.start import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.students import vocabulary_of
 from specdecode_worker.training.trainer import Trainer, TrainSettings
 
-VALIDATION_CONVERSATIONS = 24
+VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
+_CALIBRATION_CONVERSATIONS = 32
 
 Tell = Callable[[str], None]
 
@@ -49,39 +59,96 @@ class Material:
     answer_tokens: int = 320
 
 
-def train_head(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What kind of draft to make, and what it comes from. ``target`` and ``parent`` are (uri, folder)."""
+
+    target: tuple[str, Path]
+    method: WeightMethod = "eagle3"
+    draft_vocab: int = 8192
+    layers: int = 1
+    origin: Draft | None = None
+    parent: tuple[str, Path] | None = None
+    normalise: bool = True
+    """Take probabilities over the whole vocabulary; otherwise over the draft's, which saves a pass over the data."""
+    names: Names = "safeailab"
+
+
+def train_draft(
     target: Llama,
     chat: Chat,
     material: Material,
     settings: TrainSettings,
-    *,
-    draft_vocab: int,
-    origin: Eagle3Head | None,
+    plan: Plan,
     out: Path,
     tell: Tell,
+    peers: Peers | None = None,
 ) -> Path:
-    """Returns the head's folder; training starts from ``origin``, or from the target's own weights.
+    """Returns the draft's folder; training starts from ``plan.origin``, or from the target's own weights.
 
-    Raises PromptFileError, ResumeMismatch.
+    Raises TrainingError (PromptFileError, ResumeMismatch, CannotContinue).
     """
-    recorded = out / "recorded"
-    gather(target, chat, material, settings.seed, recorded, tell)
-    output_VE = target.lm_head.weight
-    vocabulary = _vocabulary(out / "vocabulary.json", recorded, output_VE, draft_vocab)
-    data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS)
-    head = continued_head(origin, target, vocabulary) if origin else new_head(target, vocabulary)
-    trainer = Trainer(head, output_VE, data, settings)
+    peers = peers or Peers()
+    recorded, output_VE = out / "recorded", target.lm_head.weight
+    if peers.rank == 0:
+        gather(target, chat, material, settings.seed, recorded, tell)
+        if plan.normalise:
+            normalise(recorded, output_VE, tell)
+        _choose_vocabulary(out, output_VE, plan, tell)
+    peers.wait()
+    draft = _draft(target, plan, out, settings)
+    data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
+    trainer = Trainer(draft, output_VE, data, settings, peers)
     if trainer.restore(out):
         tell(f"train: going on from step {trainer.progress.step}")
 
-    def keep(head: Eagle3Head) -> None:
-        write_head(head, out / "head")
-        (out / "history.json").write_text(json.dumps(trainer.progress.history, indent=1) + "\n")
+    def keep(draft: Draft) -> None:
+        write_draft(draft, out / "head", plan.target[1], plan.names)
+        write_json(out / "history.json", trainer.progress.history)
 
     trainer.run(out, tell, keep)
-    sharpness = write_calibration(trainer.head, data.validation, output_VE, out / "head", depth=settings.depth)
-    tell(f"calibration: logits of sampled drafts times {sharpness} by depth")
+    if peers.rank == 0:
+        _finish(trainer, plan, out, tell)
+    peers.wait()
     return out / "head"
+
+
+def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Draft:
+    known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
+    if plan.origin is not None:
+        return continued(plan.origin, target, known)
+    match plan.method:
+        case "eagle3":
+            return new_head(target, known, plan.layers)
+        case "eagle":
+            return new_eagle(target, plan.layers)
+        case "medusa":
+            return new_medusa(target, known, settings.depth)
+        case "draft-model":
+            return new_draft_model(target, max(2, plan.layers))
+
+
+def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
+    """What describes a trained draft, once its weights are there."""
+    data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
+    write_json(out / "history.json", trainer.progress.history)
+    spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
+    sharpness = write_calibration(trainer.head, spread, output_VE, folder, depth=trainer.settings.depth)
+    tell(f"calibration: logits of sampled drafts times {sharpness} by depth")
+    document = lineage.lineage(
+        method=plan.method,
+        target=(plan.target[0], weights_hash(plan.target[1])),
+        parent=(plan.parent[0], weights_hash(plan.parent[1])) if plan.parent else None,
+        data=data,
+        settings=trainer.settings,
+        uncovered=json.loads((out / "uncovered.json").read_text()),
+        vocabulary=len(vocabulary_of(trainer.head, len(output_VE))),
+        history=trainer.progress.history,
+    )
+    write_json(folder / "lineage.json", document)
+    lineage.write_card(document, folder)
+    if not lineage.write_curve(trainer.progress.history, folder / "curve.png"):
+        tell("curve.png: install matplotlib to have it drawn")
 
 
 def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: Path, tell: Tell) -> None:
@@ -103,8 +170,15 @@ def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: P
     record(conversations, recorded, tokens=material.tokens, tell=tell)
 
 
-def _vocabulary(path: Path, recorded: Path, output_VE: Tensor, size: int) -> Tensor:
+def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> None:
+    """vocabulary.json, unless it is there, and uncovered.json: what it lacks by domain."""
+    path, told = out / "vocabulary.json", out / "uncovered.json"
+    if path.exists() and told.exists():
+        return
+    masses = vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
-        found = frequent_tokens(shard_paths(recorded), output_VE, min(size, len(output_VE)))
-        path.write_text(json.dumps(found.tolist()))
-    return torch.tensor(json.loads(path.read_text()))
+        size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
+        write_json(path, vocabulary.choose(masses, size).tolist())
+    lacking = vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
+    tell(f"vocabulary: probability of what the draft cannot say, by domain: {lacking}")
+    write_json(told, lacking)

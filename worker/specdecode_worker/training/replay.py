@@ -14,27 +14,30 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.drafts import Draft
 from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.unroll import make_batch, unroll
+from specdecode_worker.training.students import batch_for, logits_of, unrolled, vocabulary_of
 
 RANKS = 8  # ranks 0-7 are told apart; RANKS means a miss
 
 
 @torch.inference_mode()
-def ranks(head: Eagle3Head, conversations: Sequence[Conversation], output_VE: Tensor, depth: int) -> list[Tensor]:
+def ranks(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int) -> list[Tensor]:
     """For each (greedy) conversation [answer slots, depth]: at [i, k] the rank of the target's token for the token
     after slot i + k, drafted k deep from a root at slot i. Beyond the end of the text everything is a miss."""
-    batch = make_batch(conversations, output_VE.dtype)
+    batch = batch_for(head, conversations, output_VE.dtype)
     wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
-    by_slot = [_rank(head, state, wanted_BA) for state, _ in unroll(head, batch, depth)]
+    vocabulary = vocabulary_of(head, len(output_VE))
+    by_slot = [
+        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA)
+        for k, (state, _) in enumerate(unrolled(head, batch, depth))
+    ]
     counts = batch.valid_BA.sum(dim=1).tolist()
     return [_by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
 
 
-def _rank(head: Eagle3Head, state_BAE: Tensor, wanted_BA: Tensor) -> Tensor:
-    best = head.target_ids[head.logits(state_BAE).topk(RANKS, dim=-1).indices]
-    hit = best == wanted_BA[:, :, None]
+def _rank(best_BAX: Tensor, wanted_BA: Tensor) -> Tensor:
+    hit = best_BAX == wanted_BA[:, :, None]
     return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
@@ -33,6 +33,8 @@ class Conversation:
     answer_start: int
     temperature: float
     domain: str
+    normalisers_NT: Tensor | None = None
+    """[N, temperatures] fp32, see ``normalisers``; None where nobody has computed them yet."""
 
 
 def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> Path:
@@ -57,12 +59,19 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
+def normalisers_path(shard: Path) -> Path:
+    """The file beside a shard that holds its tokens' normalisers, in the shard's order."""
+    return shard.with_name(shard.name.replace("shard-", "normalisers-"))
+
+
 def read_shard(path: Path) -> Iterator[Conversation]:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
         domains: list[str] = json.loads(file.metadata()["domains"])
     lengths = tensors["lengths"].tolist()
     parts = [tensors[name].split(lengths) for name in ("tokens", "aux", "hidden")]
+    beside = normalisers_path(path)
+    normalisers = torch.split(load_file(beside)["normalisers"], lengths) if beside.exists() else None
     for i, domain in enumerate(domains):
         yield Conversation(
             tokens_N=parts[0][i],
@@ -71,4 +80,5 @@ def read_shard(path: Path) -> Iterator[Conversation]:
             answer_start=int(tensors["answer_starts"][i]),
             temperature=float(tensors["temperatures"][i]),
             domain=domain,
+            normalisers_NT=normalisers[i] if normalisers else None,
         )

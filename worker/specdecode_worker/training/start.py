@@ -1,80 +1,114 @@
-"""A head before its first step: shape and weights taken from the target, so that training starts near language.
+"""A draft before its first step: shape and weights taken from the target, so that training starts near language.
 
-The layer starts as the target's last one; its query, key and value matrices read the state's half of the pair, those
-of the target's first layer the embedding's half, which is what that layer was made to read. The fused state starts as
-the deepest of the three, the output rows as the target's own.
+An EAGLE-3 layer starts as the target's last one; its query, key and value matrices read the state's half of the pair,
+those of the target's first layer the embedding's half, which is what that layer was made to read. The fused state
+starts as the deepest of the three, the output rows as the target's own. Drafts that are trained on are in ``going_on``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import Eagle3Config, LlamaConfig
+from specdecode_worker.models.config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.layers import Block
 from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.shards import read_shard
+from specdecode_worker.models.medusa import MedusaHeads
 
 
-@torch.inference_mode()
-def frequent_tokens(shards: Iterable[Path], output_VE: Tensor, size: int, *, every: int = 4) -> Tensor:
-    """[size] rising ids of the tokens that the target says most often, by the probability that it gives them.
-
-    Its probabilities at every fourth position say far more than the few tokens that were drawn there.
-    """
-    mass_V = torch.zeros(len(output_VE), dtype=torch.float64)
-    for path in shards:
-        for conversation in read_shard(path):
-            states_RE = conversation.hidden_NE[conversation.answer_start :: every]
-            mass_V += torch.softmax((states_RE @ output_VE.T).float(), dim=-1).sum(dim=0)
-            mass_V += torch.bincount(conversation.tokens_N.long(), minlength=len(mass_V)) / every
-    return mass_V.topk(size).indices.sort().values
-
-
-def head_config(target: LlamaConfig, draft_vocab_size: int) -> Eagle3Config:
-    """One layer of the target's own shape."""
+def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
+    """Layers of the target's own shape."""
     return Eagle3Config(
-        hidden_size=target.hidden_size,
+        **_blocks(target),
         target_hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
-        max_position_embeddings=target.max_position_embeddings,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=False,
         aux_layers=target.aux_layers,
+        num_hidden_layers=layers,
     )
 
 
-def new_head(target: Llama, vocabulary: Tensor) -> Eagle3Head:
-    """A trainable fp32 head whose draft vocabulary is ``vocabulary`` (target ids, rising)."""
-    head = Eagle3Head(head_config(target.config, len(vocabulary)), target.model.embed_tokens)
+def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+    """A trainable fp32 EAGLE-3 head whose draft vocabulary is ``vocabulary`` (target ids, rising)."""
+    head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
     head.float()
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
     with torch.no_grad():
         _copy_weights(head, target, vocabulary)
+        for block in head.layers.values():
+            assert isinstance(block, Block)
+            _start_silent(block, target)
     return head
 
 
-@torch.no_grad()
-def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Eagle3Head:
-    """``origin`` with another draft vocabulary, to be trained on; tokens that are new to it start as the target's."""
-    head = new_head(target, vocabulary)
-    own = origin.float().state_dict()
-    rows_VE = target.lm_head.weight.float().clone()
-    rows_VE[origin.target_ids] = own["lm_head.weight"]
-    own |= {"lm_head.weight": rows_VE[vocabulary], "d2t": head.d2t}
-    head.load_state_dict(own)
+def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
+    """A trainable fp32 EAGLE-1 head: the feature passes through, the target's last layer works on it."""
+    width = target.config.hidden_size
+    config = EagleConfig(**_blocks(target.config), vocab_size=target.config.vocab_size, num_hidden_layers=layers)
+    head = EagleHead(replace(config, fc_bias=False), target).float()
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, width:].copy_(torch.eye(width))
+        for block in head.layers:
+            assert isinstance(block, Block)
+            _start_silent(block, target)
     return head
+
+
+def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
+    """Trainable fp32 Medusa heads of one residual block that starts silent, as FasterDecoding's do."""
+    size = target.config.vocab_size
+    config = MedusaConfig(
+        num_heads=heads,
+        num_layers=1,
+        hidden_size=target.config.hidden_size,
+        vocab_size=size,
+        draft_vocab_size=len(vocabulary),
+    )
+    found = MedusaHeads(config).float()
+    with torch.no_grad():
+        if found.token_map is not None:
+            found.token_map.copy_(vocabulary)
+        for parameter in found.blocks.parameters():
+            parameter.zero_()
+        for matrix in found.lm_heads:
+            assert isinstance(matrix, nn.Linear)
+            matrix.weight.copy_(target.lm_head.weight[vocabulary])
+    return found
+
+
+def new_draft_model(target: Llama, layers: int) -> Llama:
+    """A trainable fp32 model of ``layers`` of the target's layers, evenly spread, its first and last among them."""
+    kept = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
+    model = Llama(replace(target.config, num_hidden_layers=layers)).float()
+    with torch.no_grad():
+        for mine, index in zip(model.model.layers, kept, strict=True):
+            mine.load_state_dict(target.model.layers[index].state_dict())
+        model.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        model.lm_head.weight.copy_(target.lm_head.weight)
+        model.model.norm.weight.copy_(target.model.norm.weight)
+    return model
+
+
+def _blocks(target: LlamaConfig) -> dict[str, Any]:
+    """Shape of a layer like the target's. Biases and norms of heads are what a new head does without."""
+    names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"]
+    return {name: getattr(target, name) for name in names}
+
+
+def _start_silent(block: Block, target: Llama) -> None:
+    """The target's last layer, which adds nothing yet: its outputs start at zero."""
+    last = target.model.layers[-1].state_dict()
+    known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}
+    block.load_state_dict(known)
+    block.self_attn.o_proj.weight.zero_()
+    block.mlp.down_proj.weight.zero_()
 
 
 def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:

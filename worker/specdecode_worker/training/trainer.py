@@ -1,86 +1,59 @@
 """The training loop: batches in, checkpoints, a history and a progress line out.
 
-The forward and backward passes run on a copy of the head in ``dtype`` (bf16 is three times as fast where the processor
-has it), the optimizer on fp32 masters. A checkpoint holds everything that the next step depends on, so a run that was
-killed goes on as if it had not been.
+The forward and backward passes run on a copy of the draft in ``dtype`` (bf16 is three times as fast where the processor
+has it), gradients are added up and the optimizer works on fp32 masters. A checkpoint holds everything that the next
+step depends on, so a run that was killed goes on as if it had not been.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.training import checkpoint
+from specdecode_worker.training.checkpoint import Progress
 from specdecode_worker.training.data import DataSet, batches
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.objective import loss_of
-from specdecode_worker.training.replay import Tally, ranks
+from specdecode_worker.training.objective import Aim, loss_of, root_counts
+from specdecode_worker.training.peers import Peers
+from specdecode_worker.training.schedule import TrainSettings, aim_at, depth_at, rate_at
 from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.unroll import make_batch
+from specdecode_worker.training.students import batch_for, deepest, working_copy
+from specdecode_worker.training.validation import validation_line
 
-VALIDATION_CHAIN = 3
+__all__ = ["Progress", "TrainSettings", "Trainer", "rate_at"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    """Defaults are those that made the shipped head. Training ends after ``steps``, or after ``minutes`` if 0."""
-
-    steps: int = 0
-    minutes: float = 65.0
-    learning_rate: float = 1e-3
-    output_rate: float = 0.1  # lm_head's share of it: its rows start as the target's, and rare tokens have few examples
-    warmup: float = 0.02  # share of the run
-    final_rate: float = 0.03  # of the learning rate, at the end of the cosine
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    batch_tokens: int = 1024
-    depth: int = 3
-    deepen_at: tuple[float, ...] = (0.25, 0.5)  # shares of the run at which depths 2 and 3 join: early steps are cheap
-    decay: float = 0.8
-    seed: int = 0
-    validate_every: float = 240.0  # seconds of training; a checkpoint is written as often
-
-
-@dataclass(slots=True)
-class Progress:
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0  # of the epoch
-    shards: int = 0  # in use in this epoch
-    seconds: float = 0.0
-    tokens: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)
+Batches = list[list[Conversation]]
+"""What one optimizer step learns from."""
 
 
 class Trainer:
     """One run over one data set. ``output_VE`` is the target's output matrix; its dtype is what is trained in."""
 
-    def __init__(self, head: Eagle3Head, output_VE: Tensor, data: DataSet, settings: TrainSettings) -> None:
+    def __init__(
+        self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: Peers | None = None
+    ) -> None:
         self.master, self.output_VE, self.data, self.settings = head, output_VE, data, settings
-        self.head = copy.deepcopy(head).to(output_VE.dtype).requires_grad_(True)
+        self.peers = peers or Peers()
+        self.head = working_copy(head, output_VE.dtype)
         self.master.requires_grad_(True)
-        output = self.master.lm_head.weight
-        inner = [parameter for parameter in self.master.parameters() if parameter is not output]
         self.optimizer = torch.optim.AdamW(
-            [{"params": inner, "share": 1.0}, {"params": [output], "share": settings.output_rate}],
+            _groups(self.master, settings),
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,
         )
         self.progress = Progress()
+        self.best: dict[str, Tensor] = {}  # weights of the best validation so far
 
     @property
     def share_done(self) -> float:
@@ -90,30 +63,48 @@ class Trainer:
     @property
     def depth(self) -> int:
         """How deep this step unrolls."""
-        return min(self.settings.depth, 1 + sum(self.share_done >= share for share in self.settings.deepen_at))
+        return deepest(self.head, depth_at(self.share_done, self.settings))
 
-    def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Eagle3Head], None]) -> None:
-        """Trains to the end. Every few minutes: validation, a checkpoint in ``folder``, the head to ``keep``."""
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end, or has stopped getting better."""
+        patience = self.settings.patience
+        return self.share_done >= 1 or 0 < patience <= self.progress.worse
+
+    def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Draft], None]) -> None:
+        """Trains to the end. Every few minutes: validation, a checkpoint in ``folder``, the draft to ``keep`` if it is
+        the best so far; the best is what ``master`` holds in the end."""
         shown = due = self.progress.seconds
         due += self.settings.validate_every
         losses: list[float] = []
-        if self.share_done >= 1:
-            return
-        for batch in self._batches():
-            losses.append(self.step(batch))
+        for group in self._batches() if not self.over else ():
+            losses.append(self.step(group))
             if self.progress.seconds >= shown + 15:
                 tell(self._line(losses))
                 shown, losses = self.progress.seconds, losses[-20:]
             if self.progress.seconds >= due or self.share_done >= 1:
                 due = self.progress.seconds + self.settings.validate_every
-                tell(self.validate(sum(losses) / len(losses)))
-                self.save(folder)
-                keep(self.master)
-            if self.share_done >= 1:
-                return
+                self._look(folder, losses, tell, keep)
+            if self.over:
+                break
+        if self.best:
+            self.master.load_state_dict(self.best)
+            self._refresh()
 
-    def _batches(self) -> Iterator[list[Conversation]]:
-        size, seed = self.settings.batch_tokens, self.settings.seed
+    def _look(
+        self, folder: Path, losses: list[float], tell: Callable[[str], None], keep: Callable[[Draft], None]
+    ) -> None:
+        tell(self.validate(sum(losses) / len(losses)))
+        if self.progress.worse == 0:
+            self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
+        if self.peers.rank == 0:
+            self.save(folder)
+            if self.progress.worse == 0:
+                keep(self.master)
+        self.peers.wait()
+
+    def _batches(self) -> Iterator[Batches]:
+        size, seed, many = self.settings.batch_tokens, self.settings.seed, self.settings.accumulate
         while True:
             if self.progress.batch == 0:
                 self.progress.shards = self.data.grow()
@@ -121,28 +112,47 @@ class Trainer:
                 raise TrainingError(f"{self.data.folder} holds no conversation to train on; record more tokens")
             epoch = batches(self.data.training, tokens=size, seed=seed, epoch=self.progress.epoch)
             while self.progress.batch < len(epoch):
-                self.progress.batch += 1
-                yield epoch[self.progress.batch - 1]
+                group = epoch[self.progress.batch : self.progress.batch + many]
+                self.progress.batch += len(group)
+                yield group
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
 
-    def step(self, conversations: list[Conversation]) -> float:
+    def step(self, group: Batches) -> float:
         """One optimizer step; returns the loss."""
         started = time.monotonic()
-        batch = make_batch(conversations, self.output_VE.dtype)
-        loss = loss_of(self.head, batch, self.output_VE, depth=self.depth, decay=self.settings.decay)
-        loss.backward()  # type: ignore[no-untyped-call]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * group["share"] * rate_at(self.share_done, self.settings)
-        for mine, worked in zip(self.master.parameters(), self.head.parameters(), strict=True):
-            assert worked.grad is not None
-            mine.grad, worked.grad = worked.grad.float(), None
+        share = self.share_done
+        aim = aim_at(share, self.progress.step, self.settings)
+        aim = Aim(depth=self.depth, decay=aim.decay, divergence=aim.divergence, temperature=aim.temperature)
+        counts = root_counts([conversation for batch in group for conversation in batch], aim.depth)
+        loss = self._add_gradients(group, aim, counts)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self.settings.learning_rate * parameters["share"] * rate_at(share, self.settings)
         torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.settings.clip)
         self.optimizer.step()
         self._refresh()
         self.progress.step += 1
-        self.progress.tokens += int(batch.valid_BA.sum())
-        self.progress.seconds += time.monotonic() - started
-        return float(loss.detach())
+        self.progress.tokens += counts[0]
+        self.progress.seconds = self.peers.agree(self.progress.seconds + time.monotonic() - started)
+        return loss
+
+    def _add_gradients(self, group: Batches, aim: Aim, counts: list[int]) -> float:
+        """The gradients of all batches of all ranks, added up in fp32 on the masters; returns the loss."""
+        pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
+        for mine, _ in pairs:
+            mine.grad = torch.zeros_like(mine)
+        total = torch.zeros(())
+        for conversations in self.peers.share(group):
+            batch = batch_for(self.head, conversations, self.output_VE.dtype)
+            loss = loss_of(self.head, batch, self.output_VE, aim, counts)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            for mine, worked in pairs:
+                if worked.grad is not None:  # Medusa's later heads have none at first
+                    assert mine.grad is not None
+                    mine.grad += worked.grad
+                    worked.grad = None
+        self.peers.add([mine.grad for mine, _ in pairs if mine.grad is not None] + [total])
+        return float(total)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -150,69 +160,59 @@ class Trainer:
             worked.copy_(mine)
 
     def validate(self, loss: float) -> str:
-        """Adds a line to the history: acceptance by depth and tokens per step of a chain, on the validation texts."""
-        tally = Tally()
-        texts = sorted(self.data.validation, key=lambda c: len(c.tokens_N))
-        for start in range(0, len(texts), 8):
-            for found in ranks(self.head, texts[start : start + 8], self.output_VE, VALIDATION_CHAIN):
-                tally.walk(found, TreeShape.chain(VALIDATION_CHAIN))
+        """Adds a line to the history: acceptance by depth and domain on the validation texts."""
         at = self.progress
-        self.progress.history.append(
-            {
-                "step": at.step,
-                "epoch": at.epoch,
-                "minutes": round(at.seconds / 60, 2),
-                "tokens": at.tokens,
-                "loss": round(loss, 4),
-                "acceptance": [round(a, 4) for a in tally.acceptance],
-                "tokens_per_step": round(tally.tokens_per_step, 4),
-            }
-        )
-        return f"validation: {json.dumps(self.progress.history[-1])}"
+        line: dict[str, Any] = {
+            "step": at.step,
+            "epoch": at.epoch,
+            "minutes": round(at.seconds / 60, 2),
+            "tokens": at.tokens,
+            "depth": self.depth,
+            "loss": round(loss, 4),
+            **validation_line(self.head, self.data.validation, self.output_VE),
+        }
+        found = line["tokens_per_step"]
+        at.worse = at.worse + 1 if found < at.most else 0
+        at.most = max(at.most, found)
+        at.history.append(line)
+        return f"validation: {json.dumps(line)}"
 
     def _line(self, losses: list[float]) -> str:
         at, share = self.progress, max(self.share_done, 1e-6)
         left = at.seconds / share * (1 - share) / 60
         return (
-            f"train: step {at.step}, epoch {at.epoch}, loss {sum(losses) / len(losses):.3f}, "
+            f"train: step {at.step}, epoch {at.epoch}, depth {self.depth}, loss {sum(losses) / len(losses):.3f}, "
             f"{at.tokens / at.seconds:.0f} tokens/s, {left:.1f} min left"
         )
 
     def save(self, folder: Path) -> None:
-        partial = folder / "checkpoint.partial"
         state = {
             "settings": asdict(self.settings),
             "progress": asdict(self.progress),
             "head": self.master.state_dict(),
+            "best": self.best,
             "optimizer": self.optimizer.state_dict(),
         }
-        torch.save(state, partial)
-        os.rename(partial, folder / "checkpoint.pt")
+        checkpoint.write(state, folder)
 
     def restore(self, folder: Path) -> bool:
         """Goes on from the checkpoint in ``folder`` if there is one. Raises ResumeMismatch if it is of another run."""
-        path = folder / "checkpoint.pt"
-        if not path.exists():
+        state = checkpoint.read(folder, self.settings)
+        if state is None:
             return False
-        state = torch.load(path, weights_only=True)
-        changed = [name for name, value in asdict(self.settings).items() if state["settings"][name] != value]
-        if changed:
-            raise ResumeMismatch(
-                f"{path} was made with other settings ({', '.join(changed)}); name another --out or repeat those"
-            )
         self.master.load_state_dict(state["head"])
+        self.best = state["best"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
         if self.data.grow(self.progress.shards) != self.progress.shards:
-            raise ResumeMismatch(f"{path} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
-        self._refresh()
-        self.head.d2t.copy_(self.master.d2t)
+            raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
+        self.head.load_state_dict(self.master.state_dict())
         return True
 
 
-def rate_at(share: float, settings: TrainSettings) -> float:
-    """The learning rate's factor: a linear start, then half a cosine down to ``final_rate``."""
-    if share < settings.warmup:
-        return (share + 1e-3) / (settings.warmup + 1e-3)
-    along = min(1.0, (share - settings.warmup) / (1 - settings.warmup))
-    return settings.final_rate + (1 - settings.final_rate) * (1 + math.cos(math.pi * along)) / 2
+def _groups(draft: Draft, settings: TrainSettings) -> list[dict[str, Any]]:
+    """The output matrices of a head learn slower than the rest; a draft model's are its embedding too."""
+    output = [p for name, p in draft.named_parameters() if name.startswith(("lm_head", "lm_heads."))]
+    inner = [p for p in draft.parameters() if all(p is not o for o in output)]
+    groups = [{"params": inner, "share": 1.0}, {"params": output, "share": settings.output_rate}]
+    return [group for group in groups if group["params"]]

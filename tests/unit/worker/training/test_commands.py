@@ -14,7 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import samplers
 from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.headers import method_of, read_tensor_headers
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import weights_hash
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -96,6 +98,42 @@ def test_a_run_with_the_same_flags_goes_on(model: Path, prompts: Path, tmp_path:
     assert len(list((twice / "recorded").glob("shard-*"))) == len(list((once / "recorded").glob("shard-*")))
     first, second = (load_file(out / "head" / "model.safetensors") for out in (once, twice))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa", "draft-model"])
+def test_drafts_of_other_methods_are_made_and_trained_on(method: str, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("All happy families are alike. " * 60)
+    flags = ("--text", str(text), "--tokens", "1000", "--depth", "2", "--method", method)
+    assert train(model, tmp_path / "one", *flags) == 0
+    head = tmp_path / "one" / "head"
+    assert method_of(read_tensor_headers(head)) == method
+    assert train(model, tmp_path / "two", *flags, "--draft", f"file://{head}") == 0
+    lineage = json.loads((tmp_path / "two" / "head" / "lineage.json").read_text())
+    assert lineage["parent"] == {"uri": f"file://{head}", "hash": weights_hash(head)}
+    assert lineage["method"] == method
+
+
+def test_a_draft_tells_where_it_comes_from(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert train(model, out, "--prompts", str(prompts), "--names", "speculators", "--layers", "2") == 0
+    document = json.loads((out / "head" / "lineage.json").read_text())
+    assert document["target"] == {"uri": f"file://{model}", "hash": weights_hash(model)}
+    assert document["parent"] is None
+    data = document["data"]
+    assert data["answer_tokens"] == sum(data["by_domain"].values()) >= 300
+    assert len(data["window"]) == 2
+    assert document["settings"]["depth"] == 7
+    assert set(document["vocabulary"]["uncovered"]) == set(data["by_domain"])
+    assert document["results"] in document["history"]
+    card = (out / "head" / "README.md").read_text()
+    assert document["target"]["hash"] in card
+    assert (out / "head" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    factors = json.loads((out / "head" / "calibration.json").read_text())
+    assert set(factors["by_temperature"]) == {"0.3", "0.6", "0.8", "1.0"}
+    assert len(factors["sharpness"]) == len(factors["by_temperature"]["0.8"]["sharpness"]) == 7
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2
 
 
 def test_training_on_a_text_file(model: Path, tmp_path: Path) -> None:

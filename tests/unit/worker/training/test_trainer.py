@@ -14,16 +14,19 @@ from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import load_eagle3
 from specdecode_worker.training import calibration
-from specdecode_worker.training.calibration import FACTORS, agreement
+from specdecode_worker.training.calibration import FACTORS, TEMPERATURES, agreement
 from specdecode_worker.training.data import DataSet, answer_length, batches
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.export import write_head
-from specdecode_worker.training.objective import soft_cross_entropy, target_distribution
+from specdecode_worker.training.going_on import continued_head
+from specdecode_worker.training.objective import target_distribution
+from specdecode_worker.training.overlap import soft_cross_entropy
 from specdecode_worker.training.shards import Conversation, write_shard
-from specdecode_worker.training.start import continued_head, frequent_tokens, new_head
+from specdecode_worker.training.start import new_head
 from specdecode_worker.training.trainer import Trainer, TrainSettings, rate_at
+from specdecode_worker.training.validation import validation_line
 
-SETTINGS = TrainSettings(steps=12, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
+SETTINGS = TrainSettings(steps=12, depth=3, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
 
 
 @pytest.fixture
@@ -91,6 +94,47 @@ def test_a_run_writes_head_and_history(target: Llama, recorded: Path, tmp_path: 
     assert len(run.progress.history[0]["acceptance"]) == 3
 
 
+def test_a_run_that_gets_no_better_stops_at_its_best(
+    target: Llama, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([1.1, 1.5, 1.4, 1.3, 1.2])
+    monkeypatch.setattr(
+        "specdecode_worker.training.trainer.validation_line", lambda *_: {"tokens_per_step": next(found)}
+    )
+    run = trainer(target, recorded, replace(SETTINGS, steps=500, patience=2, validate_every=0.0))
+    best: list[torch.Tensor] = []
+    run.run(tmp_path, lambda _: None, lambda draft: best.append(draft.lm_head.weight.detach().clone()))  # type: ignore
+    assert [line["tokens_per_step"] for line in run.progress.history] == [1.1, 1.5, 1.4, 1.3]
+    assert run.progress.step == 4
+    assert len(best) == 2
+    assert torch.equal(run.master.lm_head.weight, best[1])
+    resumed = trainer(target, recorded, run.settings)
+    assert resumed.restore(tmp_path)
+    assert resumed.over
+    resumed.run(tmp_path, lambda _: None, lambda _: None)
+    assert torch.equal(resumed.master.lm_head.weight, best[1]), "a killed run remembers its best"
+
+
+def test_validation_tells_domains_apart(target: Llama, recorded: Path) -> None:
+    run = trainer(target, recorded)
+    steps(run, 1)
+    run.data.validation = run.data.training[:8]
+    line = validation_line(run.head, run.data.validation, run.output_VE)
+    assert set(line["domains"]) == {"code", "prose"}
+    assert all(len(part["acceptance"]) == 3 for part in line["domains"].values())
+    parts = [part["tokens_per_step"] for part in line["domains"].values()]
+    assert min(parts) <= line["tokens_per_step"] <= max(parts)
+    assert line["divergence"] > 0
+
+
+def test_a_domain_keeps_apart_no_more_than_its_share(conversations: list[Conversation], tmp_path: Path) -> None:
+    renamed = [replace(c, tokens_N=c.tokens_N + i % 3, temperature=0.0) for i, c in enumerate(conversations * 9)]
+    write_shard(tmp_path, 0, renamed)
+    data = DataSet(tmp_path, validation=5, per_domain=2)
+    data.grow()
+    assert sorted(c.domain for c in data.validation) == ["code", "code", "prose", "prose"]
+
+
 def test_an_exported_head_loads_and_proposes_the_same(target: Llama, head: Eagle3Head, tmp_path: Path) -> None:
     write_head(head, tmp_path)
     loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=torch.device("cpu"))
@@ -99,18 +143,6 @@ def test_an_exported_head_loads_and_proposes_the_same(target: Llama, head: Eagle
     for name, tensor in head.state_dict().items():
         rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
         assert torch.equal(loaded.state_dict()[name], rounded), name
-
-
-def test_the_vocabulary_is_what_the_target_says_most(target: Llama, recorded: Path) -> None:
-    vocabulary = frequent_tokens([recorded / "shard-00000.safetensors"], target.lm_head.weight, 16, every=1)
-    assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
-    mass = torch.zeros(64, dtype=torch.float64)
-    data = DataSet(recorded, validation=0)
-    data.grow()
-    for conversation in data.training:
-        mass += torch.softmax(target.logits(conversation.hidden_NE[conversation.answer_start :]), -1).sum(0)
-        mass += torch.bincount(conversation.tokens_N, minlength=64)
-    assert set(vocabulary.tolist()) == set(mass.topk(16).indices.tolist())
 
 
 def test_the_loss_and_its_gradient_are_those_of_torch() -> None:
@@ -152,13 +184,14 @@ def test_validation_is_greedy_and_kept_apart(recorded: Path, conversations: list
     data = DataSet(recorded, validation=2)
     data.grow()
     assert [c.temperature for c in data.validation] == [0.0] * 2
-    assert len(data.training) == 4 * len(conversations) - 2
+    asked = {tuple(c.tokens_N[: c.answer_start].tolist()) for c in data.validation}
+    assert not asked & {tuple(c.tokens_N[: c.answer_start].tolist()) for c in data.training}
 
 
 def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conversations: list[Conversation]) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
-    write_shard(recorded, 1, conversations)
+    write_shard(recorded, 1, [replace(c, tokens_N=(c.tokens_N + 1) % 64) for c in conversations])
     before = len(run.data.training)
     for _ in run._batches():
         if run.progress.epoch == 1:
@@ -169,7 +202,7 @@ def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conver
 
 def test_agreement_is_by_depth_and_factor(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
     found = agreement(head, conversations, target.lm_head.weight, depth=2)
-    assert found.shape == (2, len(FACTORS))
+    assert found.shape == (len(TEMPERATURES), 2, len(FACTORS))
     assert ((found >= 0) & (found <= 1)).all()
 
 

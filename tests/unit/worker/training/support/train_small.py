@@ -1,0 +1,133 @@
+"""A process that trains a small head in fp32, with the trainer's own checkpoints, for tests that kill or pair it.
+With ``--kills`` it trains in children of its own and kills them.
+
+``beat`` in the output folder tells the step that was taken last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.data import DataSet
+from specdecode_worker.training.peers import join
+from specdecode_worker.training.shards import Conversation
+from specdecode_worker.training.start import new_head
+from specdecode_worker.training.trainer import Trainer, TrainSettings
+
+
+def small_target() -> Llama:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_ids=(0,),
+    )
+    return Llama(config).requires_grad_(False)
+
+
+class Beating(Trainer):
+    """Says after each step which one it was."""
+
+    beat: Path
+
+    def step(self, group: list[list[Conversation]]) -> float:
+        loss = super().step(group)
+        if self.peers.rank == 0:
+            self.beat.write_text(f"{self.progress.step}")
+        return loss
+
+
+def train(args: argparse.Namespace, out: Path) -> None:
+    torch.set_num_threads(1)
+    out.mkdir(exist_ok=True)
+    peers, target = join(), small_target()
+    settings = TrainSettings(
+        steps=args.steps,
+        learning_rate=3e-3,
+        batch_tokens=40,
+        depth=2,
+        accumulate=args.accumulate,
+        validate_every=args.validate_every,
+    )
+    data = DataSet(args.recorded, validation=2)
+    run = Beating(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings, peers)
+    run.beat = out / "beat"
+    run.restore(out)
+    run.run(out, lambda _: None, lambda _: None)
+    if peers.rank == 0:
+        save_file(dict(run.master.state_dict()), out / "weights.safetensors")
+
+
+def forked(args: argparse.Namespace, out: Path) -> int:
+    """The pid of a process that trains; forked, so that a hundred imports need not be waited for each time."""
+    pid = os.fork()
+    if pid == 0:
+        train(args, out)
+        os._exit(0)
+    return pid
+
+
+def killed(args: argparse.Namespace, out: Path) -> int:
+    """Trains to the end, killed on the way again and again at random moments; returns how many kills there were."""
+    rng = random.Random(args.seed)
+    for count in range(args.kills):
+        before = _beat(out)
+        pid = forked(args, out)
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if _beat(out) != before:
+                time.sleep(rng.random() * args.patience)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                break
+            time.sleep(0.002)
+        else:
+            return count
+    os.waitpid(forked(args, out), 0)
+    return int(args.kills)
+
+
+def _beat(out: Path) -> str:
+    return (out / "beat").read_text() if (out / "beat").exists() else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recorded", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--validate-every", type=float, default=3600.0)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument(
+        "--patience", type=float, default=0.2, help="seconds from a run's first step to its kill, at most"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.kills:
+        print(killed(args, args.out))
+    else:
+        train(args, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What training writes loads by name: three families of EAGLE-3 heads, EAGLE-1, Medusa and a draft model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.weights import load_eagle, load_eagle3, load_llama, load_medusa
+from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.export import FAMILIES, Names, write_draft, write_head
+from specdecode_worker.training.going_on import continued_head
+from specdecode_worker.training.replay import ranks
+from specdecode_worker.training.shards import Conversation
+from specdecode_worker.training.start import head_config, new_draft_model, new_eagle, new_head, new_medusa
+
+CPU = torch.device("cpu")
+LAYER = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "hidden_norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+}
+PREFIX: dict[Names, str] = {"safeailab": "midlayer.", "speculators": "layers.0.", "nemo": "model.layers.0."}
+
+
+def shaken(draft: Draft) -> Draft:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@pytest.mark.parametrize("names", FAMILIES)
+def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names: Names, tmp_path: Path) -> None:
+    write_head(head, tmp_path, names)
+    tensors = load_file(tmp_path / "model.safetensors")
+    outside = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert set(tensors) == outside | {PREFIX[names] + name for name in LAYER}
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert tensors[PREFIX[names] + "self_attn.q_proj.weight"].shape == (32, 64), "queries of input 2H"
+    assert tensors["lm_head.weight"].shape == (32, 32)
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    offsets = torch.arange(32) + tensors["d2t"]
+    assert offsets.tolist() == tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 64, 2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    layer: dict[str, Any] = config.get("transformer_layer_config", config)
+    assert (layer["hidden_size"], layer["num_hidden_layers"], layer["vocab_size"]) == (32, 1, 64)
+    assert (config["draft_vocab_size"], config["target_hidden_size"]) == (32, 32)
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert ("speculators_model_type" in config) == (names == "speculators")
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_heads_of_all_families_draft_identically(
+    target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
+) -> None:
+    head = shaken(new_head(target, torch.arange(0, 64, 2), layers))
+    assert isinstance(head, Eagle3Head)
+    found = []
+    for names in FAMILIES:
+        write_head(head, tmp_path / names, names)
+        loaded = load_eagle3(tmp_path / names, target, dtype=torch.float32, device=CPU)
+        assert loaded.config == head.config
+        found.append(torch.cat(ranks(loaded, conversations, target.lm_head.weight, 3)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert len(found[0].unique()) > 3
+
+
+def test_a_whole_vocabulary_has_no_maps(target: Llama, tmp_path: Path) -> None:
+    write_head(new_head(target, torch.arange(64)), tmp_path)
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
+    loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
+    assert torch.equal(loaded.target_ids, torch.arange(64))
+
+
+def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) -> None:
+    drafts = {
+        "eagle": (new_eagle(target, layers=2), lambda at: load_eagle(at, target, dtype=torch.float32, device=CPU)),
+        "medusa": (
+            new_medusa(target, torch.arange(0, 64, 2), 2),
+            lambda at: load_medusa(at, target, dtype=torch.float32, device=CPU),
+        ),
+        "model": (new_draft_model(target, 2), lambda at: load_llama(at, dtype=torch.float32, device=CPU)),
+    }
+    model = tmp_path / "target"
+    model.mkdir()
+    shape = target.config
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    document = {name: getattr(shape, name) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
+    document |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(document | {"eos_token_id": 0}))
+    (model / "tokenizer.json").write_text("{}")
+    for name, (draft, load) in drafts.items():
+        write_draft(shaken(draft), tmp_path / name, model)
+        loaded = load(tmp_path / name)
+        for key, tensor in draft.state_dict().items():
+            rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+            assert torch.equal(loaded.state_dict()[key], rounded), (name, key)
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_with_norms_and_layers_is_trained_on_as_it_is(
+    target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
+) -> None:
+    config = replace(head_config(target.config, 32, layers), fc_norm=True, norm_output=True, norm_before_residual=True)
+    head = Eagle3Head(config, target.model.embed_tokens)
+    head.d2t.copy_(torch.arange(32))
+    same = continued_head(head, target, torch.arange(0, 64, 2))
+    write_head(same, tmp_path)
+    loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
+    assert loaded.config == config
+    before, after = (ranks(h, conversations, target.lm_head.weight, 2) for h in (head, same))
+    for first, second in zip(before, after, strict=True):
+        assert (first == second).float().mean() > 0.5
+
+
+def test_a_head_of_other_layers_of_the_target_is_refused(target: Llama) -> None:
+    config = replace(head_config(target.config, 32), aux_layers=(1, 3, 5))
+    with pytest.raises(CannotContinue, match=r"\[1, 3, 5\]"):
+        continued_head(Eagle3Head(config, target.model.embed_tokens), target, torch.arange(0, 64, 2))
+
+
+def test_a_narrow_head_keeps_its_vocabulary(target: Llama) -> None:
+    config = replace(head_config(target.config, 32), hidden_size=16)
+    head = Eagle3Head(config, torch.nn.Embedding(64, 16), own_embedding=True)
+    head.d2t.copy_(torch.arange(32))
+    kept = continued_head(head, target, head.target_ids)
+    assert torch.equal(kept.lm_head.weight, head.lm_head.weight)
+    assert kept.embed_tokens is not None
+    with pytest.raises(CannotContinue, match="hidden_size 16"):
+        continued_head(head, target, torch.arange(32))

@@ -1,0 +1,139 @@
+"""Drafts of every method: what training sees of them is what drafting token by token gives, and they learn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.eagle import EagleHead
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.training.data import DataSet
+from specdecode_worker.training.objective import Aim, loss_of
+from specdecode_worker.training.recording import read_states
+from specdecode_worker.training.shards import Conversation, write_shard
+from specdecode_worker.training.start import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.students import batch_for, logits_of, unrolled, vocabulary_of, working_copy
+from specdecode_worker.training.trainer import Trainer, TrainSettings
+
+DEPTH = 3
+METHODS = ("eagle3", "two layers", "eagle", "medusa", "draft-model")
+
+
+class Growing:
+    """A naive Attend of several layers: every query over every key its layer was ever given, in order."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        outs = []
+        for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
+            self.kept[layer].append((k_KD, v_KD))
+            groups = len(q_HD) // len(k_KD)
+            keys, values = (
+                torch.stack([pair[i] for pair in self.kept[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
+            )
+            scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
+            outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
+        return torch.stack(outs)
+
+
+def made(method: str, target: Llama) -> Draft:
+    known = torch.arange(0, 64, 2)
+    found: Draft
+    match method:
+        case "eagle3":
+            found = new_head(target, known)
+        case "two layers":
+            found = new_head(target, known, layers=2)
+        case "eagle":
+            found = new_eagle(target, layers=2)
+        case "medusa":
+            found = new_medusa(target, known, heads=DEPTH)
+        case _:
+            found = new_draft_model(target, layers=3)
+    return found
+
+
+def shaken(draft: Draft) -> Draft:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]:
+    """Logits by depth of a chain from slot ``root``, fed with the text's own tokens."""
+    tokens, end = conversation.tokens_N.long(), min(root + DEPTH, len(conversation.tokens_N))
+    if isinstance(draft, MedusaHeads):
+        return list(draft.logits(conversation.hidden_NE[root - 1 : root]).flatten(0, 1)[: end - root])
+    if isinstance(draft, Llama):
+        return [draft.logits(read_states(draft, tokens[: slot + 1])[1][-1]) for slot in range(root, end)]
+    attend, slots = Growing(), torch.arange(1, root + 1)
+    read = conversation.hidden_NE if draft.reads.final else conversation.aux_NA
+    state = draft(draft.fuse(read[slots - 1]), tokens[slots], slots, attend)[-1:]
+    found = [draft.logits(state)[0]]
+    for slot in range(root + 1, end):
+        state = draft(state, tokens[slot : slot + 1], torch.tensor([slot]), attend)
+        found.append(draft.logits(state)[0])
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_unrolled_drafts_say_what_stepping_says(method: str, target: Llama, conversations: list[Conversation]) -> None:
+    draft = shaken(made(method, target))
+    passes = list(unrolled(draft, batch_for(draft, conversations, torch.float32), DEPTH))
+    for row, conversation in enumerate(conversations[:3]):
+        for root in range(conversation.answer_start, len(conversation.tokens_N)):
+            for k, expected in enumerate(stepped(draft, conversation, root)):
+                at = root + k - conversation.answer_start
+                state_BAE, rooted_BA = passes[k]
+                assert rooted_BA[row, at]
+                torch.testing.assert_close(logits_of(draft, state_BAE[row, at], k), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(method: str, target: Llama, conversations: list[Conversation], tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, conversations * 4)
+    settings = TrainSettings(
+        steps=40, learning_rate=3e-3, output_rate=1.0, batch_tokens=60, depth=DEPTH, deepen_at=(), mix=((1.0, 1.0),)
+    )
+    draft = shaken(made(method, target))
+    run = Trainer(draft, target.lm_head.weight, DataSet(tmp_path, validation=1), settings)
+    aim = Aim(depth=DEPTH, decay=0.8, divergence=0.5)
+
+    def measured() -> float:
+        return float(loss_of(run.head, batch_for(run.head, conversations, torch.float32), run.output_VE, aim).detach())
+
+    before = measured()
+    for batch in run._batches():
+        run.step(batch)
+        if run.progress.step == 40:
+            break
+    assert measured() < 0.95 * before
+    assert "tokens_per_step" in run.validate(0.0)
+
+
+def test_a_working_copy_shares_what_is_the_targets(target: Llama) -> None:
+    eagle3, eagle = new_head(target, torch.arange(64)), new_eagle(target)
+    copies = working_copy(eagle3, torch.bfloat16), working_copy(eagle, torch.bfloat16)
+    assert isinstance(copies[0], Eagle3Head)
+    assert isinstance(copies[1], EagleHead)
+    assert copies[0]._shared_embedding[0] is target.model.embed_tokens
+    assert copies[1]._target[0] is target
+    assert target.lm_head.weight.dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+
+
+def test_medusa_knows_its_own_vocabulary(target: Llama) -> None:
+    assert vocabulary_of(new_medusa(target, torch.arange(0, 64, 4), 2), 64).tolist() == list(range(0, 64, 4))
+    assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))

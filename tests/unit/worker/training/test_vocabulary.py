@@ -1,0 +1,40 @@
+"""The draft's vocabulary is chosen for the domain that it covers worst."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.shards import Conversation, shard_paths, write_shard
+from specdecode_worker.training.vocabulary import choose, domain_masses, uncovered
+
+
+def test_masses_are_the_targets_probabilities_by_domain(
+    target: Llama, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    write_shard(tmp_path, 0, conversations)
+    found = domain_masses(shard_paths(tmp_path), target.lm_head.weight, every=1)
+    assert list(found) == ["code", "prose"]
+    for domain, mass_V in found.items():
+        mine = [c.hidden_NE[c.answer_start :] for c in conversations if c.domain == domain]
+        expected = torch.softmax(target.logits(torch.cat(mine)), dim=-1).mean(dim=0).double()
+        torch.testing.assert_close(mass_V, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_no_domain_pays_for_another() -> None:
+    # Eight domains of the same words, and one with words of its own, which a mean would leave out.
+    common, special = torch.zeros(400, dtype=torch.float64), torch.zeros(400, dtype=torch.float64)
+    common[:200], special[200:] = 1 / torch.arange(1, 201), 1 / torch.arange(1, 201)
+    masses = {f"common {i}": common / common.sum() for i in range(8)} | {"special": special / special.sum()}
+    by_mean = torch.stack(list(masses.values())).mean(dim=0).topk(100).indices
+    chosen = choose(masses, 100)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert len(chosen) == 100
+    lacking, before = uncovered(masses, chosen), uncovered(masses, by_mean)
+    assert max(before.values()) > 0.4
+    # Fair is half of the tokens each.
+    fair = 1 - float((common / common.sum())[:50].sum())
+    assert max(lacking.values()) == pytest.approx(fair, abs=0.02)
