@@ -1,0 +1,139 @@
+"""Throughput of training against its own parts: what the teacher, the data and the student cost a token.
+
+    python benchmarks/training_throughput.py --recorded OUT/recorded > benchmarks/recordings/training-throughput.json
+
+Every part runs as training runs it, on one thread (or ``--threads``), on the embedded target and its head. Seconds are
+of the processor, not of the clock, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import described
+
+from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.data import DataSet
+from specdecode_worker.training.normalisers import normalisers
+from specdecode_worker.training.objective import Aim, loss_of, root_counts
+from specdecode_worker.training.questions import TrainingQuestions
+from specdecode_worker.training.recording import read_states
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.shards import read_shard, shard_paths
+from specdecode_worker.training.students import batch_for, logits_of, unrolled
+from specdecode_worker.training.trainer import Trainer, TrainSettings
+from specdecode_worker.training.validation import validation_line
+
+STEPS = 4
+
+
+class Parts:
+    """Processor seconds and tokens by name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def timed(self, name: str, tokens: int) -> Iterator[None]:
+        started = time.process_time()
+        yield
+        part = self.found.setdefault(name, {"seconds": 0.0, "tokens": 0})
+        part["seconds"] += time.process_time() - started
+        part["tokens"] += tokens
+
+    def document(self) -> dict[str, Any]:
+        return {
+            name: {
+                "microseconds_per_token": round(1e6 * part["seconds"] / part["tokens"], 1),
+                "tokens_per_second": round(part["tokens"] / part["seconds"]),
+            }
+            for name, part in self.found.items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recorded", type=Path, required=True, help="a folder of shards")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--depth", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder, cpu, parts = resolve(EMBEDDED_TARGET, None), torch.device("cpu"), Parts()
+    target = load_llama(folder, dtype=torch.bfloat16, device=cpu)
+    head = load_eagle3(resolve(EMBEDDED_DRAFT, None), target, dtype=torch.float32, device=cpu)
+    path = shard_paths(args.recorded)[0]
+    size = sum(len(c.tokens_N) for c in read_shard(path))
+    with parts.timed("data: a shard read", size):
+        conversations = list(read_shard(path))
+    _teacher(target, Chat(folder), conversations[:8], parts)
+    data = DataSet(args.recorded, validation=8)
+    data.grow(1)
+    settings = TrainSettings(steps=10**6, depth=args.depth, deepen_at=(), divergence_until=0.0, acceptance_from=1e-9)
+    _student(Trainer(head, target.lm_head.weight, data, settings), parts)
+    document = {
+        "kind": "training-throughput",
+        "command": "python benchmarks/training_throughput.py",
+        **described(),
+        "threads": args.threads,
+        "depth": args.depth,
+        "parts": parts.document(),
+    }
+    print(json.dumps(document, indent=1))
+
+
+def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) -> None:
+    questions = TrainingQuestions(chat, (), seed=0)
+    settings = RolloutSettings(rows=96, answer_tokens=64)
+    rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), refuse=questions.refuse)
+    with torch.inference_mode():
+        for _ in range(30):  # rows at some length
+            rollout._step()
+        for _ in range(STEPS):
+            with parts.timed("teacher: a token said (96 answers at a time)", 96):
+                rollout._step()
+    for conversation in conversations:
+        with parts.timed("teacher: a token read (one pass over a text)", len(conversation.tokens_N)):
+            read_states(target, conversation.tokens_N.long())
+        with parts.timed("teacher: normalisers at four temperatures", len(conversation.tokens_N)):
+            normalisers(conversation.hidden_NE, target.lm_head.weight, 0)
+
+
+def _student(run: Trainer, parts: Parts) -> None:
+    run.step(next(groups := run._batches()))
+    for group in islice(groups, STEPS):
+        texts = group[0]
+        tokens = root_counts(texts, 1)[0]
+        with parts.timed("student: a whole step", tokens):
+            run.step(group)
+        with parts.timed("data: a batch padded", tokens):
+            batch = batch_for(run.head, texts, run.output_VE.dtype)
+        with parts.timed("student: layer, forward", tokens), torch.no_grad():
+            states = [state for state, _ in unrolled(run.head, batch, run.depth)]
+        with parts.timed("student: logits, forward", tokens), torch.no_grad():
+            valid_R = batch.valid_BA.flatten()
+            for k, state in enumerate(states):
+                logits_of(run.head, state.flatten(0, 1)[valid_R], k)
+        for name, divergence in (("divergence", 1.0), ("acceptance", 0.0)):
+            aim = replace(Aim(depth=run.depth, decay=0.8), divergence=divergence)
+            with parts.timed(f"student: {name} loss with target's logits, forward and backward", tokens):
+                loss_of(run.head, batch, run.output_VE, aim).backward()  # type: ignore[no-untyped-call]
+    tokens = root_counts(run.data.validation, 1)[0]
+    with parts.timed("validation", tokens):
+        validation_line(run.head, run.data.validation, run.output_VE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
