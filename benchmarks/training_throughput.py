@@ -37,7 +37,7 @@ from specdecode_worker.training.students import batch_for, logits_of, unrolled
 from specdecode_worker.training.trainer import Trainer, TrainSettings
 from specdecode_worker.training.validation import validation_line
 
-STEPS = 4
+STEPS = 3
 
 
 class Parts:
@@ -96,7 +96,7 @@ def main() -> None:
 
 def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) -> None:
     questions = TrainingQuestions(chat, (), seed=0)
-    settings = RolloutSettings(rows=96, answer_tokens=64)
+    settings = RolloutSettings(rows=96, answer_tokens=320)
     rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), refuse=questions.refuse)
     with torch.inference_mode():
         for _ in range(30):  # rows at some length
