@@ -31,6 +31,9 @@ from specdecode_worker.training.validation import validation_line
 
 __all__ = ["Progress", "TrainSettings", "Trainer", "rate_at"]
 
+_LONGEST_STEP, _FEW_STEPS = 10, 20
+"""Of mean steps; from which on there is a mean."""
+
 Batches = list[list[Conversation]]
 """What one optimizer step learns from."""
 
@@ -130,10 +133,15 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.settings.clip)
         self.optimizer.step()
         self._refresh()
+        self.progress.seconds = self.peers.agree(self.progress.seconds + self._counted(time.monotonic() - started))
         self.progress.step += 1
         self.progress.tokens += counts[0]
-        self.progress.seconds = self.peers.agree(self.progress.seconds + time.monotonic() - started)
         return loss
+
+    def _counted(self, seconds: float) -> float:
+        """What a step adds to the run's time: a machine that slept or stood still meanwhile did not train."""
+        at = self.progress
+        return min(seconds, _LONGEST_STEP * at.seconds / at.step) if at.step >= _FEW_STEPS else seconds
 
     def _add_gradients(self, group: Batches, aim: Aim, counts: list[int]) -> float:
         """The gradients of all batches of all ranks, added up in fp32 on the masters; returns the loss."""

@@ -115,6 +115,21 @@ def test_a_run_that_gets_no_better_stops_at_its_best(
     assert torch.equal(resumed.master.lm_head.weight, best[1]), "a killed run remembers its best"
 
 
+def test_a_machine_that_stood_still_did_not_train(
+    target: Llama, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 600.0 if run.progress.step == 25 else 0.5
+        return now[0]
+
+    run = trainer(target, recorded, replace(SETTINGS, steps=30))
+    monkeypatch.setattr("specdecode_worker.training.trainer.time.monotonic", clock)
+    steps(run, 30)
+    assert 30 * 0.5 < run.progress.seconds < 30 * 0.5 + 10 * 0.6
+
+
 def test_validation_tells_domains_apart(target: Llama, recorded: Path) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
