@@ -37,7 +37,7 @@ from specdecode_worker.training.students import batch_for, logits_of, unrolled
 from specdecode_worker.training.trainer import Trainer, TrainSettings
 from specdecode_worker.training.validation import validation_line
 
-STEPS = 3
+STEPS = 2
 
 
 class Parts:
@@ -99,7 +99,7 @@ def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) ->
     settings = RolloutSettings(rows=96, answer_tokens=320)
     rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), refuse=questions.refuse)
     with torch.inference_mode():
-        for _ in range(30):  # rows at some length
+        for _ in range(8):  # rows at some length
             rollout._step()
         for _ in range(STEPS):
             with parts.timed("teacher: a token said (96 answers at a time)", 96):
