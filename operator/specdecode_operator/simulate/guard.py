@@ -14,6 +14,7 @@ from specdecode_worker.contract import GuardCell
 ENOUGH = 24
 LOSES, WINS = 1.05, 0.98
 PROBE_EVERY, PROBE_STEPS = 400, 24
+CHECK_STEPS = 8
 PROBE_SHARE = 0.005
 MOST_PATIENCE = 16
 BY_FAR = ((8, 1.3), (4, 2.0))
@@ -45,6 +46,9 @@ class Pace:
     def after(self, steps: int) -> float | None:
         return self._seconds / self._tokens if self.steps >= steps and self._tokens > 0 else None
 
+    def take(self, other: Pace) -> None:
+        self.steps, self._seconds, self._tokens = max(ENOUGH, other.steps), other._seconds, other._tokens
+
     def assume(self, seconds: float) -> None:
         self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
 
@@ -56,6 +60,7 @@ class Watch:
     since_verdict: int = 0
     patience: int = PROBE_EVERY
     probe: Pace | None = None
+    check: Pace | None = None
 
     def add(self, steps: int, seconds: float, tokens: float) -> None:
         if self.suppressed and self.since_verdict >= self.patience:
@@ -67,19 +72,33 @@ class Watch:
         without = plain.pace
         if without is None:
             return
-        if self.probe is not None:
+        if self.check is not None:
+            self._judge_stop(self.check, plain)
+        elif self.probe is not None:
             self._judge_probe(self.probe, without)
         elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
-            self.suppressed, self.since_verdict = True, 0
+            self.suppressed, self.since_verdict, self.check = True, 0, Pace()
             self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
 
     def until_verdict(self) -> int:
         """Steps that may pass before the next verdict could fall."""
+        if self.check is not None:
+            return max(1, CHECK_STEPS - self.check.steps)
         if self.probe is not None:
             return _until(self.probe.steps, (*_EARLY, PROBE_STEPS))
         if self.suppressed:
             return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else FEWEST
         return _until(self.speculative.steps, (*_EARLY, ENOUGH))
+
+    def _judge_stop(self, check: Pace, plain: Pace) -> None:
+        without = check.after(CHECK_STEPS)
+        if without is None:
+            return
+        self.check = None
+        speculative = self.speculative.after(1)
+        if speculative is not None and speculative < without:
+            self.suppressed, self.patience = False, PROBE_EVERY
+            plain.take(check)
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
@@ -151,6 +170,8 @@ class Guard:
         for (where, _), watched in self.watches.items():
             if where == cell:
                 watched.since_verdict += steps
+                if watched.check is not None and form.nodes == 0:
+                    watched.check.add(steps, seconds, tokens)
                 watched.judge(plain)
 
     def cells(self) -> tuple[GuardCell, ...]:

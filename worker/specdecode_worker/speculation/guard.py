@@ -17,6 +17,9 @@ LOSES, WINS = 1.05, 0.98
 """Speculative over plain time per token: above the first speculation stops, below the second it comes back."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
 """While stopped: after this many steps the plan's shape runs for this many."""
+CHECK_STEPS = 8
+"""Plain steps right behind a stop that have to bear it out: a machine that has become slower looks like a draft that
+loses, until plain decoding is timed on it too."""
 PROBE_SHARE = 0.005
 """Of all steps that a probe may lose: what loses much is probed the later for it."""
 MOST_PATIENCE = 16
@@ -48,6 +51,9 @@ class Pace:
         """Seconds per token; None before so many steps."""
         return self._seconds / self._tokens if self.steps >= steps else None
 
+    def take(self, other: Pace) -> None:
+        self.steps, self._seconds, self._tokens = max(ENOUGH, other.steps), other._seconds, other._tokens
+
     def assume(self, seconds: float) -> None:
         """What was measured elsewhere, until enough steps of its own have said otherwise."""
         self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
@@ -55,13 +61,15 @@ class Pace:
 
 @dataclass(slots=True)
 class Watch:
-    """One shape at one load: its pace and the verdict; ``probe`` is the pace of a probe under way."""
+    """One shape at one load: its pace and the verdict; ``probe`` is the pace of a probe under way, ``check`` that of
+    plain decoding since a stop which it has not borne out yet."""
 
     speculative: Pace = field(default_factory=Pace)
     suppressed: bool = False
     since_verdict: int = 0
     patience: int = PROBE_EVERY
     probe: Pace | None = None
+    check: Pace | None = None
 
     def add(self, seconds: float, tokens: float) -> None:
         if self.suppressed and self.since_verdict >= self.patience:
@@ -74,11 +82,23 @@ class Watch:
         without = plain.seconds
         if without is None:
             return
-        if self.probe is not None:
+        if self.check is not None:
+            self._judge_stop(self.check, plain)
+        elif self.probe is not None:
             self._judge_probe(self.probe, without)
         elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
-            self.suppressed, self.since_verdict = True, 0
+            self.suppressed, self.since_verdict, self.check = True, 0, Pace()
             self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
+
+    def _judge_stop(self, check: Pace, plain: Pace) -> None:
+        without = check.after(CHECK_STEPS)
+        if without is None:
+            return
+        self.check = None
+        speculative = self.speculative.after(1)
+        if speculative is not None and speculative < without:
+            self.suppressed, self.patience = False, PROBE_EVERY
+            plain.take(check)
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
@@ -131,6 +151,8 @@ class Guard:
         for (where, _), watched in self._watches.items():
             if where == cell:
                 watched.since_verdict += 1
+                if watched.check is not None and shape.nodes == 0:
+                    watched.check.add(seconds, tokens)
                 watched.judge(plain)
 
     def cells(self) -> tuple[GuardCell, ...]:

@@ -7,6 +7,7 @@ import pytest
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.guard import (
     BY_FAR,
+    CHECK_STEPS,
     ENOUGH,
     MOST_PATIENCE,
     PROBE_EVERY,
@@ -158,3 +159,17 @@ def test_exploration_is_not_judged() -> None:
         guard.measured(0, 0, CHAIN, 9.0, 1.0)
     assert guard.cells() == ()
     assert guard.allows(0, 0, CHAIN)
+
+
+def test_a_machine_that_became_slower_is_no_reason_to_stop() -> None:
+    """Plain decoding is timed right behind the stop: it takes twice as long now, too."""
+    guard = Guard()
+    run(guard, PLAIN, ENOUGH, 1.0)
+    run(guard, CHAIN, ENOUGH, 1.2, 1.5)
+    stopped = 0
+    for _ in range(10 * CHECK_STEPS):
+        drafting = guard.allows(0, 0, CHAIN)
+        stopped += not drafting
+        guard.measured(0, 0, CHAIN if drafting else PLAIN, 2.4 if drafting else 2.0, 1.5 if drafting else 1.0)
+    assert stopped == CHECK_STEPS
+    assert guard.cells()[0].plain == pytest.approx(2.0)
