@@ -98,7 +98,7 @@ def apart_from(conversations: Sequence[Conversation], judged: Runs) -> list[Conv
 def text_of(name: str, conversation: Conversation) -> Text:
     tokens = conversation.tokens_N.tolist()
     start = conversation.answer_start
-    return Text(name, conversation.domain, runs_of(tokens[:start]), runs_of(tokens[start:]))
+    return Text(name, conversation.domain, tokens[:start], runs_of(tokens[start:]))
 
 
 def by_conversation(samples: Sequence[Sample]) -> dict[str, dict[str, list[Sample]]]:

@@ -150,7 +150,7 @@ class _Newest:
 
 def _text(record: Record) -> Text:
     prompt, answer = record.tokens[: record.prompt_length], record.tokens[record.prompt_length :]
-    return Text(record.opening, record.task, runs_of(prompt), runs_of(answer))
+    return Text(record.opening, record.task, prompt, runs_of(answer))
 
 
 def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: int) -> None:

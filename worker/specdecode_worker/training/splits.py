@@ -40,15 +40,19 @@ def split_of(opening: str) -> Split:
 
 def runs_of(tokens: Sequence[int], size: int = NGRAM_TOKENS) -> Runs:
     """Hashes of all runs of ``size`` tokens; a text of fewer is one run by itself."""
-    if not len(tokens):
+    return np.unique(_windows(tokens, min(size, len(tokens))))
+
+
+def _windows(tokens: Sequence[int], size: int) -> Runs:
+    """The hash of the run that begins at each token, in order."""
+    if not 0 < size <= len(tokens):
         return np.empty(0, np.uint64)
     ids = _mixed(np.asarray(tokens, np.uint64) + np.uint64(1))
-    size = min(size, len(ids))
     found = np.zeros(len(ids) - size + 1, np.uint64)
     for i in range(size):
         # A polynomial modulo 2^64 over mixed ids; a collision only drops a text too many.
         found = found * np.uint64(0x9E3779B97F4A7C15) + ids[i : len(ids) - size + 1 + i]
-    return np.unique(found)
+    return found
 
 
 def _mixed(x: Runs) -> Runs:
@@ -60,11 +64,11 @@ def _mixed(x: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One record for the purpose of overlap: its own runs of tokens, and where it belongs."""
+    """One record for the purpose of overlap: the prompt's tokens, the answer's runs, and where it belongs."""
 
     conversation: str
     domain: str
-    prompt: Runs
+    prompt: Sequence[int]
     answer: Runs
 
 
@@ -72,7 +76,7 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
     """By domain, the runs that stand around what users say: chat template, system prompt, a task's instructions."""
     conversations: dict[str, dict[str, list[Runs]]] = defaultdict(lambda: defaultdict(list))
     for text in texts:
-        conversations[text.domain][text.conversation].append(text.prompt)
+        conversations[text.domain][text.conversation].append(np.unique(_windows(text.prompt, NGRAM_TOKENS)))
     found = {}
     for domain, prompts in conversations.items():
         counts = Counter(int(run) for parts in prompts.values() for run in np.unique(np.concatenate(parts)))
@@ -82,8 +86,20 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
 
 
 def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
-    """What may stand in one split alone: all runs of the answer, and those of the prompt that are no frame."""
-    return np.union1d(text.answer, np.setdiff1d(text.prompt, frame.get(text.domain, text.prompt[:0])))
+    """What may stand in one split alone: the runs of the answer, the prompt as a whole, and the runs of what is left of
+    it without its frame: runs half of which are frame would make two questions one that only begin alike."""
+    windows = _windows(text.prompt, NGRAM_TOKENS)
+    framed_N = np.zeros(len(text.prompt), bool)
+    for at in np.flatnonzero(np.isin(windows, frame.get(text.domain, windows[:0]))):
+        framed_N[at : at + NGRAM_TOKENS] = True
+    left = [[text.prompt[i] for i in piece] for piece in _stretches(np.flatnonzero(~framed_N))]
+    parts = [runs_of(piece) for piece in left if len(piece) >= NGRAM_TOKENS]
+    return united([text.answer, runs_of(text.prompt, len(text.prompt)), *parts])
+
+
+def _stretches(places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Places in a row, each row by itself."""
+    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
 
 
 def overlapping(texts: Sequence[Text], splits: Sequence[Split], judged: Runs | None = None) -> list[bool]:

@@ -64,8 +64,7 @@ texts = st.lists(
 @given(texts, st.lists(st.integers(0, 3), max_size=20))
 @settings(max_examples=100, deadline=None)
 def test_no_run_stands_in_two_splits(rows: list[tuple[list[int], Split]], judged: list[int]) -> None:
-    nothing = runs_of([])
-    made = [Text(str(i), "d", nothing, runs_of(answer)) for i, (answer, _) in enumerate(rows)]
+    made = [Text(str(i), "d", (), runs_of(answer)) for i, (answer, _) in enumerate(rows)]
     splits = [split for _, split in rows]
     golden = runs_of(judged)
     dropped = overlapping(made, splits, golden)
@@ -88,7 +87,7 @@ def test_what_stands_around_every_prompt_is_no_overlap() -> None:
         Text(
             str(i),
             "d",
-            runs_of([*system, *range(1000 * i, 1000 * i + 20)]),
+            [*system, *range(1000 * i, 1000 * i + 20)],
             runs_of(range(90_000 * i, 90_000 * i + 30)),
         )
         for i in range(2, 12)
@@ -96,14 +95,23 @@ def test_what_stands_around_every_prompt_is_no_overlap() -> None:
     splits: list[Split] = ["test", "train"] * 5
     assert not any(overlapping(made, splits))
     assert len(frames(made)["d"]) == len(system) - NGRAM_TOKENS + 1
-    assert all(len(own_runs(text, frames(made))) < len(text.prompt) + len(text.answer) for text in made)
+    assert all(len(own_runs(text, frames(made))) == 1 + (20 - 12) + (30 - 12) for text in made)
 
 
 def test_the_same_question_in_two_splits_is_an_overlap() -> None:
     asked = list(range(20))
-    made = [Text(str(i), "d", runs_of(asked if i < 2 else range(90 * i, 90 * i + 20)), runs_of([i])) for i in range(9)]
+    made = [Text(str(i), "d", asked if i < 2 else range(90 * i, 90 * i + 20), runs_of([i])) for i in range(9)]
     splits: list[Split] = ["train", "test", *["train"] * 7]  # type: ignore[list-item]
     assert overlapping(made, splits) == [True] + [False] * 8
+
+
+def test_questions_that_only_begin_alike_behind_a_frame_are_two() -> None:
+    system, form = list(range(100, 140)), list(range(50, 60))
+    others = [[*system, *range(2000 + 90 * i, 2012 + 90 * i)] for i in range(30)]
+    alike = [[*system, *form, 1, 2], [*system, *form, 3, 2], [*system, *form, 3, 2]]
+    made = [Text(str(i), "d", prompt, runs_of([7000 + i])) for i, prompt in enumerate([*alike, *others])]
+    splits: list[Split] = ["train", "test", "train", *["test"] * 30]  # type: ignore[list-item]
+    assert overlapping(made, splits) == [False, False, True] + [False] * 30
 
 
 def test_hashes_of_many_runs_are_all_different() -> None:
