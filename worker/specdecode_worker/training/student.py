@@ -77,7 +77,7 @@ class Study:
     @property
     def lines(self) -> list[Line]:
         """Validation so far, as the checkpoint holds it."""
-        return [Line(one["step"], one["captured"], one["old"]) for one in self.history]
+        return [Line(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -128,6 +128,7 @@ class Study:
     def _look(self, loss: float, tell: Callable[[str], None]) -> None:
         """Validates, keeps the draft if it is the best, and then all of it in the checkpoint."""
         at = self._trainer.progress
+        old = self._old_tallies()
         at.history.append(
             {
                 "step": at.step,
@@ -135,7 +136,8 @@ class Study:
                 "loss": round(loss, 4),
                 "replay_share": round(self.share, 3) if at.history else 0.0,
                 "captured": self._captured_pace(),
-                "old": self._old_pace(),
+                "old": {domain: round(tally.tokens_per_step, 4) for domain, tally in old.items()},
+                "old_mean": round(_pace(list(old.values())), 4),
             }
         )
         if self.best == len(at.history) - 1:
@@ -153,7 +155,7 @@ class Study:
             tally.steps, tally.tokens = tally.steps + walked.steps, tally.tokens + walked.tokens
         return {domain: round(tally.tokens_per_step, 4) for domain, tally in sorted(tallies.items())}
 
-    def _old_pace(self) -> dict[str, float]:
+    def _old_tallies(self) -> dict[str, Tally]:
         tallies: dict[str, Tally] = defaultdict(Tally)
         texts = sorted(self._lessons.old_validation, key=lambda c: len(c.tokens_N))
         head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
@@ -161,7 +163,7 @@ class Study:
             part = texts[start : start + 8]
             for text, found in zip(part, ranks(head, part, output_VE, depth), strict=True):
                 tallies[text.domain].walk(found, TreeShape.chain(depth))
-        return {domain: round(tally.tokens_per_step, 4) for domain, tally in sorted(tallies.items())}
+        return dict(sorted(tallies.items()))
 
     def _tell(self, loss: float, tell: Callable[[str], None]) -> None:
         now = time.monotonic()
@@ -174,6 +176,11 @@ class Study:
             f"distill: round {at.epoch + 1}, step {at.step} of {self.settings.steps}, loss {loss:.3f}, "
             f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min of training left"
         )
+
+
+def _pace(tallies: Sequence[Tally]) -> float:
+    """Tokens per step of all together; 1 of nothing."""
+    return sum(t.tokens for t in tallies) / max(sum(t.steps for t in tallies), 1) if tallies else 1.0
 
 
 def train_settings(settings: StudySettings) -> TrainSettings:

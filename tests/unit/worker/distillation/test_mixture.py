@@ -36,7 +36,7 @@ def tokens(conversations: list[Conversation]) -> Counter[str]:
 
 
 def line(new: float, old: float = 2.0, step: int = 0) -> Line:
-    return Line(step, {"new": new}, {"old": old})
+    return Line(step, {"new": new}, {"old": old}, old)
 
 
 def test_half_is_replayed_and_domains_have_equal_parts() -> None:
@@ -81,6 +81,8 @@ def test_the_best_round_gains_most_and_costs_no_old_domain() -> None:
     lines = [line(1.5), line(1.7), line(1.9, old=1.5), line(1.6)]
     assert best_of(lines, WEIGHTS) == 1
     assert best_of([line(1.5), line(1.4)], WEIGHTS) == 0, "the deployed draft itself"
+    jumped = Line(1, {"new": 1.7}, {"many texts": 2.1, "one text": 1.3}, 2.0)
+    assert best_of([Line(0, {"new": 1.5}, {"many texts": 2.0, "one text": 2.0}, 2.0), jumped], WEIGHTS) == 1
     assert best_of([line(1.5), line(1.5)], WEIGHTS) == 0, "a tie leaves things as they are"
 
 
