@@ -110,10 +110,11 @@ def _gain(drawn_B: Floats) -> Gain:
 
 
 def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
-    """[1 + resamples] deployed over candidate seconds of a step, medians over rounds: what disturbs one is no cost."""
+    """[1 + resamples] deployed over candidate seconds of a step, medians of the rounds' ratios: what slows a round
+    falls on both, what disturbs one of them is no cost."""
     rounds = len(costs.deployed_R)
     drawn_BR = np.vstack([np.arange(rounds), rng.integers(rounds, size=(_RESAMPLES, rounds))])
-    found: Floats = np.median(costs.deployed_R[drawn_BR], axis=1) / np.median(costs.candidate_R[drawn_BR], axis=1)
+    found: Floats = np.median((costs.deployed_R / costs.candidate_R)[drawn_BR], axis=1)
     return found
 
 

@@ -96,6 +96,13 @@ def test_costs_that_nobody_could_measure_leave_doubt() -> None:
     assert mix.upper - mix.lower > 5 * (steady.upper - steady.lower)
 
 
+def test_what_slows_both_falls_out() -> None:
+    rng = np.random.default_rng(0)
+    slow_R = np.exp(rng.normal(0, 1.0, 40))
+    drifting = judge([domain(rng, 0.1)], StepCosts(SECONDS * slow_R, SECONDS * slow_R), wanted_gain=0.02)
+    assert drifting.finding == "better"
+
+
 def test_one_round_that_was_disturbed_is_no_cost() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1)]
