@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--recorded", type=Path, required=True, help="recorded/ of a `train` run: the old text")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60, help="of before, ceiling and after, each")
+    parser.add_argument("--distill-steps", type=int, default=60, help="of after alone")
     parser.add_argument("--equal-steps", type=int, default=15)
     parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--conversations", type=int, default=64, help="that judge, of every domain")
@@ -179,8 +180,15 @@ class Bench:
     def _distilled(self, name: str, capture: Path, *flags: str) -> dict[str, Any]:
         words = ["--draft", f"file://{self.out / 'before'}", "--capture", str(capture), "--out", str(self.out / name)]
         words += ["--golden", str(self.out / "golden.jsonl"), "--max-tokens", str(self.args.max_tokens)]
-        words += ["--steps", str(self.args.steps), "--batch-tokens", str(self.args.batch_tokens)]
-        words += ["--round-steps", str(max(self.args.steps // 3, 1)), "--learning-rate", str(RATE), "--threads", "1"]
+        words += ["--steps", str(self.args.distill_steps), "--batch-tokens", str(self.args.batch_tokens)]
+        words += [
+            "--round-steps",
+            str(max(self.args.distill_steps // 2, 1)),
+            "--learning-rate",
+            str(RATE),
+            "--threads",
+            "1",
+        ]
         with contextlib.redirect_stdout(io.StringIO()) as said:
             code = command(["distill", *words, *flags])
         document: dict[str, Any] = json.loads(said.getvalue())
