@@ -42,6 +42,7 @@ from specdecode_worker.models.store import default_cache_dir, resolve
 from specdecode_worker.models.weights import load_eagle3, load_llama
 from specdecode_worker.training.data import DataSet, batches
 from specdecode_worker.training.export import write_head
+from specdecode_worker.training.going_on import continued_head
 from specdecode_worker.training.golden import by_conversation
 from specdecode_worker.training.mixture import Weighted, compose
 from specdecode_worker.training.paired import Drafted, Sample, steps_of
@@ -49,7 +50,6 @@ from specdecode_worker.training.records import read_samples
 from specdecode_worker.training.replay import Tally
 from specdecode_worker.training.shards import Conversation
 from specdecode_worker.training.splits import split_of
-from specdecode_worker.training.start import continued_head
 from specdecode_worker.training.step_costs import step_costs
 from specdecode_worker.training.student import StudySettings, train_settings
 from specdecode_worker.training.trainer import Trainer
@@ -210,7 +210,7 @@ class Bench:
             for batch in batches(texts, tokens=self.args.batch_tokens, seed=seed, epoch=number):
                 if trainer.progress.step == steps:
                     return trainer.master
-                trainer.step(batch)
+                trainer.step([batch])
         raise AssertionError("steps come to an end")
 
     def _walked(self, drafts: Sequence[Drafted], samples: Sequence[Sample]) -> dict[str, np.ndarray[Any, Any]]:
@@ -283,7 +283,7 @@ class Bench:
 
     def _old_text(self) -> list[Conversation]:
         if not hasattr(self, "_read"):
-            self._read = DataSet(self._old() / "recorded", validation=24)
+            self._read = DataSet(self._old() / "recorded", validation=24, per_domain=8)
             self._read.grow()
         return self._read.training
 

@@ -30,6 +30,7 @@ from specdecode_worker.training.calibration import write_calibration
 from specdecode_worker.training.chat import Chat
 from specdecode_worker.training.descent import Ancestor, lineage, read_lineage
 from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.going_on import continued_head
 from specdecode_worker.training.golden import Golden, apart_from, golden_set, runs_of_samples
 from specdecode_worker.training.judging import Trial, decide
 from specdecode_worker.training.mixture import Weighted
@@ -37,7 +38,6 @@ from specdecode_worker.training.paired import Drafted, Sample
 from specdecode_worker.training.records import Source, Stopped, Summary, prepare, read_samples
 from specdecode_worker.training.replay_pool import Pool, read_pool
 from specdecode_worker.training.splits import united
-from specdecode_worker.training.start import continued_head
 from specdecode_worker.training.student import Lessons, Study, StudySettings
 
 VALIDATION_CONVERSATIONS = 64

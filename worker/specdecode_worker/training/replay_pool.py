@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specdecode_worker.training.data import DataSet
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
+from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
 from specdecode_worker.training.shards import Conversation, read_shard, shard_paths
 
 
@@ -42,7 +42,7 @@ def read_pool(folders: Sequence[Path], *, most_tokens: int) -> Pool:
 
 
 def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
-    data = DataSet(folder, validation=VALIDATION_CONVERSATIONS)
+    data = DataSet(folder, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
     shards, seen = len(shard_paths(folder)), 0
     while seen < shards and _tokens(data.training) < most_tokens:
         seen = data.grow(seen + 1)

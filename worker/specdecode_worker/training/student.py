@@ -114,7 +114,7 @@ class Study:
             if stopped():
                 self._trainer.save(self._out)
                 raise Interrupted
-            losses.append(self._trainer.step(groups[at.batch]))
+            losses.append(self._trainer.step([groups[at.batch]]))
             at.batch += 1
             self._tell(losses[-1], tell)
         at.epoch, at.batch = at.epoch + 1, 0
