@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.training.data import DataSet, batches
 from specdecode_worker.training.export import write_head
@@ -141,14 +142,14 @@ class Study:
             }
         )
         if self.best == len(at.history) - 1:
-            write_head(self._trainer.master, self._out / "best")
+            write_head(_eagle3(self._trainer.master), self._out / "best")
         self._trainer.save(self._out)
         tell(f"distill: validation {at.history[-1]}")
 
     def _captured_pace(self) -> dict[str, float]:
         """Tokens per step of the chain that is trained, by captured domain."""
         tallies: dict[str, Tally] = defaultdict(Tally)
-        draft, shape = Drafted(self._trainer.head), TreeShape.chain(self.settings.depth)
+        draft, shape = Drafted(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
         for sample in self._lessons.validation:
             (walked,) = steps_of([draft], sample, shape, self._eos, self._vocab_size)
             tally = tallies[sample.record.task]
@@ -195,3 +196,8 @@ def train_settings(settings: StudySettings) -> TrainSettings:
         deepen_at=(0.0,) * (settings.depth - 1),
         seed=settings.seed,
     )
+
+
+def _eagle3(draft: Draft) -> Eagle3Head:
+    assert isinstance(draft, Eagle3Head), "distillation goes on with heads alone"
+    return draft
