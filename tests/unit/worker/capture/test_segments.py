@@ -92,7 +92,8 @@ def test_fields_of_a_newer_writer_are_passed_over(tmp_path: Path) -> None:
 
 def test_bytes_are_bounded_for_all_writers_together(tmp_path: Path) -> None:
     rng, most = random.Random(0), 2**16
-    writers = [writer(tmp_path, max_bytes=most, now=float(i)) for i in range(5)]
+    i = 0
+    writers = [SegmentWriter(tmp_path, max_bytes=most, max_age_seconds=1e9, clock=lambda: float(i)) for _ in range(5)]
     for i in range(3000):
         rng.choice(writers).append(encoded(record(i, tokens=rng.randint(10, 60))))
         assert stored(tmp_path) <= most
