@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--validate-every", type=float, default=_DEFAULTS.validate_every, help="seconds between checkpoints"
     )
+    parser.add_argument("--validate-steps", type=int, default=0, metavar="N", help="or every N steps, by no clock")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="torch threads (default: all)")
@@ -123,6 +124,7 @@ def _settings(args: argparse.Namespace) -> TrainSettings:
         patience=args.patience,
         seed=args.seed,
         validate_every=args.validate_every,
+        validate_steps=args.validate_steps,
     )
 
 

@@ -42,6 +42,7 @@ class TrainSettings:
     patience: int = 0  # validations without a better one after which training stops; 0: never
     seed: int = 0
     validate_every: float = 240.0  # seconds of training; a checkpoint is written as often
+    validate_steps: int = 0  # steps instead, if not 0: which validation is the best then depends on no clock
 
 
 def rate_at(share: float, settings: TrainSettings) -> float:

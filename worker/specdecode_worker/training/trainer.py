@@ -75,8 +75,8 @@ class Trainer:
         return self.share_done >= 1 or 0 < patience <= self.progress.worse
 
     def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Draft], None]) -> None:
-        """Trains to the end. Every few minutes: validation, a checkpoint in ``folder``, the draft to ``keep`` if it is
-        the best so far; the best is what ``master`` holds in the end."""
+        """Trains to the end. Every few minutes (or ``validate_steps``): validation, the draft to ``keep`` if it is the
+        best so far, a checkpoint in ``folder``; the best is what ``master`` holds in the end."""
         shown = due = self.progress.seconds
         due += self.settings.validate_every
         losses: list[float] = []
@@ -85,7 +85,7 @@ class Trainer:
             if self.progress.seconds >= shown + 15:
                 tell(self._line(losses))
                 shown, losses = self.progress.seconds, losses[-20:]
-            if self.progress.seconds >= due or self.share_done >= 1:
+            if self._due(due):
                 due = self.progress.seconds + self.settings.validate_every
                 self._look(folder, losses, tell, keep)
             if self.over:
@@ -94,6 +94,11 @@ class Trainer:
             self.master.load_state_dict(self.best)
             self._refresh()
 
+    def _due(self, seconds: float) -> bool:
+        every = self.settings.validate_steps
+        by_pace = self.progress.step % every == 0 if every else self.progress.seconds >= seconds
+        return by_pace or self.share_done >= 1
+
     def _look(
         self, folder: Path, losses: list[float], tell: Callable[[str], None], keep: Callable[[Draft], None]
     ) -> None:
@@ -101,9 +106,9 @@ class Trainer:
         if self.progress.worse == 0:
             self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
         if self.peers.rank == 0:
-            self.save(folder)
             if self.progress.worse == 0:
-                keep(self.master)
+                keep(self.master)  # before the checkpoint: a kill in between repeats this step, and loses no best
+            self.save(folder)
         self.peers.wait()
 
     def _batches(self) -> Iterator[Batches]:

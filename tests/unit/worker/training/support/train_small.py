@@ -67,7 +67,8 @@ def train(args: argparse.Namespace, out: Path) -> None:
         batch_tokens=40,
         depth=2,
         accumulate=args.accumulate,
-        validate_every=args.validate_every,
+        validate_every=3600.0,
+        validate_steps=args.validate_steps,
     )
     data = DataSet(args.recorded, validation=2)
     run = Beating(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings, peers)
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--validate-every", type=float, default=3600.0)
+    parser.add_argument("--validate-steps", type=int, default=0)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
