@@ -26,7 +26,7 @@ def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
     command = [sys.executable, str(SCRIPT), str(recorded), str(out), "--steps", "6", "--accumulate", "2"]
     processes = [subprocess.Popen(command, env={**os.environ, **ways, "RANK": str(rank)}) for rank in range(ranks)]
     assert [process.wait(timeout=240) for process in processes] == [0] * ranks
-    return load_file(out / "weights.safetensors")
+    return load_file(out / "weights.safetensors") | {"loss_sum": torch.tensor(float((out / "loss_sum").read_text()))}
 
 
 def test_two_ranks_are_one_rank_with_accumulation(
@@ -38,4 +38,4 @@ def test_two_ranks_are_one_rank_with_accumulation(
     alone, together = (ranked(recorded, tmp_path / str(count), count) for count in (1, 2))
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-5 if name == "loss_sum" else 1e-6)
