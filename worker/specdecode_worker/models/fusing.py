@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm
-from specdecode_worker.models.native import NativeLinear, NativeNorm, run_blocks_natively, runs_natively
+from specdecode_worker.models.native import NativeLinear, NativeNorm, joined_norm, run_blocks_natively, runs_natively
 from specdecode_worker.models.rope import rotate
 
 
@@ -28,7 +28,7 @@ class FusedAttention(nn.Module):
         self.keys = origin.k_proj.out_features // origin.head_dim
         self.qkv_proj = _joined(origin.q_proj, origin.k_proj, origin.v_proj)
         self.o_proj = origin.o_proj
-        self.register_buffer("norm_HD", _joined_norm(origin, self.queries, self.keys))
+        self.register_buffer("norm_HD", joined_norm(origin, self.queries, self.keys))
         self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
 
     def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -120,11 +120,3 @@ def _joined(*parts: nn.Linear) -> nn.Linear:
     if biases:
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined
-
-
-def _joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
-    """[queries + keys, D] weights of the norms that each head has, when it has one."""
-    if origin.q_norm is None or origin.k_norm is None:
-        return None
-    q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()
-    return torch.cat((q_D.expand(queries, -1), k_D.expand(keys, -1)))

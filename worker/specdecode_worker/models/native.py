@@ -97,16 +97,12 @@ def _entry(attention: Attention, norm: RMSNorm | None) -> Entry:
     heads = Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-    head_norm = None
-    if attention.q_norm is not None and attention.k_norm is not None:
-        weights = (attention.q_norm.weight.expand(heads.queries, -1), attention.k_norm.weight.expand(heads.keys, -1))
-        head_norm = torch.cat(weights).detach().contiguous()
     return Entry(
         matrix.pack(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None),
         heads,
         norm_weight=None if norm is None else norm.weight.detach(),
         norm_eps=0.0 if norm is None else norm.eps,
-        head_norm_HD=head_norm,
+        head_norm_HD=joined_norm(attention, heads.queries, heads.keys),
         head_eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
     )
 
@@ -119,3 +115,11 @@ def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
         norm_weight=norm.weight.detach(),
         norm_eps=norm.eps,
     )
+
+
+def joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
+    """[queries + keys, D] weights of the norms that each head has, when it has one."""
+    if origin.q_norm is None or origin.k_norm is None:
+        return None
+    q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()
+    return torch.cat((q_D.expand(queries, -1), k_D.expand(keys, -1)))

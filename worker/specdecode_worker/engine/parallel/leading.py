@@ -16,7 +16,8 @@ class LeadingCache(PagedCache):
     """Rank 0's heads of the cache; blocks are numbered alike on every rank."""
 
     def __init__(self, own: PagedCache, group: Group) -> None:
-        self.data, self._groups, self._natively, self._ranks = own.data, own._groups, own._natively, group
+        vars(self).update(vars(own))
+        self._ranks = group
 
     def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
         self._ranks.keep(source_slots, target_slots)
