@@ -12,14 +12,16 @@ from specdecode_operator.simulate.walks import MOST_STEPS, Form
 from specdecode_worker.contract import GuardCell
 
 ENOUGH = 24
-LOSES, WINS = 1.05, 0.98
+LOSES = ((96, 1.02), (ENOUGH, 1.08), (8, 1.3), (4, 2.0))
+WINS = 0.98
 PROBE_EVERY, PROBE_STEPS = 400, 24
-CHECK_STEPS = 8
+CHECK_STEPS = 24
 PROBE_SHARE = 0.005
 MOST_PATIENCE = 16
-BY_FAR = ((8, 1.3), (4, 2.0))
+BY_FAR = LOSES[2:]
 FEWEST = BY_FAR[-1][0]
-DECAY = 0.97
+DECAY = 0.99
+ASSUMED = 10.0
 _EARLY = tuple(steps for steps, _ in reversed(BY_FAR))
 
 
@@ -50,7 +52,7 @@ class Pace:
         self.steps, self._seconds, self._tokens = max(ENOUGH, other.steps), other._seconds, other._tokens
 
     def assume(self, seconds: float) -> None:
-        self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
+        self.steps, self._seconds, self._tokens = ENOUGH, ASSUMED * seconds, ASSUMED
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Watch:
             self._judge_stop(self.check, plain)
         elif self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
+        elif not self.suppressed and _loses(self.speculative, without, LOSES):
             self.suppressed, self.since_verdict, self.check = True, 0, Pace()
             self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
 
@@ -88,7 +90,7 @@ class Watch:
             return _until(self.probe.steps, (*_EARLY, PROBE_STEPS))
         if self.suppressed:
             return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else FEWEST
-        return _until(self.speculative.steps, (*_EARLY, ENOUGH))
+        return _until(self.speculative.steps, tuple(steps for steps, _ in reversed(LOSES)))
 
     def _judge_stop(self, check: Pace, plain: Pace) -> None:
         without = check.after(CHECK_STEPS)

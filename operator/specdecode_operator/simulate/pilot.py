@@ -71,6 +71,7 @@ class PlanPilot:
         self.labels, self.plan = labels, plan
         self.guard, self.exploration = Guard(), Exploration()
         self._pass_seconds = pass_seconds
+        self._plain: list[tuple[int, float]] = []
         self._bucket = 0
         self._forms: dict[tuple[int, int, int], Form] = {}
         self._planned: dict[Cell, set[Form]] = {}
@@ -84,7 +85,10 @@ class PlanPilot:
     def calibrate(self, plain_seconds: Callable[[int], float], most: int) -> None:
         """As the engine does before it serves: a plain step at the loads of the plan, with next to no context."""
         for count in sorted({*(edge for edge in self.plan.buckets.concurrency if edge <= most), most}):
-            self.guard.assume((bisect_left(self.plan.buckets.concurrency, count), 0), plain_seconds(count))
+            seconds = plain_seconds(count)
+            self._plain.append((count, seconds))
+            bucket = bisect_left(self.plan.buckets.concurrency, count)
+            self.guard.assume((bucket, 0), seconds * self._full(count, bucket))
 
     def take(self, plan: Plan) -> None:
         """A newer plan; an older one is refused in silence, as the next report shows."""
@@ -137,10 +141,20 @@ class PlanPilot:
             self.exploration.since_shadow = 0
         else:
             self.exploration.since_shadow += outcome.steps
-        self.exploration.passed(self._bucket, outcome.steps, outcome.seconds, tokens, in_burst=segment.in_burst)
+        full = self._full(outcome.sequences, self._bucket)
+        seconds = full * outcome.seconds
+        self.exploration.passed(self._bucket, outcome.steps, seconds, tokens, in_burst=segment.in_burst)
         same = set(segment.forms.values())
         if len(same) == 1 and len({group.context for group in segment.forms}) == 1:
-            self.guard.measured(cell, same.pop(), outcome.steps, outcome.seconds - extra, tokens)
+            self.guard.measured(cell, same.pop(), outcome.steps, seconds - full * extra, tokens)
+
+    def _full(self, sequences: float, bucket: int) -> float:
+        """Factor on a step of ``sequences`` to what it would take at the bucket's edge, as plain steps do."""
+        edges, points = self.plan.buckets.concurrency, self._plain
+        if len(points) < 2 or not edges:
+            return 1.0
+        before, after = (_line_through(points, at) for at in (sequences, edges[min(bucket, len(edges) - 1)]))
+        return after / before if before > 0 and after > 0 else 1.0
 
     def _allowed(self, cell: Cell, form: Form) -> bool:
         return not self.plan.guard or self.guard.allows(cell, form)
@@ -168,6 +182,13 @@ class PlanPilot:
         self._forms, self._planned = {}, {}
         for row in self.plan.rows:
             self._planned.setdefault((row.concurrency, row.context), set()).add(form_of(row.shape.parents))
+
+
+def _line_through(points: list[tuple[int, float]], at: float) -> float:
+    """Affine between rising points, and beyond them."""
+    right = min(max(bisect_left(points, (at, 0.0)), 1), len(points) - 1)
+    (low, least), (high, most) = points[right - 1 : right + 1]
+    return least + (most - least) * (at - low) / (high - low)
 
 
 def label_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -263,11 +263,10 @@ class Engine:
         self._recorder.ended(request, now)
 
     def _measure(self, step: Launched, seconds: float, emitted: int) -> None:
-        self._meter.drafted(step)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
-            self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, self._meter.pass_seconds)
+            self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 
     def _account(self, now: float) -> None:
         self._meter.account(self._recorder.statistics, self._scheduler, now)

@@ -32,6 +32,12 @@ class Launched:
     began_seconds: float
     draft_seconds: float
 
+    @property
+    def shadow_seconds(self) -> float:
+        """Of the step, for draft passes behind the shape: with what the draft had to make up for before them."""
+        passes = self.size.draft_passes
+        return self.draft_seconds * min(self.choice.shadow_passes / passes, 1.0) if passes else 0.0
+
     def read(self) -> list[Read]:
         """Waits for the device, and reads what the rows that chose have brought."""
         if self.outcome is None:

@@ -9,16 +9,11 @@ from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.statistics import Statistics
 from specdecode_worker.speculation.synthetic import Synthetic
 
-_PASS_WEIGHT = 0.1
-"""Of the newest step in the running mean of what a draft pass takes."""
-
 
 class Meter:
     """One per engine."""
 
     def __init__(self) -> None:
-        self.pass_seconds = 0.0
-        """What one draft pass takes, as a running mean."""
         self._collected_seconds = self._accounted_seconds = time.monotonic()
 
     def finish(self, step: Launched, synthetic: Synthetic) -> tuple[float, float]:
@@ -33,13 +28,6 @@ class Meter:
             now = time.monotonic()
         self._collected_seconds = now
         return now - began, now
-
-    def drafted(self, step: Launched) -> None:
-        """Learns from a step what a draft pass takes."""
-        passes = step.size.draft_passes
-        if passes:
-            each = step.draft_seconds / passes
-            self.pass_seconds += _PASS_WEIGHT * (each - self.pass_seconds) if self.pass_seconds else each
 
     def account(self, statistics: Statistics, scheduler: Scheduler, now: float) -> None:
         """Request-seconds, up to now, of what was running and waiting until now."""

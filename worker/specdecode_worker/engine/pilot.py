@@ -15,6 +15,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.speculation.dispatch import Dispatcher, Load
 from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration
 from specdecode_worker.speculation.guard import Guard
+from specdecode_worker.speculation.plain_curve import PlainCurve
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 _PLAIN_SHAPE = TreeShape(())
@@ -22,9 +23,11 @@ _PLAIN_SHAPE = TreeShape(())
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was picked for a step. ``shape`` is set when all of the batch runs the same at the same context;
-    ``counted`` is False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond the shape."""
+    """What was picked for a step of ``sequences`` decoding requests. ``shape`` is set when all of them run the same at
+    the same context; ``counted`` is False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond
+    the shape."""
 
+    sequences: int = 0
     concurrency: int = 0
     context: int = 0
     shape: TreeShape | None = None
@@ -59,6 +62,7 @@ class Pilot:
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
+        self._curve = PlainCurve()
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +82,9 @@ class Pilot:
 
     def assume_plain(self, sequences: int, seconds: float) -> None:
         """What a plain step of so many sequences was measured to take before anybody was served."""
-        self._guard.assume(bisect_left(self.plan.buckets.concurrency, sequences), 0, seconds)
+        self._curve.learn(sequences, seconds)
+        bucket = bisect_left(self.plan.buckets.concurrency, sequences)
+        self._guard.assume(bucket, 0, self._curve.scaled(seconds, sequences, self._edge(bucket)))
 
     def take_plan(self, plan: Plan) -> None:
         """Raises PlanRefused. The guard forgets what it held against shapes that the plan no longer runs."""
@@ -99,7 +105,7 @@ class Pilot:
         concurrency = self._dispatcher.load(len(requests))
         contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
         if not self._drafts or self.plainly:
-            self.choice = Choice(concurrency, max(contexts), _PLAIN_SHAPE)
+            self.choice = Choice(len(requests), concurrency, max(contexts), _PLAIN_SHAPE)
             return [PLAIN] * len(requests)
         shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
         planned = self._dispatcher.shape(Load(concurrency, contexts[0], requests[0].submit.task))
@@ -116,20 +122,26 @@ class Pilot:
         # A batch of which some could not be drafted for says nothing about the shape that it should have run.
         alike = len(set(shapes)) == 1 and len(set(contexts)) == 1 and (all(ready) or not shapes[0].nodes)
         shape = shapes[0] if alike else None
-        self.choice = Choice(concurrency, max(contexts), shape, burst is not None, counted, passes)
+        self.choice = Choice(len(requests), concurrency, max(contexts), shape, burst is not None, counted, passes)
         return trees
 
-    def measured(self, choice: Choice, seconds: float, tokens: float, pass_seconds: float) -> None:
-        """A step of decoding alone took ``seconds`` and brought ``tokens`` per sequence; one draft pass takes
-        ``pass_seconds``, which is what the shadow is charged by, and relieved of. Nothing is learnt of traffic from
-        steps that were plain by order."""
+    def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
+        """A step of decoding alone took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
+        ``tokens`` per sequence. Nothing is learnt of traffic from steps that were plain by order."""
         if self.plainly:
             return
-        extra = choice.shadow_passes * pass_seconds
-        self._exploration.shadow.pay(extra)
-        self._exploration.passed(choice.concurrency, seconds, tokens, in_burst=choice.in_burst)
+        edge = self._edge(choice.concurrency)
+        full = self._curve.scaled(seconds, choice.sequences, edge)
+        self._exploration.shadow.pay(shadow_seconds)
+        self._exploration.passed(choice.concurrency, full, tokens, in_burst=choice.in_burst)
         if choice.shape is not None and choice.counted:
-            self._guard.measured(choice.concurrency, choice.context, choice.shape, seconds - extra, tokens)
+            own = self._curve.scaled(seconds - shadow_seconds, choice.sequences, edge)
+            self._guard.measured(choice.concurrency, choice.context, choice.shape, own, tokens)
+
+    def _edge(self, bucket: int) -> int:
+        """Sequences that the steps of a bucket are told as; behind the last edge there is none but it."""
+        edges = self.plan.buckets.concurrency
+        return edges[min(bucket, len(edges) - 1)] if edges else 1
 
     def _shape(self, concurrency: int, context: int, request: Request) -> TreeShape:
         shape = self._dispatcher.shape(Load(concurrency, context, request.submit.task))

@@ -13,21 +13,26 @@ from specdecode_worker.contract import GuardCell, TreeShape
 
 ENOUGH = 24
 """Steps of either kind before a verdict."""
-LOSES, WINS = 1.05, 0.98
-"""Speculative over plain time per token: above the first speculation stops, below the second it comes back."""
+LOSES = ((96, 1.02), (ENOUGH, 1.08), (8, 1.3), (4, 2.0))
+"""(steps, ratio): behind so many steps speculation stops if its time per token is so much above plain decoding's. The
+more a shape loses the sooner that is told from noise; what loses little costs little until it is."""
+WINS = 0.98
+"""Below it a probe brings speculation back."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
 """While stopped: after this many steps the plan's shape runs for this many."""
-CHECK_STEPS = 8
+CHECK_STEPS = 24
 """Plain steps right behind a stop that have to bear it out: a machine that has become slower looks like a draft that
 loses, until plain decoding is timed on it too."""
 PROBE_SHARE = 0.005
 """Of all steps that a probe may lose: what loses much is probed the later for it."""
 MOST_PATIENCE = 16
 """Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
-BY_FAR = ((8, 1.3), (4, 2.0))
-"""(steps, ratio): so few stop a shape, or end a probe, that loses by so much: noise does not do that."""
+BY_FAR = LOSES[2:]
+"""These end a probe early, too."""
 FEWEST = BY_FAR[-1][0]
-_DECAY = 0.97
+_DECAY = 0.99
+_ASSUMED = 10.0
+"""Plain steps that what was measured at start weighs as much as."""
 
 
 @dataclass(slots=True)
@@ -56,7 +61,7 @@ class Pace:
 
     def assume(self, seconds: float) -> None:
         """What was measured elsewhere, until enough steps of its own have said otherwise."""
-        self.steps, self._seconds, self._tokens = ENOUGH, seconds, 1.0
+        self.steps, self._seconds, self._tokens = ENOUGH, _ASSUMED * seconds, _ASSUMED
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class Watch:
             self._judge_stop(self.check, plain)
         elif self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without, ((ENOUGH, LOSES), *BY_FAR)):
+        elif not self.suppressed and _loses(self.speculative, without, LOSES):
             self.suppressed, self.since_verdict, self.check = True, 0, Pace()
             self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
 

@@ -14,6 +14,7 @@ from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.exploration import Exploration as RealExploration
 from specdecode_worker.speculation.guard import Guard as RealGuard
 from specdecode_worker.speculation.guard import Pace as RealPace
+from specdecode_worker.speculation.plain_curve import PlainCurve
 
 
 def test_many_steps_at_once_move_a_pace_as_one_after_the_other() -> None:
@@ -100,3 +101,13 @@ def test_an_older_plan_is_not_taken() -> None:
     pilot = PlanPilot(("other",), Plan(uid="u", version=3, initial=TreeShape.chain(2)), lambda running: 0.0)
     pilot.take(Plan(uid="u", version=2, initial=TreeShape.chain(5)))
     assert pilot.state.version == 3
+
+
+def test_steps_are_told_as_if_their_bucket_were_full() -> None:
+    plan, real = Plan(uid="u", buckets=Buckets(concurrency=(1, 2, 4, 8, 16))), PlainCurve()
+    pilot = PlanPilot(("other",), plan, lambda running: 0.0)
+    pilot.calibrate(lambda count: 0.01 + 0.003 * count**0.8, 12)
+    for count in (1, 2, 4, 8, 12):
+        real.learn(count, 0.01 + 0.003 * count**0.8)
+    for sequences, bucket, edge in ((3, 2, 4), (4, 2, 4), (11, 4, 16), (1, 0, 1)):
+        assert pilot._full(sequences, bucket) == pytest.approx(real.scaled(1.0, sequences, edge))
