@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", metavar="URI", help="go on from this one (default: start from the target's layers)")
     parser.add_argument("--method", choices=_METHODS, default="eagle3", help="kind of draft (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="dense layers of a new draft (default: %(default)s)")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=1,
+        help="dense layers; one that --draft lacks is put behind its own (default: %(default)s)",
+    )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="everything goes there; OUT/head at last"
     )

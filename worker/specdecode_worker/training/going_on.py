@@ -9,15 +9,17 @@ from torch import Tensor
 
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.layers import Block
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.start import start_silent
 
 
-def continued(origin: Draft, target: Llama, vocabulary: Tensor) -> Draft:
+def continued(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
     """``origin`` to be trained on. Raises CannotContinue, which names what stands in the way."""
     if isinstance(origin, Eagle3Head):
-        return continued_head(origin, target, vocabulary)
+        return continued_head(origin, target, vocabulary, layers)
     known = origin.target_ids if isinstance(origin, MedusaHeads) else None
     if known is not None and not torch.equal(known, vocabulary):
         raise CannotContinue("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")
@@ -25,14 +27,24 @@ def continued(origin: Draft, target: Llama, vocabulary: Tensor) -> Draft:
 
 
 @torch.no_grad()
-def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Eagle3Head:
+def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """An EAGLE-3 head with another draft vocabulary; tokens that are new to it start as the target's. Norms of its
-    inputs, further layers and an embedding of its own stay as they are. Raises CannotContinue."""
+    inputs, further layers and an embedding of its own stay as they are; up to ``layers`` are put behind them, and
+    start silent. Raises CannotContinue."""
     _check_states(origin, target)
-    config = replace(origin.config, draft_vocab_size=len(vocabulary))
+    layers = max(layers, origin.config.num_hidden_layers)
+    if layers > origin.config.num_hidden_layers and origin.config.hidden_size != target.config.hidden_size:
+        raise CannotContinue(
+            f"further layers start as the target's last, which is {target.config.hidden_size} wide and not "
+            f"{origin.config.hidden_size} as this head is; leave --layers out"
+        )
+    config = replace(origin.config, draft_vocab_size=len(vocabulary), num_hidden_layers=layers)
     embedding = origin.embed_tokens or target.model.embed_tokens
     head = Eagle3Head(config, embedding, own_embedding=origin.embed_tokens is not None).float()
-    own = origin.float().state_dict()
+    for block in list(head.layers.values())[origin.config.num_hidden_layers - 1 :]:
+        assert isinstance(block, Block)
+        start_silent(block, target)
+    own = head.state_dict() | origin.float().state_dict()
     own |= {
         "lm_head.weight": _output_rows(origin, target, vocabulary),
         "d2t": vocabulary - torch.arange(len(vocabulary)),

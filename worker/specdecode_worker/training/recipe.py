@@ -116,7 +116,7 @@ def train_draft(
 def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Draft:
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if plan.origin is not None:
-        return continued(plan.origin, target, known)
+        return continued(plan.origin, target, known, plan.layers)
     match plan.method:
         case "eagle3":
             return new_head(target, known, plan.layers)

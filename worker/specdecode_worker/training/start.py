@@ -42,7 +42,7 @@ def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
         _copy_weights(head, target, vocabulary)
         for block in head.layers.values():
             assert isinstance(block, Block)
-            _start_silent(block, target)
+            start_silent(block, target)
     return head
 
 
@@ -56,7 +56,7 @@ def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
         head.fc.weight[:, width:].copy_(torch.eye(width))
         for block in head.layers:
             assert isinstance(block, Block)
-            _start_silent(block, target)
+            start_silent(block, target)
     return head
 
 
@@ -102,7 +102,7 @@ def _blocks(target: LlamaConfig) -> dict[str, Any]:
     return {name: getattr(target, name) for name in names}
 
 
-def _start_silent(block: Block, target: Llama) -> None:
+def start_silent(block: Block, target: Llama) -> None:
     """The target's last layer, which adds nothing yet: its outputs start at zero."""
     last = target.model.layers[-1].state_dict()
     known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}

@@ -128,6 +128,17 @@ def test_a_head_with_norms_and_layers_is_trained_on_as_it_is(
         assert (first == second).float().mean() > 0.5
 
 
+def test_layers_that_are_put_behind_a_head_start_silent(
+    target: Llama, head: Eagle3Head, conversations: list[Conversation]
+) -> None:
+    deeper = continued_head(head, target, head.target_ids, layers=3)
+    assert deeper.config.num_hidden_layers == 3
+    before, after = (ranks(h, conversations, target.lm_head.weight, 2) for h in (head, deeper))
+    for first, second in zip(before, after, strict=True):
+        assert torch.equal(first, second)
+    assert continued_head(deeper, target, head.target_ids, layers=1).config.num_hidden_layers == 3, "none is dropped"
+
+
 def test_a_head_of_other_layers_of_the_target_is_refused(target: Llama) -> None:
     config = replace(head_config(target.config, 32), aux_layers=(1, 3, 5))
     with pytest.raises(CannotContinue, match=r"\[1, 3, 5\]"):
@@ -143,3 +154,5 @@ def test_a_narrow_head_keeps_its_vocabulary(target: Llama) -> None:
     assert kept.embed_tokens is not None
     with pytest.raises(CannotContinue, match="hidden_size 16"):
         continued_head(head, target, torch.arange(32))
+    with pytest.raises(CannotContinue, match="leave --layers out"):
+        continued_head(head, target, head.target_ids, layers=2)
