@@ -54,12 +54,16 @@ class Exploration:
     def shadows(self, share: float) -> bool:
         return self.since_shadow >= SHADOW_STEPS and self.shadow_spent < share / 2 * self.total
 
-    def passed(self, concurrency: int, steps: int, seconds: float, tokens: float, *, in_burst: bool) -> None:
+    def passed(
+        self, concurrency: int, steps: int, seconds: float, tokens: float, *, in_burst: bool, shadow: float = 0.0
+    ) -> None:
+        """``shadow``: seconds for shadow passes, which here cost nothing else."""
         self.total += seconds
+        self.shadow_spent += shadow
         usual = self.usual.setdefault(concurrency, Pace())
         if not in_burst:
             self.since_burst += steps
-            usual.add(steps, seconds, tokens)
+            usual.add(steps, seconds - shadow, tokens)
         elif usual.pace is not None:
             self.burst_spent += max(0.0, seconds - tokens * usual.pace)
 
@@ -137,16 +141,16 @@ class PlanPilot:
         if segment.shadow:
             deepest = max(form.depth for form in segment.forms.values())
             extra = outcome.steps * (segment.drafted_depth - deepest) * self._pass_seconds(load.sequences)
-            self.exploration.shadow_spent += extra
             self.exploration.since_shadow = 0
         else:
             self.exploration.since_shadow += outcome.steps
         full = self._full(outcome.sequences, self._bucket)
-        seconds = full * outcome.seconds
-        self.exploration.passed(self._bucket, outcome.steps, seconds, tokens, in_burst=segment.in_burst)
+        seconds, shadow = full * outcome.seconds, full * extra
+        bucket, in_burst = self._bucket, segment.in_burst
+        self.exploration.passed(bucket, outcome.steps, seconds, tokens, in_burst=in_burst, shadow=shadow)
         same = set(segment.forms.values())
         if len(same) == 1 and len({group.context for group in segment.forms}) == 1:
-            self.guard.measured(cell, same.pop(), outcome.steps, seconds - full * extra, tokens)
+            self.guard.measured(cell, same.pop(), outcome.steps, seconds - shadow, tokens)
 
     def _full(self, sequences: float, bucket: int) -> float:
         """Factor on a step of ``sequences`` to what it would take at the bucket's edge, as plain steps do."""

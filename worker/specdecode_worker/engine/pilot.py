@@ -131,12 +131,10 @@ class Pilot:
         if self.plainly:
             return
         edge = self._edge(choice.concurrency)
-        full = self._curve.scaled(seconds, choice.sequences, edge)
-        self._exploration.shadow.pay(shadow_seconds)
-        self._exploration.passed(choice.concurrency, full, tokens, in_burst=choice.in_burst)
+        full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
+        self._exploration.passed(choice.concurrency, full, tokens, in_burst=choice.in_burst, shadow_seconds=shadow)
         if choice.shape is not None and choice.counted:
-            own = self._curve.scaled(seconds - shadow_seconds, choice.sequences, edge)
-            self._guard.measured(choice.concurrency, choice.context, choice.shape, own, tokens)
+            self._guard.measured(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 
     def _edge(self, bucket: int) -> int:
         """Sequences that the steps of a bucket are told as; behind the last edge there is none but it."""

@@ -104,6 +104,17 @@ def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
     assert [account.shadows(0.1) for _ in range(3)] == [False] * 3
 
 
+@pytest.mark.parametrize(("seconds", "paid"), [(0.016, 0.006), (0.011, 0.004), (0.009, 0.004)])
+def test_a_shadow_pays_what_its_step_took_and_its_passes_at_least(seconds: float, paid: float) -> None:
+    """Usual steps take 10 ms, whatever they bring; 4 ms of this one were shadow passes."""
+    account = Exploration()
+    for index in range(ENOUGH):
+        account.passed(0, 0.01, 1.0 + index % 3, in_burst=False)
+    account.passed(0, seconds, 1.0, in_burst=False, shadow_seconds=0.004)
+    assert account.shadow.spent_seconds == pytest.approx(paid)
+    assert account.bursts.spent_seconds == 0
+
+
 def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
     _, bursts, _ = run(1000, 0.5, running=CHAIN(0))
     assert cost(2)[0] / cost(2)[1] < cost(0)[0] / cost(0)[1], "bursts of chain:2 cost nothing here"
