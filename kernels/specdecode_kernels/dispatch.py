@@ -14,6 +14,11 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def learns(*tensors: Tensor) -> bool:
+    """Whether gradients will be asked for, which kernels have none of."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def processors(x: Tensor) -> int:
     """Streaming multiprocessors of the tensor's GPU, by which grids are sized; an H100's where there is none."""
     if not x.is_cuda:

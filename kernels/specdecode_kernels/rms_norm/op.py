@@ -10,9 +10,11 @@ from specdecode_kernels.rms_norm import reference
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As reference.rms_norm."""
-    if not dispatch.on_gpu(x_TE) or x_TE.dtype == torch.float64:
+    """As reference.rms_norm; there may be more dimensions of rows than one."""
+    if not dispatch.on_gpu(x_TE) or x_TE.dtype == torch.float64 or dispatch.learns(x_TE, weight_E):
         return reference.rms_norm(x_TE, weight_E, eps, residual_TE)
     from specdecode_kernels.rms_norm import kernel
 
-    return kernel.rms_norm(x_TE, weight_E, eps, residual_TE)
+    residual_RE = None if residual_TE is None else residual_TE.flatten(0, -2)
+    normed_RE, summed_RE = kernel.rms_norm(x_TE.flatten(0, -2), weight_E, eps, residual_RE)
+    return normed_RE.view(x_TE.shape), summed_RE.view(x_TE.shape)

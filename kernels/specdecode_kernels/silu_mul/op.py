@@ -10,9 +10,9 @@ from specdecode_kernels.silu_mul import reference
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """As reference.silu_mul."""
-    if not dispatch.on_gpu(gate_up_T2F) or gate_up_T2F.dtype == torch.float64:
+    """As reference.silu_mul; there may be more dimensions of rows than one."""
+    if not dispatch.on_gpu(gate_up_T2F) or gate_up_T2F.dtype == torch.float64 or dispatch.learns(gate_up_T2F):
         return reference.silu_mul(gate_up_T2F)
     from specdecode_kernels.silu_mul import kernel
 
-    return kernel.silu_mul(gate_up_T2F)
+    return kernel.silu_mul(gate_up_T2F.flatten(0, -2)).view(*gate_up_T2F.shape[:-1], -1)

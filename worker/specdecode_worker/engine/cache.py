@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.cpu.ops import Pages, attends
 from specdecode_kernels.cpu.ops import attend as attend_natively
 from specdecode_kernels.kv_keep.op import kv_keep
+from specdecode_kernels.rope_cache.op import rope_cache
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
 from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.packed import Packed
-from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.layers import Attend, TurningAttend
+from specdecode_worker.models.rope import Turns
 
 
 class PagedCache:
@@ -50,11 +53,15 @@ class PagedCache:
             dtype=self.data.dtype,
             kv_heads=self.data.shape[4],
         )
-        return PagedAttend(self.data, packed.slots_T, prepared)
+        return self._attending(packed.slots_T, prepared)
 
-    def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Moves accepted nodes' keys and values to the slots that their positions own."""
-        kv_keep(self.data, source_slots, target_slots)
+    def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
+        """Moves accepted nodes' keys and values to the slots that their positions own; ``group`` as in kv_keep."""
+        kv_keep(self.data, source_slots, target_slots, group=group)
+
+    def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
+        kind = TurningPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
+        return kind(self.data, slots_T, prepared)
 
 
 class PagedAttend:
@@ -71,6 +78,15 @@ class PagedAttend:
         rows[0].index_copy_(0, self._slots_T, k_TKD)
         rows[1].index_copy_(0, self._slots_T, v_TKD)
         return attend(q_THD, self._layers[layer], self._prepared)
+
+
+class TurningPagedAttend(PagedAttend, TurningAttend):
+    """The same where a kernel rotates too, while it writes the keys."""
+
+    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+        cache = self._layers[layer]
+        turned_THD = rope_cache(q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache)
+        return attend(turned_THD, cache, self._prepared)
 
 
 class NativeAttend:

@@ -66,4 +66,5 @@ def _move_keys(cache: PagedCache, block_table_BM: Tensor, roots_C: Tensor, path_
     target = slots_of(block_table_BM, row_CD, target_CD.expand_as(path_CD))
     # A pair that does nothing points into the padding block.
     moves = path_CD > 0
-    cache.keep(torch.where(moves, source, 0).flatten(), torch.where(moves, target, 0).flatten())
+    source, target = torch.where(moves, source, 0), torch.where(moves, target, 0)
+    cache.keep(source.flatten(), target.flatten(), group=path_CD.shape[1])

@@ -48,8 +48,7 @@ class EagleHead(nn.Module):
         """Features for the next slot [T, E]. ``positions_T`` are the slots'; ``attend`` is called for every layer."""
         embed_tokens = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         x_TE: Tensor = self.fc(torch.cat((embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE), dim=-1))
-        cos, sin = self.rope.tables(positions_T)
-        rope = (cos.to(hidden_TE.dtype), sin.to(hidden_TE.dtype))
+        rope = self.rope.at(positions_T, hidden_TE.dtype)
         for layer, block in enumerate(self.layers):
             x_TE = block(layer, x_TE, rope, attend)
         return x_TE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specdecode_worker.models.draft_config import Eagle3Config
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.reads import Reads
-from specdecode_worker.models.rope import Rope
+from specdecode_worker.models.rope import Rope, Turns
 
 
 class Midlayer(nn.Module):
@@ -29,12 +29,13 @@ class Midlayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
         normed_TE = self.hidden_norm(hidden_TE)
         residual_TE = normed_TE if self.norm_before_residual else hidden_TE
         pair = torch.cat((self.input_layernorm(embedding_TE), normed_TE), dim=-1)
-        x_TE = residual_TE + self.self_attn(0, pair, rope, attend)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))  # type: ignore[no-any-return]
+        attended_TE = self.self_attn(0, pair, rope, attend)
+        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, residual_TE)
+        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
 
 
 class Eagle3Head(nn.Module):
@@ -85,8 +86,7 @@ class Eagle3Head(nn.Module):
         """
         embed_tokens = self._shared_embedding[0] if self.embed_tokens is None else self.embed_tokens
         embedding_TE = embed_tokens(tokens_T).to(hidden_TE.dtype)
-        cos, sin = self.rope.tables(positions_T)
-        rope = (cos.to(hidden_TE.dtype), sin.to(hidden_TE.dtype))
+        rope = self.rope.at(positions_T, hidden_TE.dtype)
         x_TE: Tensor = self.midlayer(embedding_TE, hidden_TE, rope, attend)
         for layer, block in enumerate(self.layers.values(), start=1):
             x_TE = block(layer, x_TE, rope, attend)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm
+from specdecode_kernels.silu_mul.op import silu_mul
+from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, TurningAttend
 from specdecode_worker.models.native import NativeLinear, NativeNorm, joined_norm, run_blocks_natively, runs_natively
-from specdecode_worker.models.rope import rotate
+from specdecode_worker.models.rope import Turns
 
 
 class FusedAttention(nn.Module):
@@ -31,14 +32,18 @@ class FusedAttention(nn.Module):
         self.register_buffer("norm_HD", joined_norm(origin, self.queries, self.keys))
         self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
 
-    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
         heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.norm_HD is not None:
             turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.norm_HD
-        turned_THD = rotate(turning_THD, *rope)
-        out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+        if isinstance(attend, TurningAttend):
+            q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
+            out_THD = attend.turning(layer, q_THD, k_TKD, v_TKD, rope)
+        else:
+            turned_THD = rope.turned(turning_THD)
+            out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
         result: Tensor = self.o_proj(out_THD.flatten(-2))
         return result
 
@@ -52,8 +57,7 @@ class FusedMLP(nn.Module):
         self.down_proj = origin.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        result: Tensor = self.down_proj(F.silu(gate) * up)
+        result: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
         return result
 
 

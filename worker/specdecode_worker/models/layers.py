@@ -5,13 +5,15 @@ Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_worker.models.rope import rotate
+from specdecode_kernels.rms_norm.op import rms_norm
+from specdecode_worker.models.rope import Turns
 from specdecode_worker.models.target_config import BlockConfig
 
 
@@ -25,6 +27,14 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
 
 
+class TurningAttend(ABC):
+    """An Attend that turns queries and keys itself, in the launch that keeps the keys."""
+
+    @abstractmethod
+    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+        """As an Attend, of queries and keys that are not rotated yet."""
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm; the mean is taken in fp32 at least (fp64 inputs stay fp64)."""
 
@@ -34,7 +44,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)[0]
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, summed) of x + residual."""
+        return rms_norm(x, self.weight, self.eps, residual)
 
 
 class Attention(nn.Module):
@@ -52,14 +66,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
         def heads(y: Tensor) -> Tensor:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
         q, k, v = heads(self.q_proj(x_TE)), heads(self.k_proj(x_TE)), heads(self.v_proj(x_TE))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_THD = attend(layer, rotate(q, *rope), rotate(k, *rope), v)
+        out_THD = attend(layer, rope.turned(q), rope.turned(k), v)
         result: Tensor = self.o_proj(out_THD.flatten(-2))
         return result
 
@@ -89,6 +103,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x_TE = x_TE + self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))  # type: ignore[no-any-return]
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        attended_TE = self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
+        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, x_TE)
+        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]

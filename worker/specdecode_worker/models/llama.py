@@ -49,8 +49,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: Reads = NOTHING) -> TargetOutput:
         x_TE = self.model.embed_tokens(tokens_T)
-        cos, sin = self.rope.tables(positions_T)
-        rope = (cos.to(x_TE.dtype), sin.to(x_TE.dtype))
+        rope = self.rope.at(positions_T, x_TE.dtype)
         inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.model.layers):
             if layer in reads.layers:

@@ -14,6 +14,7 @@ from specdecode_kernels.cpu.native import library
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
 from specdecode_worker.models.eagle3 import Midlayer
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
+from specdecode_worker.models.rope import Turns
 
 
 class NativeLinear(nn.Module):
@@ -38,6 +39,11 @@ class NativeNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As RMSNorm.of_sum."""
+        summed = x + residual
+        return self._run(summed), summed
+
 
 class NativeBlock(nn.Module):
     """A Block in three calls: up to queries, keys and values; attention; the rest."""
@@ -48,8 +54,8 @@ class NativeBlock(nn.Module):
         self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
-    def forward(self, layer: int, x_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        return self._tail(attend(layer, *self._entry(x_TE, rope)), x_TE)
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        return self._tail(attend(layer, *self._entry(x_TE, rope.tables)), x_TE)
 
 
 class NativeMidlayer(nn.Module):
@@ -62,11 +68,11 @@ class NativeMidlayer(nn.Module):
         self._entry = _entry(origin.self_attn, None)
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
-    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
         normed_TE = self.hidden_norm(hidden_TE)
         residual_TE = normed_TE if self.norm_before_residual else hidden_TE
         pair = torch.cat((self.input_layernorm(embedding_TE), normed_TE), dim=-1)
-        return self._tail(attend(0, *self._entry(pair, rope)), residual_TE)
+        return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
 
 
 def runs_natively(part: nn.Linear | RMSNorm) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -140,9 +141,26 @@ class Rope(nn.Module):
         self.register_buffer("cos_PD", table[0], persistent=False)
         self.register_buffer("sin_PD", table[1], persistent=False)
 
-    def tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, D], shared by all layers of a pass."""
-        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
+    def at(self, positions_T: Tensor, dtype: torch.dtype) -> Turns:
+        return Turns(self.cos_PD, self.sin_PD, positions_T, dtype)
+
+
+class Turns:
+    """The rotations of one pass, shared by all of its layers: rows ``positions_T`` of the tables ``cos_PD`` and
+    ``sin_PD``."""
+
+    def __init__(self, cos_PD: Tensor, sin_PD: Tensor, positions_T: Tensor, dtype: torch.dtype) -> None:
+        self.cos_PD, self.sin_PD, self.positions_T = cos_PD, sin_PD, positions_T
+        self._dtype = dtype
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, D], in the type of the model."""
+        cos, sin = (table_PD[self.positions_T].unsqueeze(1) for table_PD in (self.cos_PD, self.sin_PD))
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+    def turned(self, x_THD: Tensor) -> Tensor:
+        return rotate(x_THD, *self.tables)
 
 
 def _llama3_scaled(frequency: Tensor, scaling: RopeScaling) -> Tensor:

@@ -22,6 +22,15 @@ class Columns:
         return self._floats([law.temperature or 1.0 for law in self._laws])
 
     @cached_property
+    def own_temperature_B(self) -> Tensor:
+        """0 where greedy."""
+        return self._floats([law.temperature for law in self._laws])
+
+    @cached_property
+    def seed_B(self) -> Tensor:
+        return torch.tensor([law.seed for law in self._laws], device=self._device)
+
+    @cached_property
     def top_k_B(self) -> Tensor:
         return torch.tensor([law.top_k for law in self._laws], device=self._device)
 

@@ -1,7 +1,8 @@
 """Coupled choice: target and draft pick with the same noise, so that drafting cannot be seen in the text.
 
-The noise of a request belongs to the absolute position of the token to be chosen. It is drawn once per step and
-position and serves the draft's proposals and the target's choice at every node of that depth.
+The noise of a request belongs to the absolute position of the token to be chosen. On a GPU kernels draw it where they
+pick. Elsewhere it is drawn once per step and position, and serves the draft's proposals and the target's choice at
+every node of that depth.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
+from specdecode_kernels.top_k.op import top_k
+from specdecode_kernels.verify.op import choose
 from specdecode_worker.speculation.accept import Outcome, accept
 from specdecode_worker.speculation.history import Texts
 from specdecode_worker.speculation.law import Law
@@ -31,7 +35,9 @@ class Coupling:
 
     def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
         self._laws = Processing(laws, texts, forest, vocab_size)
-        if self._laws.sampled.any:
+        self._size = vocab_size
+        self._on_kernels = dispatch.on_gpu(texts.roots_B)
+        if self._laws.sampled.any and not self._on_kernels:
             depth = max(forest.depth, len(forest.levels) - 1)
             self._row_of_B, self._noise_SDV = _noise(laws, texts.roots_B, depth, vocab_size)
 
@@ -48,12 +54,19 @@ class Coupling:
         """[R, k] the top of the draft's logits, plus the target's noise where sampled. ``sharpness`` multiplies the
         draft's logits there: it was fitted so that agreement is highest."""
         at = Nodes(batch_R, node_R, depth_R)
+        if self._on_kernels:
+            return self._proposed(logits_RV, target_ids_V, at, sharpness, k)
         best = self._picked(logits_RV, target_ids_V, at, sharpness, lambda scores: scores.topk(k, dim=-1).indices)
         return best if target_ids_V is None else target_ids_V[best]
 
     def choose(self, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
         """[R] the tokens that plain decoding emits behind these nodes."""
-        return self._picked(logits_RV, None, Nodes(batch_R, node_R, depth_R), 1.0, _first)
+        at = Nodes(batch_R, node_R, depth_R)
+        if not self._on_kernels:
+            return self._picked(logits_RV, None, at, 1.0, _first)
+        law = self._laws.picking(at)
+        adjusted_RV = self._laws.adjusted(logits_RV, None, at)
+        return choose(adjusted_RV, law.temperature_R, law.seed_R, law.position_R, law.truncation)
 
     def accept(
         self,
@@ -69,6 +82,24 @@ class Coupling:
         chosen_BN = torch.full_like(forest.parents_BN, -1)
         chosen_BN[batch_R, node_R] = self.choose(logits_RV, batch_R, node_R, depth_R)
         return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_depth_B)
+
+    def _proposed(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
+        law = self._laws.picking(at)
+        if self._laws.adjusting and sharpness != 1:
+            # Bias is not sharpened, and greedy rows are not.
+            logits_RV = logits_RV * torch.where(law.temperature_R > 0, sharpness, 1.0)[:, None]
+            sharpness = 1.0
+        return top_k(
+            self._laws.adjusted(logits_RV, ids_V, at),
+            k,
+            temperature_R=law.temperature_R,
+            seed_R=law.seed_R,
+            position_R=law.position_R,
+            vocab_size=self._size,
+            ids_V=ids_V,
+            sharpness=sharpness,
+            truncation=law.truncation,
+        )
 
     def _picked(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
         if not self._laws.special.any:

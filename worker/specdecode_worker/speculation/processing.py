@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,6 +17,17 @@ from specdecode_worker.speculation.history import History, Texts
 from specdecode_worker.speculation.law import Law
 from specdecode_worker.speculation.rows import Group, Nodes
 from specdecode_worker.speculation.trees import Forest
+
+
+@dataclass(frozen=True, slots=True)
+class Picking:
+    """By row: temperature (0 is greedy), seed, position of the token to be picked, and (top-k, top-p, min-p) where some
+    row cuts."""
+
+    temperature_R: Tensor
+    seed_R: Tensor
+    position_R: Tensor
+    truncation: tuple[Tensor, Tensor, Tensor] | None
 
 
 class Processing:
@@ -51,6 +63,11 @@ class Processing:
             moved = self._moved(wide, mine)[:, target_ids_V]
         return part.merge(moved, lambda: logits_RV.to(moved.dtype))
 
+    @property
+    def adjusting(self) -> bool:
+        """Whether some law moves single tokens."""
+        return self._adjusting.any
+
     def logp(self, logits_RV: Tensor, at: Nodes) -> Tensor:
         """[R, V] log-probabilities after temperature and cuts, of adjusted logits; of greedy laws they mean nothing."""
         columns, b = self._columns, at.batch_R
@@ -58,6 +75,13 @@ class Processing:
             return op.processed(logits_RV, columns.temperature_B[b], b, b, truncated=False)
         cuts = columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]
         return op.processed(logits_RV, columns.temperature_B[b], *cuts, truncated=True)
+
+    def picking(self, at: Nodes) -> Picking:
+        """What the kernels that pick want to know of these rows."""
+        columns, b = self._columns, at.batch_R
+        cuts = (columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]) if self._truncated else None
+        position_R = self._roots_B[b] + 1 + at.depth_R
+        return Picking(columns.own_temperature_B[b], columns.seed_B[b], position_R, cuts)
 
     def _moved(self, logits_RV: Tensor, at: Nodes) -> Tensor:
         columns, b = self._columns, at.batch_R

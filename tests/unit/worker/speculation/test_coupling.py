@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_worker.speculation.coupling import Coupling
 from specdecode_worker.speculation.history import Texts
 from specdecode_worker.speculation.law import Law
@@ -120,3 +121,30 @@ def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> Non
     plain = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 1)[:, 0]
     assert torch.equal(sharp, logits_RV.argmax(-1))
     assert not torch.equal(plain, sharp)
+
+
+BIASED = [Law(seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0))) for t in (0.0, 0.9)]
+
+
+@pytest.mark.parametrize("laws", [*MIXES, [*BIASED, FREE, GREEDY]], ids=len)
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_kernels_are_asked_for_the_same(
+    laws: list[Law], mapped: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels pick, they get what says the same of each row as the noise and the processors say elsewhere."""
+    roots, depth = list(range(5, 5 + len(laws))), 3
+    batch_R, depth_R = grid(len(laws), depth)
+    ids_V = torch.arange(0, V, 2) if mapped else None
+    logits_RV = logits(len(batch_R))
+    drafted_RV = logits_RV if ids_V is None else logits(len(batch_R), 1)[:, : len(ids_V)]
+
+    def found() -> tuple[Tensor, Tensor]:
+        coupling = coupling_of(laws, roots, depth)
+        proposed = coupling.propose(drafted_RV, ids_V, batch_R, depth_R, depth_R, sharpness, 4)
+        return proposed, coupling.choose(logits_RV, batch_R, depth_R, depth_R)
+
+    wanted = found()
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # of float64, operations run their references
+    for one, other in zip(found(), wanted, strict=True):
+        assert torch.equal(one, other)

@@ -19,9 +19,9 @@ class LeadingCache(PagedCache):
         vars(self).update(vars(own))
         self._ranks = group
 
-    def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
+    def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         self._ranks.keep(source_slots, target_slots)
-        super().keep(source_slots, target_slots)
+        super().keep(source_slots, target_slots, group=group)
 
 
 class LeadingTarget(Target):

@@ -1,0 +1,59 @@
+"""The whole engine on the kernels, interpreted: the text is that of the engine in plain torch, and so is acceptance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from small_llama import engine_of, networks, plan_of, submit, texts
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.tree_attention import plan
+from specdecode_kernels.verify import kernel as verify
+
+CASES = {
+    "greedy chain": ("chain:2", False, {}),
+    "sampled tree": ("tree:2,1", True, {}),
+    "processed tree": ("tree:2,1", True, {"presence_penalty": 0.7, "logit_bias": ((5, 2.0), (7, -3.0))}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_text_and_acceptance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, sampled, processors = CASES[case]
+    requests = [submit(i, sampled=sampled, tokens=7, **processors) for i in (0, 1)]
+    wanted = engine_of(networks(torch.float32))
+    wanted.set_plan(plan_of(shape))
+    text = texts(wanted, requests)
+
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
+    monkeypatch.setattr(plan, "processors", lambda _: 4)
+    monkeypatch.setattr(verify, "processors", lambda _: 2)
+    for module in ("rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep"):
+        _count(module, calls, monkeypatch)
+    found = engine_of(networks(torch.float32))
+    found.set_plan(plan_of(shape))
+    assert texts(found, requests) == text
+    one, two = wanted.report(), found.report()
+    assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
+    assert one.accepted_tokens > 0
+    keeps = {"kv_keep"} if "tree" in shape else set()
+    assert set(calls) == {"rms_norm", "rope_cache", "silu_mul", "top_k", "attend", "choose", *keeps}
+
+
+def _count(module: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the calls of a kernel."""
+    from importlib import import_module
+
+    kernel = import_module(f"specdecode_kernels.{module}.kernel")
+    name = {"tree_attention": "attend", "verify": "choose"}.get(module, module)
+    right = getattr(kernel, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(kernel, name, counted)

@@ -1,0 +1,135 @@
+"""Engines over a small random Llama on any device, whose draft is a noised copy of it: acceptance is real.
+
+Networks are fused, as those that serve are, so that the engine runs the operations that it runs in earnest.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.contract import DraftState, Plan, TreeShape
+from specdecode_worker.engine.blocks import BlockPool
+from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.loading import paged_cache
+from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
+from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.engine.pilot import Pilot
+from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.scheduler import Limits, Scheduler
+from specdecode_worker.engine.state import DeviceState
+from specdecode_worker.engine.target import Target
+from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.fusing import fuse
+from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.dispatch import Dispatcher
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+
+
+class NoisedCopy(nn.Module):
+    """A draft head that is the target with noise on its weights: it reads tokens and ignores hidden states."""
+
+    def __init__(self, target: Llama, noise: float = 0.03) -> None:
+        super().__init__()
+        self.llama = copy.deepcopy(target)
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.llama.parameters():
+            spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
+            parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+    reads = Reads((0, 1))
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        return aux_TA[:, : self.llama.config.hidden_size]
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self.llama(tokens_T, positions_T, attend).hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        return self.llama.logits(hidden_TE)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """A target and its draft."""
+
+    target: Llama
+    head: NoisedCopy
+
+
+def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Networks:
+    target = Llama(llama_config(SHAPE | changed)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.35, generator=generator)
+    head = NoisedCopy(target)
+    for network in (target, head):
+        network.to(device)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(dtype)  # tables of rotations stay as they are
+        fuse(network)
+    return Networks(target, head)
+
+
+def engine_of(
+    pair: Networks, *, max_num_seqs: int = 4, blocks: int = 100, budget: int = 256, pipelined: bool = False, **more: Any
+) -> Engine:
+    """``more`` goes to Engine."""
+    config, weight = pair.target.config, pair.target.model.embed_tokens.weight
+    state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
+    cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
+    drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
+    roster = Roster({"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size)
+    parts = Parts(
+        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
+        target=Target(pair.target, cache, state),
+        drafts=roster,
+        state=state,
+        pilot=Pilot(Dispatcher("", "d"), roster),
+    )
+    identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
+    return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined, **more)
+
+
+def plan_of(shape: str, version: int = 1) -> Plan:
+    return Plan(draft="d", version=version, initial=TreeShape.parse(shape), explore=0, guard=False)
+
+
+def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sampling: Any) -> Submit:
+    """Request ``index``: a prompt, a seed and, where sampled, a law of its own."""
+    generator = torch.Generator().manual_seed(index)
+    prompt = torch.randint(0, vocabulary, (3 + 7 * index % 40,), generator=generator).tolist()
+    law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
+    wanted = {"temperature": law[0], "top_p": law[1], "top_k": law[2], **sampling}
+    return Submit(
+        request_id=str(index), prompt=tuple(prompt), sampling=Sampling(max_tokens=tokens, seed=1000 + index, **wanted)
+    )
+
+
+def texts(engine: Engine, requests: list[Submit]) -> dict[str, list[int]]:
+    """All requests' tokens; checks that the books balance when the engine is idle."""
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+    engine.check()
+    return found
