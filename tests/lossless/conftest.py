@@ -24,6 +24,8 @@ from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.graphs.graphs import Graphs
+from specdecode_worker.engine.graphs.runners import EagerRunner
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
@@ -144,7 +146,8 @@ EngineMaker = Callable[..., Engine]
 @pytest.fixture
 def make_engine(pair: Pair) -> EngineMaker:
     """make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...); draft is a name of DRAFTERS, a list of them
-    (the further ones are drafts "d1", "d2", ...) or None."""
+    (the further ones are drafts "d1", "d2", ...) or None. ``graphs`` are the buckets of rows whose steps run as graphs
+    do."""
 
     def make(
         draft: str | list[str] | None = "copy",
@@ -156,6 +159,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         sampler: SamplerOf = Coupling,
         prefix_caching: bool = True,
         chunked: bool = True,
+        graphs: Sequence[int] = (),
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
@@ -168,15 +172,22 @@ def make_engine(pair: Pair) -> EngineMaker:
         }
         roster = Roster(drafts, state, pair.config.hidden_size)
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
+        target = Target(pair.target, target_cache, state)
+        made = (
+            Graphs(target, roster, state, EagerRunner(), rows=graphs, most_tokens=budget, patience=1)
+            if graphs
+            else None
+        )
         parts = Parts(
             scheduler=Scheduler(
                 Limits(max_num_seqs, budget, chunked), BlockPool(blocks), prefix_caching=prefix_caching
             ),
-            target=Target(pair.target, target_cache, state),
+            target=target,
             drafts=roster,
             state=state,
             pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
             sampler=sampler,
+            graphs=made,
         )
         identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
         return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)

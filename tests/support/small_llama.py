@@ -6,6 +6,7 @@ Networks are fused, as those that serve are, so that the engine runs the operati
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.loading import paged_cache
 from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.graphs.graphs import Graphs
+from specdecode_worker.engine.graphs.runners import Runner
 from specdecode_worker.engine.messages import Sampling, Submit
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.engine.report import Identity
@@ -89,23 +92,35 @@ def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Network
 
 
 def engine_of(
-    pair: Networks, *, max_num_seqs: int = 4, blocks: int = 100, budget: int = 256, pipelined: bool = False, **more: Any
+    pair: Networks,
+    *,
+    max_num_seqs: int = 4,
+    blocks: int = 100,
+    budget: int = 256,
+    pipelined: bool = False,
+    runner: Runner | None = None,
+    rows: Sequence[int] = (1, 2, 4),
 ) -> Engine:
-    """``more`` goes to Engine."""
+    """``runner`` makes graphs of steps, for buckets of ``rows``."""
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
     state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
     cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
     drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
     roster = Roster({"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size)
+    target = Target(pair.target, cache, state)
+    graphs = None
+    if runner is not None:
+        graphs = Graphs(target, roster, state, runner, rows=rows, most_tokens=budget, patience=1)
     parts = Parts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
-        target=Target(pair.target, cache, state),
+        target=target,
         drafts=roster,
         state=state,
         pilot=Pilot(Dispatcher("", "d"), roster),
+        graphs=graphs,
     )
     identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
-    return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined, **more)
+    return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
 
 
 def plan_of(shape: str, version: int = 1) -> Plan:

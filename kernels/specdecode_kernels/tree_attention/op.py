@@ -48,11 +48,20 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
+class Looked:
+    """By query, which cache rows its sequence's blocks are, and which of them it sees."""
+
+    row_TL: Tensor
+    visible_TL: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`, or the kernel's `plan`."""
+    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`, or `looked`, or the kernel's `plan`."""
 
     runs: tuple[Run, ...] = ()
     gathered: Gathered | None = None
+    looked: Looked | None = None
     plan: Plan | None = None
 
 
@@ -107,6 +116,46 @@ def prepare(
     return Prepared(tuple(runs))
 
 
+def prepare_tables(
+    *,
+    query_start: Tensor,
+    prefix_len_B: Tensor,
+    key_start_B: Tensor,
+    ancestors_T: Tensor,
+    block_table_BM: Tensor,
+    block_size: int,
+    groups: int,
+    kv_heads: int,
+) -> Prepared:
+    """As `prepare`, of tensors alone: nothing is asked of the host, so a captured graph stays right for whatever they
+    hold later. Sequences without queries are padding, and so are queries behind ``query_start[B]``, which get zeros.
+    Off a GPU every query reads all that its sequence could hold: a definition, made for small tests."""
+    if dispatch.on_gpu(block_table_BM):
+        from specdecode_kernels.tree_attention.plan import plan
+
+        return Prepared(
+            plan=plan(
+                query_start=query_start,
+                prefix_len_B=prefix_len_B,
+                key_start_B=key_start_B,
+                ancestors_T=ancestors_T,
+                block_table_BM=block_table_BM,
+                block_size=block_size,
+                groups=groups,
+                kv_heads=kv_heads,
+            )
+        )
+    query_T = torch.arange(len(ancestors_T), device=ancestors_T.device)
+    sequence_T = (query_start[None, 1:] <= query_T[:, None]).sum(-1)
+    padding_T1 = (sequence_T == len(prefix_len_B))[:, None]
+    sequence_T = sequence_T.clamp(max=len(prefix_len_B) - 1)
+    key_L = torch.arange(block_table_BM.shape[1] * block_size, device=ancestors_T.device)
+    row_TL = block_table_BM[sequence_T][:, key_L // block_size] * block_size + key_L % block_size
+    seen_TL = _seen(key_L, query_T - query_start[sequence_T], prefix_len_B[sequence_T], ancestors_T)
+    started_TL = key_L >= key_start_B[sequence_T, None]
+    return Prepared(looked=Looked(row_TL, seen_TL & started_TL & ~padding_T1))
+
+
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
     """Attended values [T, H, D]; this pass's keys and values have been written to the cache before."""
     if prepared.plan is not None:
@@ -114,6 +163,8 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
 
         return kernel.attend(q_THD, cache_2NPKD, prepared.plan)
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
+    if prepared.looked is not None:
+        return _attend_looked(q_THD, k_RKD, v_RKD, prepared.looked)
     if prepared.gathered is not None:
         return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
     parts = [
@@ -181,6 +232,27 @@ def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered
     return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.back_T)
 
 
+def _attend_looked(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Looked) -> Tensor:
+    """What is not seen is not even multiplied by nothing: it may be no number."""
+    tokens, heads, size = q_THD.shape
+    seen = plan.visible_TL
+    k_TLKD, v_TLKD = (rows[plan.row_TL].masked_fill(~seen[:, :, None, None], 0.0) for rows in (k_RKD, v_RKD))
+    q_TKGD = q_THD.view(tokens, k_RKD.shape[1], -1, size)
+    scores_TKGL = torch.einsum("tkgd,tlkd->tkgl", q_TKGD, k_TLKD) / math.sqrt(size)
+    weights_TKGL = torch.softmax(scores_TKGL.masked_fill(~seen[:, None, None], -math.inf), dim=-1)
+    weights_TKGL = weights_TKGL.masked_fill(~seen[:, None, None], 0.0)
+    return torch.einsum("tkgl,tlkd->tkgd", weights_TKGL, v_TLKD).reshape(tokens, heads, size)
+
+
+def _seen(key_L: Tensor, own_row_T: Tensor, prefix_len_T: Tensor, ancestors_T: Tensor) -> Tensor:
+    """[T, L] bool: the prefix, and behind it the rows on a query's path, or those up to its own."""
+    behind_TL = key_L - prefix_len_T[:, None]
+    in_tree = (ancestors_T[:, None] >> behind_TL.clamp(0, 63)) & 1 == 1
+    causal = behind_TL <= own_row_T[:, None]
+    own_rows = torch.where((ancestors_T == CAUSAL)[:, None], causal, in_tree & (behind_TL < 64))
+    return (behind_TL < 0) | own_rows
+
+
 def _visible(
     query_counts: Sequence[int], keys: int, prefix_len_B: Tensor, ancestors_T: Tensor, key_starts: Sequence[int]
 ) -> Tensor:
@@ -190,11 +262,7 @@ def _visible(
     sequence_T = torch.repeat_interleave(counts_B, output_size=len(ancestors_T))
     own_row_T = torch.arange(len(ancestors_T), device=device) - (counts_B.cumsum(0) - counts_B)[sequence_T]
     key_L = torch.arange(keys, device=device)
-    behind_TL = key_L - prefix_len_B[sequence_T, None]
-    in_tree = (ancestors_T[:, None] >> behind_TL.clamp(0, 63)) & 1 == 1
-    causal = behind_TL <= own_row_T[:, None]
-    own_rows = torch.where((ancestors_T == CAUSAL)[:, None], causal, in_tree & (behind_TL < 64))
-    visible = (behind_TL < 0) | own_rows
+    visible = _seen(key_L, own_row_T, prefix_len_B[sequence_T], ancestors_T)
     if any(key_starts):
         visible &= key_L >= torch.tensor(key_starts, device=device)[sequence_T, None]
     return visible

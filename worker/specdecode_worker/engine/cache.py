@@ -10,9 +10,9 @@ from specdecode_kernels.cpu.ops import Pages, attends
 from specdecode_kernels.cpu.ops import attend as attend_natively
 from specdecode_kernels.kv_keep.op import kv_keep
 from specdecode_kernels.rope_cache.op import rope_cache
-from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
+from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
 from specdecode_worker.engine.blocks import BLOCK_SIZE
-from specdecode_worker.engine.packed import Packed
+from specdecode_worker.engine.packed import Packed, Tables
 from specdecode_worker.models.layers import Attend, TurningAttend
 from specdecode_worker.models.rope import Turns
 
@@ -35,8 +35,10 @@ class PagedCache:
         self._groups = heads // kv_heads
         self._natively = attends(dtype, device, head_dim)
 
-    def attend(self, packed: Packed) -> Attend:
+    def attend(self, packed: Packed | Tables) -> Attend:
         """The attention of one pass, for all of its layers."""
+        if isinstance(packed, Tables):
+            return self._attending(packed.slots_T, self._prepared(packed))
         if self._natively:
             return NativeAttend(self.data, packed)
         prepared = prepare(
@@ -58,6 +60,18 @@ class PagedCache:
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Moves accepted nodes' keys and values to the slots that their positions own; ``group`` as in kv_keep."""
         kv_keep(self.data, source_slots, target_slots, group=group)
+
+    def _prepared(self, tables: Tables) -> Prepared:
+        return prepare_tables(
+            query_start=tables.query_start,
+            prefix_len_B=tables.prefix_len_B,
+            key_start_B=tables.key_start_B,
+            ancestors_T=tables.ancestors_T,
+            block_table_BM=tables.block_table_BM,
+            block_size=BLOCK_SIZE,
+            groups=self._groups,
+            kv_heads=self.data.shape[4],
+        )
 
     def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
         kind = TurningPagedAttend if dispatch.on_gpu(self.data) else PagedAttend

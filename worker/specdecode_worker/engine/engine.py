@@ -14,6 +14,7 @@ import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
+from specdecode_worker.engine.graphs.graphs import Graphs
 from specdecode_worker.engine.launched import Launched
 from specdecode_worker.engine.launcher import Launcher
 from specdecode_worker.engine.laws import check_tokens
@@ -43,6 +44,7 @@ class Parts:
     state: DeviceState
     pilot: Pilot
     sampler: SamplerOf = Coupling
+    graphs: Graphs | None = None
 
 
 class Engine:
@@ -67,7 +69,8 @@ class Engine:
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
         self._state, self._pilot = parts.state, parts.pilot
         self._phases, self._meter = Phases(), Meter()
-        self._launcher = Launcher(parts.target, parts.drafts, parts.state, parts.sampler, self._phases)
+        self._graphs = parts.graphs
+        self._launcher = Launcher(parts.target, parts.drafts, parts.state, parts.sampler, self._phases, parts.graphs)
         self._recorder = Recorder(Statistics())
         self._requests: dict[str, Request] = {}
         self._launched: deque[Launched] = deque()
@@ -111,10 +114,14 @@ class Engine:
             request.finish = "abort"
             self._end(request, time.monotonic())
 
+    @torch.inference_mode()
     def set_plan(self, plan: Plan) -> None:
-        """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one."""
+        """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one. While nobody waits,
+        graphs are captured for it."""
         self._pilot.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
+        if self._graphs is not None and self.idle:
+            self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows)})
 
     @torch.inference_mode()
     def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
@@ -123,6 +130,8 @@ class Engine:
         found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
         before, reads = self._drafts.state(name).hash, self._drafts.reads
         self._drafts.replace(name, loaded, self._requests.values())
+        if self._graphs is not None:
+            self._graphs.forget()
         self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
         self._pilot.draft_changed(self._drafts.state().hash)
         return found

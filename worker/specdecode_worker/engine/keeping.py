@@ -4,6 +4,7 @@ belong, lengths advance."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Pass
 from specdecode_worker.speculation.accept import Outcome
-from specdecode_worker.speculation.trees import Forest
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where rows that chose stand: their slots and blocks, the index of their last committed token, and which packed
+    token of the pass it was."""
+
+    slots_C: Tensor
+    block_table_CM: Tensor
+    index_C: Tensor
+    packed_rows_C: Tensor
 
 
 def tell_rows(state: DeviceState, rows: Sequence[Row]) -> None:
@@ -41,25 +52,19 @@ def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Ten
 
 
 def keep_paths(
-    state: DeviceState,
-    cache: PagedCache,
-    step: Pass,
-    roots_C: Tensor,
-    forest: Forest,
-    outcome: Outcome,
-    aux_TA: Tensor | None,
+    state: DeviceState, cache: PagedCache, roots: Roots, outcome: Outcome, aux_TA: Tensor | None, *, in_place: bool
 ) -> None:
-    """Rows that chose: the accepted path's keys and aux states, the emitted tokens, the new length."""
-    slots_C = step.slots_B[: len(roots_C)]
-    if not forest.all_chains:
-        _move_keys(cache, step.packed.block_table_BM, roots_C, outcome.path_BD)
+    """Rows that chose: the accepted path's keys and aux states, the emitted tokens, the new length. ``in_place``: all
+    trees are chains, whose keys stand where they belong."""
+    if not in_place:
+        _move_keys(cache, roots.block_table_CM, roots.index_C, outcome.path_BD)
     if aux_TA is not None:
-        state.keep_path_aux(slots_C, roots_C, outcome.path_BD, aux_TA, step.root_rows_C)
-    state.commit(slots_C, roots_C, outcome.emitted_BD, outcome.count_B)
+        state.keep_path_aux(roots.slots_C, roots.index_C, outcome.path_BD, aux_TA, roots.packed_rows_C)
+    state.commit(roots.slots_C, roots.index_C, outcome.emitted_BD, outcome.count_B)
 
 
 def _move_keys(cache: PagedCache, block_table_BM: Tensor, roots_C: Tensor, path_CD: Tensor) -> None:
-    """For a chain every key is in place already; so it is when nothing but a first child was accepted."""
+    """Where nothing but first children was accepted no key moves."""
     row_CD = torch.arange(len(path_CD), device=path_CD.device)[:, None].expand_as(path_CD)
     target_CD = roots_C[:, None] + 1 + torch.arange(path_CD.shape[1], device=path_CD.device)
     source = slots_of(block_table_BM, row_CD, roots_C[:, None] + path_CD.clamp(min=0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specdecode_worker.engine.arrival import Arrival
 from specdecode_worker.engine.costs import StepSize
 from specdecode_worker.engine.messages import Logprobs
 from specdecode_worker.engine.pilot import Choice
@@ -18,7 +19,8 @@ from specdecode_worker.speculation.accept import Outcome
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """``rows`` as batched; the first of them, as many as ``outcome`` has, chose a token. ``kept_depths`` are the
-    synthetic knob's cuts. ``began_seconds`` is the monotonic clock at launch."""
+    synthetic knob's cuts. ``began_seconds`` is the monotonic clock at launch. ``outcome`` and ``ranked_BNK`` are the
+    host's once they have arrived."""
 
     rows: tuple[Row, ...]
     epochs: tuple[int, ...]
@@ -26,6 +28,7 @@ class Launched:
     size: StepSize
     outcome: Outcome | None
     ranked_BNK: Tensor | None
+    arrival: Arrival = field(default_factory=Arrival)
     emitted_told: ToldRows | None = None
     prompts_told: ToldRows | None = None
     kept_depths: tuple[int, ...]
@@ -42,6 +45,7 @@ class Launched:
         """Waits for the device, and reads what the rows that chose have brought."""
         if self.outcome is None:
             return []
+        self.arrival.wait()
         emitted, path, ranks = (
             t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specdecode_worker.engine.arrival import Arrival, to_host
 from specdecode_worker.engine.drafts.roster import Roster
-from specdecode_worker.engine.keeping import keep_chunks, keep_paths, tell_rows
+from specdecode_worker.engine.graphs.graphs import Graphs
+from specdecode_worker.engine.keeping import Roots, keep_chunks, keep_paths, tell_rows
 from specdecode_worker.engine.launched import Launched
 from specdecode_worker.engine.phases import Phases
 from specdecode_worker.engine.pilot import Choice
@@ -16,7 +19,7 @@ from specdecode_worker.engine.recorder import size_of
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Pass, Target
-from specdecode_worker.engine.told import tell_emitted, tell_prompts
+from specdecode_worker.engine.told import ToldRows, tell_emitted, tell_prompts
 from specdecode_worker.speculation.accept import Outcome
 from specdecode_worker.speculation.history import Texts
 from specdecode_worker.speculation.sampler import Sampler, SamplerOf
@@ -24,20 +27,68 @@ from specdecode_worker.speculation.synthetic import Synthetic
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Queued:
+    """What a step brings, however it was queued; fields as in Launched."""
+
+    outcome: Outcome | None
+    ranked_BNK: Tensor | None
+    arrival: Arrival
+    emitted_told: ToldRows | None = None
+    prompts_told: ToldRows | None = None
+    draft_seconds: float
+
+
 class Launcher:
     """Owns nothing of a request: rows come in, a Launched goes out."""
 
     def __init__(
-        self, target: Target, drafts: Roster, state: DeviceState, make_sampler: SamplerOf, phases: Phases
+        self,
+        target: Target,
+        drafts: Roster,
+        state: DeviceState,
+        make_sampler: SamplerOf,
+        phases: Phases,
+        graphs: Graphs | None = None,
     ) -> None:
         self._target, self._drafts, self._state = target, drafts, state
-        self._make_sampler, self._phases = make_sampler, phases
+        self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
         self.synthetic = Synthetic()
 
     def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
         """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
-        phases = self._phases
         tell_rows(self._state, rows)
+        kept_depths = tuple(self.synthetic.kept_depth(row.tree.drafted_depth) for row in rows if row.chooses)
+        queued = self._replay(rows, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
+        return Launched(
+            rows=rows,
+            epochs=tuple(row.request.epoch for row in rows),
+            choice=choice,
+            size=size_of(rows, max(row.tree.drafted_depth for row in rows)),
+            outcome=queued.outcome,
+            ranked_BNK=queued.ranked_BNK,
+            arrival=queued.arrival,
+            emitted_told=queued.emitted_told,
+            prompts_told=queued.prompts_told,
+            kept_depths=kept_depths,
+            began_seconds=began_seconds,
+            draft_seconds=queued.draft_seconds,
+        )
+
+    def _replay(self, rows: tuple[Row, ...], kept_depths: tuple[int, ...]) -> _Queued | None:
+        """The step as one captured graph, where there is one for it."""
+        if self._graphs is None:
+            return None
+        done = self._graphs.launch(rows, kept_depths if self.synthetic.cuts else None)
+        if done is None:
+            return None
+        self._phases.lap("verify")
+        return _Queued(
+            outcome=done.outcome, ranked_BNK=done.ranked_BNK, arrival=done.arrival, draft_seconds=done.draft_seconds
+        )
+
+    def _run(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, follows: bool) -> _Queued:
+        phases = self._phases
         choosing = [row for row in rows if row.chooses]
         forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
         roots_C = self._target.roots(choosing)
@@ -49,26 +100,22 @@ class Launcher:
         phases.lap("bookkeeping")
         logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
         phases.lap("verify")
-        kept_depths = tuple(self.synthetic.kept_depth(row.tree.drafted_depth) for row in choosing)
         outcome = None
         if choosing:
             outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
         emitted_told = tell_emitted(choosing, forest, logits_RV, outcome)
         prompts_told = tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        # Tokens leave before the draft follows the prompts: the first one waits for no draft.
+        found, found_ranked, arrival = _arriving(outcome, ranked_BNK if choice.shadow_passes else None)
         phases.lap("sample")
         self._keep(rows, step, roots_C, forest, outcome, aux_TA, follows=follows)
         phases.lap("bookkeeping")
-        return Launched(
-            rows=rows,
-            epochs=tuple(row.request.epoch for row in rows),
-            choice=choice,
-            size=size_of(rows, len(forest.levels)),
-            outcome=outcome,
-            ranked_BNK=ranked_BNK,
+        return _Queued(
+            outcome=found,
+            ranked_BNK=found_ranked,
+            arrival=arrival,
             emitted_told=emitted_told,
             prompts_told=prompts_told,
-            kept_depths=kept_depths,
-            began_seconds=began_seconds,
             draft_seconds=draft_seconds,
         )
 
@@ -116,4 +163,14 @@ class Launcher:
             self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
         keep_chunks(self._state, rows, step, aux_TA)
         if outcome is not None:
-            keep_paths(self._state, self._target.cache, step, roots_C, forest, outcome, aux_TA)
+            roots = Roots(step.slots_B[: len(roots_C)], step.packed.block_table_BM, roots_C, step.root_rows_C)
+            keep_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
+
+
+def _arriving(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, Arrival]:
+    """The same on its way to the host."""
+    if outcome is None:
+        return None, None, Arrival()
+    told = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
+    found, arrival = to_host(told if ranked_BNK is None else [*told, ranked_BNK])
+    return Outcome(*found[:4]), found[4] if ranked_BNK is not None else None, arrival

@@ -40,6 +40,22 @@ class Packed:
         return tuple(accumulate(self.query_counts, initial=0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The same as tensors alone, of which any part may be padding: ``query_start`` [B + 1] says whose queries are
+    whose, what stands behind its last is nobody's. Nothing of it depends on the host, so a captured pass stays right
+    when the tensors change."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    query_start: Tensor
+    prefix_len_B: Tensor
+    key_start_B: Tensor
+    ancestors_T: Tensor
+    block_table_BM: Tensor
+
+
 def spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """(sequence [T], row within its sequence [T]) of packed tokens."""
     if len(counts) == 1:

@@ -108,11 +108,12 @@ class Budget:
 
     @property
     def state(self) -> int:
-        """Tables of positions, tokens and block tables of every slot, and the ring of states that drafts read."""
+        """Tables of positions, tokens and block tables of every slot (one is for padding), and the ring of states that
+        drafts read."""
         bounds = self.bounds
         reach = bounds.max_model_len + MAX_NODES + 1
-        slots = bounds.max_num_seqs * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
-        ring = bounds.max_num_seqs * (RING + 1) * self.aux_size * bounds.dtype_bytes
+        slots = (bounds.max_num_seqs + 1) * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
+        ring = (bounds.max_num_seqs + 1) * (RING + 1) * self.aux_size * bounds.dtype_bytes
         return slots + ring + sum(network.tables for network in (self.target, *self.drafts))
 
     @property

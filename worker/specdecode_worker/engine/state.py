@@ -21,14 +21,16 @@ RING = 64
 class DeviceState:
     """``length_S`` keys stand in the target's cache; the root, the last committed token, is at that index of
     ``tokens_SP``. ``ring_SRA`` holds the target's aux states at position mod RING; column RING absorbs padding, as
-    does the last column of ``tokens_SP``. ``block_aux_NA``, where kept, holds them by block: of its last token."""
+    does the last column of ``tokens_SP``. ``block_aux_NA``, where kept, holds them by block: of its last token. Slot
+    ``nobody`` is for padding rows: its blocks are the padding block, its length means nothing."""
 
     def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         reach = max_model_len + MAX_NODES + 1
         self.scratch = reach
-        self.tokens_SP = torch.zeros(slots, reach + 1, dtype=torch.int64, device=device)
-        self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.block_table_SM = torch.zeros(slots, -(-reach // BLOCK_SIZE), dtype=torch.int64, device=device)
+        self.nobody = slots
+        self.tokens_SP = torch.zeros(slots + 1, reach + 1, dtype=torch.int64, device=device)
+        self.length_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.block_table_SM = torch.zeros(slots + 1, -(-reach // BLOCK_SIZE), dtype=torch.int64, device=device)
         self._dtype = dtype
         self._blocks = 0
         self.ring_SRA: Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.packed import Packed, slots_of, spread
+from specdecode_worker.engine.packed import Packed, Tables, slots_of, spread
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.llama import Llama
@@ -42,6 +42,11 @@ class Target:
         """Lets go of what is not the device's."""
 
     @property
+    def last_position(self) -> int:
+        """Beyond which rotations know no place."""
+        return self._last_position
+
+    @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
 
@@ -49,9 +54,14 @@ class Target:
         """(logits [R, V], the states [T, A] that drafts read, None when they read none, last hidden states [T, H])."""
         return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
 
+    def forward_tables(self, tables: Tables, reads: Reads) -> tuple[Tensor, Tensor | None]:
+        """(logits [T, V], states [T, A]) behind every token; waits for nothing and asks the host nothing."""
+        logits_TV, aux_TA, _ = self.run(self._model, self.cache, tables, tables.tokens_T, reads)
+        return logits_TV, aux_TA
+
     @staticmethod
     def run(
-        model: Llama, cache: PagedCache, packed: Packed, logit_rows_R: Tensor, reads: Reads
+        model: Llama, cache: PagedCache, packed: Packed | Tables, logit_rows_R: Tensor, reads: Reads
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """``forward`` without what only the engine knows: the ranks of a replica run it with their parts."""
         out = model(packed.tokens_T, packed.positions_T, cache.attend(packed), reads)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import MAX_NODES, TreeShape
+from specdecode_worker.speculation.rows import Nodes
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,10 @@ class Level:
     child_node_C: Tensor
     child_source_C: Tensor
     child_rank_C: Tensor
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self.batch_R, self.node_R, self.depth_R)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from itertools import chain
-from types import SimpleNamespace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.blocks import BLOCK_SIZE, PADDING_BLOCK
 from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.keeping import keep_paths
+from specdecode_worker.engine.keeping import Roots, keep_paths
 from specdecode_worker.engine.packed import Packed, slots_of, spread
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.speculation.accept import Outcome
-from specdecode_worker.speculation.trees import forest_of, tree_of
 
 CPU = torch.device("cpu")
 
@@ -108,12 +105,9 @@ def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
     state = DeviceState(2, 64, torch.float64, CPU)
     state.set_blocks(1, [4, 2])
     state.length_S[1] = 14
-    forest = forest_of((tree_of(TreeShape.levels(2, 1)),), CPU)
     outcome = Outcome(torch.tensor([[7, 8, 9]]), torch.tensor([2]), torch.tensor([[2, 4]]), torch.full((1, 3), -1))
-    step = SimpleNamespace(
-        slots_B=torch.tensor([1]), packed=SimpleNamespace(block_table_BM=state.block_table_SM[[1]]), root_rows_C=None
-    )
-    keep_paths(state, paged, step, torch.tensor([14]), forest, outcome, None)  # type: ignore[arg-type]
+    roots = Roots(torch.tensor([1]), state.block_table_SM[[1]], torch.tensor([14]), torch.tensor([0]))
+    keep_paths(state, paged, roots, outcome, None, in_place=False)
     after = paged.data.flatten(2, 3)
     slot = [4 * BLOCK_SIZE + index if index < 16 else 2 * BLOCK_SIZE + index - 16 for index in range(32)]
     assert torch.equal(after[:, :, slot[15]], before[:, :, slot[16]])
@@ -121,4 +115,4 @@ def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
     same = [s for s in range(BLOCK_SIZE, 6 * BLOCK_SIZE) if s not in (slot[15], slot[16])]
     assert torch.equal(after[:, :, same], before[:, :, same]), f"only block {PADDING_BLOCK} may take what is padding"
     assert state.tokens_SP[1, 15:18].tolist() == [7, 8, 9]
-    assert state.length_S.tolist() == [0, 17]
+    assert state.length_S.tolist() == [0, 17, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.features import Columns
+from specdecode_worker.engine.packed import Packed, Tables
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.rows import Nodes
 from specdecode_worker.speculation.sampler import Sampler
-from specdecode_worker.speculation.trees import Forest, Level
+from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 Expand = Callable[[int, Level], Tensor]
 """(depth, level) -> [R, K] target ids proposed behind the level's nodes, best first, -1 for none."""
@@ -46,6 +49,43 @@ class Drafter(Protocol):
         ...
 
 
+class PagedDrafter(ABC):
+    """A Drafter with a paged cache of its own, whose passes may be captured in a graph."""
+
+    first_slot: int
+    """Of its cache."""
+    last_position: int
+    """Beyond which its rotations know no place."""
+
+    @abstractmethod
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Which rows it runs for in this step: those with something to draft, and who must catch up now."""
+
+    @abstractmethod
+    def behind(self, requests: Sequence[Request]) -> list[int]:
+        """How many slots up to the root it has to run for each of them, and still can."""
+
+    @abstractmethod
+    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Notes that it runs so many slots for them in this step."""
+
+    def first_key(self, request: Request) -> int:
+        """The first slot that it sees."""
+        return request.draft.start if request.draft.start > 1 else self.first_slot
+
+    @abstractmethod
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+        """[T, E] behind the draft's slots ``index_T`` of the sequences in ``slots_T``, of committed text."""
+
+    @abstractmethod
+    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+        """[R, E] behind nodes of a tree, from the states of their parents."""
+
+    @abstractmethod
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        """[R, K] target ids to come behind these states, best first."""
+
+
 class Ranking:
     """Ranks what a draft says behind a level's nodes, its logits sharpened by depth where sampled."""
 
@@ -54,11 +94,11 @@ class Ranking:
         of depth d + 1; the last entry repeats, none means 1."""
         self._target_ids, self._sharpness = target_ids, tuple(sharpness) or (1.0,)
 
-    def of(self, logits_RV: Tensor, level: Level, depth: int, sampler: Sampler) -> Tensor:
-        """[R, K] target ids, best first."""
+    def of(self, logits_RV: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        """[R, K] target ids, best first, of nodes of this depth."""
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         k = min(MAX_RANKS, logits_RV.shape[-1])
-        return sampler.propose(logits_RV, self._target_ids, level.batch_R, level.node_R, level.depth_R, sharpness, k)
+        return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
 
 
 def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:

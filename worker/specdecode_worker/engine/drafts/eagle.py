@@ -15,15 +15,16 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.drafts.drafter import Ranking, grow
+from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.drafts.passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.packed import Packed
+from specdecode_worker.engine.packed import Packed, Tables
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.state import RING, DeviceState
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.reads import Reads
+from specdecode_worker.speculation.rows import Nodes
 from specdecode_worker.speculation.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
@@ -38,7 +39,7 @@ class Head(Protocol):
     def __call__(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor: ...
 
 
-class EagleDrafter:
+class EagleDrafter(PagedDrafter):
     """Drafter of methods eagle3 and eagle."""
 
     def __init__(
@@ -53,8 +54,8 @@ class EagleDrafter:
         """``target_ids`` and ``sharpness`` as for Ranking."""
         self.reads = head.reads
         self.columns = Columns()
+        self.first_slot, self.last_position = 1, positions - 1
         self._head, self._cache, self._state = head, cache, state
-        self._last_position = positions - 1
         self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
@@ -79,7 +80,7 @@ class EagleDrafter:
             first_B = torch.tensor([first for *_, first in kept], device=aux_TA.device)
             requests = [request for request, *_ in kept]
             packed = causal_pass(
-                self._state, requests, [count for _, count, _ in kept], first_B, self._last_position, first_slot=1
+                self._state, requests, [count for _, count, _ in kept], first_B, self.last_position, first_slot=1
             )
             self._fused(torch.cat(parts), packed)
         for row in rows:
@@ -89,33 +90,50 @@ class EagleDrafter:
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         """Lagging drafts of rows that draft nothing catch up before the ring forgets what they need."""
-        drafting = [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, forest.trees[b])]
+        drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
-        hidden_RE = self._catch_up(rows, drafting)
+        hidden_RE = self._caught_up(rows, drafting)
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(self._state, rows, level, depth, forest, self._last_position, first_slot=1)
-                hidden_RE = self._forward(hidden_RE, packed)
-            return self._ranking.of(self._head.logits(hidden_RE), level, depth, sampler)
+                packed = level_pass(self._state, rows, level, depth, forest, self.last_position, first_slot=1)
+                hidden_RE = self.node_states(hidden_RE, packed)
+            return self.rank(hidden_RE, level.nodes, depth, sampler)
 
         return grow(rows, forest, self._state, expand)
 
-    def _catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
-        """Runs the slots up to the root, as many as the draft lags behind; the roots' hidden states [B, E]."""
-        requests = [rows[b].request for b in drafting]
-        counts = [self._reachable(request) for request in requests]
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
+
+    def behind(self, requests: Sequence[Request]) -> list[int]:
+        return [self._reachable(request) for request in requests]
+
+    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         for request, count in zip(requests, counts, strict=True):
             if request.unseen(1) > count:  # the ring has forgotten what lies between: the draft begins anew
                 request.draft.start = max(request.cached_least + 1 - count, 1)
             request.draft.reached_root(len(request.in_flight))
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+        return self._fused(self._state.aux(slots_T, index_T - 1), packed)
+
+    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+        return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
+
+    def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+        """Runs the slots up to the root, as many as the draft lags behind; the roots' hidden states [B, E]."""
+        requests = [rows[b].request for b in drafting]
+        counts = self.behind(requests)
+        self.caught_up(requests, counts)
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self._last_position, first_slot=1)
-        out_TE = self._fused(self._state.aux(slots_T, index_T - 1), packed)
-        return roots_of(out_TE, counts, drafting, len(rows))
+        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=1)
+        return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
 
     def _reachable(self, request: Request) -> int:
         """Slots up to the root that can be run from the states that the ring still holds."""
@@ -124,8 +142,5 @@ class EagleDrafter:
     def _runs_now(self, row: Row, tree: Tree) -> bool:
         return tree.drafted_depth > 0 or (row.request.draft.lag >= RING - MAX_RANKS and self.ready(row.request))
 
-    def _fused(self, aux_TA: Tensor, packed: Packed) -> Tensor:
-        return self._forward(self._head.fuse(self.columns.of(aux_TA)), packed)
-
-    def _forward(self, hidden_TE: Tensor, packed: Packed) -> Tensor:
-        return self._head(hidden_TE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
+    def _fused(self, aux_TA: Tensor, packed: Packed | Tables) -> Tensor:
+        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

@@ -62,6 +62,6 @@ class MedusaDrafter:
         def expand(depth: int, level: Level) -> Tensor:
             if depth >= len(logits_DBV):  # a tree deeper than there are heads
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
-            return self._ranking.of(logits_DBV[depth][level.batch_R], level, depth, sampler)
+            return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
 
         return grow(rows, forest, self._state, expand)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
-from specdecode_worker.engine.drafts.drafter import Drafter
+from specdecode_worker.engine.drafts.drafter import Drafter, PagedDrafter
 from specdecode_worker.engine.drafts.features import columns, joined
 from specdecode_worker.engine.drafts.progress import DraftProgress
 from specdecode_worker.engine.request import Request
@@ -64,6 +64,14 @@ class Roster:
 
     def __bool__(self) -> bool:
         return bool(self._drafts)
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+    def paged(self) -> PagedDrafter | None:
+        """The only draft there is, if graphs can hold its passes."""
+        drafters = [loaded.drafter for loaded in self._drafts.values()]
+        return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
 
     def state(self, name: str = FIRST) -> DraftState:
         loaded = self._drafts.get(name)

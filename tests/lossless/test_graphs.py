@@ -1,0 +1,167 @@
+"""A step that is replayed over static tensors emits what an eager one does: the text, and what is accepted of drafts.
+
+Graphs run through EagerRunner here, which repeats the very calls that a CUDA graph holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TreeShape
+from specdecode_worker.engine.drafts.roster import LoadedDraft
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.messages import Submit
+
+BUCKETS = (1, 2, 4, 8)
+CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:2,2,1"), TreeShape(())
+TOKENS = 24
+
+Text = dict[str, list[int]]
+SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+
+
+def serve(
+    engine: Engine, requests: Sequence[Submit], every: int, between: Callable[[Engine, int], None] | None = None
+) -> Text:
+    """A request arrives every so many steps, so that the batch grows and shrinks through the buckets."""
+    found: Text = {request.request_id: [] for request in requests}
+    coming, steps = list(reversed(requests)), 0
+    while coming or not engine.idle:
+        if coming and steps % every == 0:
+            engine.add(coming.pop())
+        steps += 1
+        if between is not None and steps < 60:
+            between(engine, steps)
+        for new in engine.step():
+            found[new.request_id] += new.tokens
+    engine.check()
+    return found
+
+
+@pytest.fixture
+def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]:
+    """The engine without a draft or a graph, which test_engine holds against dense passes."""
+    _, _, texts = lossless
+    return lambda requests: texts(make_engine(None), requests)
+
+
+def acceptance(report: Report) -> Any:
+    cells = sorted((cell.depth, cell.parent, cell.sampled, cell.ranks) for cell in report.acceptance)
+    return report.drafts, report.accepted_tokens, cells
+
+
+@SAMPLED
+@pytest.mark.parametrize(
+    ("draft", "shape"),
+    [("copy", NONE), ("copy", CHAIN), ("copy", TREE), ("eagle3", CHAIN), ("draft-model", CHAIN)],
+    ids=str,
+)
+def test_growing_and_shrinking(
+    make_engine: Any, lossless: Any, plain: Any, draft: str, shape: TreeShape, sampled: bool
+) -> None:
+    plan_of, submit, _ = lossless
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(7)]
+    reports = []
+    for graphs in (BUCKETS, ()):
+        engine = make_engine(draft, graphs=graphs)
+        engine.set_plan(plan_of([shape]))
+        assert serve(engine, requests, every=3) == plain(requests)
+        reports.append(acceptance(engine.report()))
+        if graphs:
+            made = engine._graphs
+            assert made.replayed > sum(made.eager.values())
+            assert set(made.eager) <= {"prefill", "catch-up"}
+            assert {key.rows for key in made._graphs} == set(BUCKETS)
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
+def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
+    """Chains, trees and plain rows in one batch, greedy and seeded, steps ahead, prompts in chunks, preemptions, and
+    prefixes that are found again."""
+    plan_of, submit, _ = lossless
+    shapes = [CHAIN, TREE, NONE, TreeShape.chain(1)]
+    requests = [submit(i, sampled=i % 2 == 0, tokens=20, shapes=4) for i in range(6)]
+    wanted = plain(requests)
+    engine = make_engine(draft, max_num_seqs=6, blocks=60, budget=48, pipelined=True, graphs=(2, 4, 6))
+    engine.set_plan(plan_of(shapes))
+    for _ in range(2):
+        assert serve(engine, requests, every=2, between=drive_out) == wanted
+    report, made = engine.report(), engine._graphs
+    assert engine.preemptions > 5
+    assert report.prefix_hit_tokens > 0
+    assert report.accepted_tokens > 0
+    assert made.replayed > 10
+    assert len({key.tokens for key in made._graphs}) > 2
+
+
+def drive_out(engine: Engine, step: int) -> None:
+    """Preempts somebody every few steps."""
+    scheduler = engine._scheduler
+    if step % 6 == 5 and scheduler.running:
+        scheduler._preempt(scheduler.running[step % len(scheduler.running)])
+
+
+@SAMPLED
+def test_what_no_graph_holds_runs_beside(make_engine: Any, lossless: Any, plain: Any, sampled: bool) -> None:
+    """Penalties and logprobs come and go: those steps run eagerly, the others do not, and nobody can tell."""
+    plan_of, submit, _ = lossless
+    requests = [submit(i, sampled=sampled, tokens=12 if i % 2 else 40) for i in range(6)]
+    asked = [
+        Submit(
+            request_id=one.request_id,
+            prompt=one.prompt,
+            sampling=_with(one, {1: {"presence_penalty": 1.0}, 3: {"logprobs": 2}}.get(i, {})),
+            task=one.task,
+        )
+        for i, one in enumerate(requests)
+    ]
+    engine = make_engine("copy", graphs=BUCKETS)
+    engine.set_plan(plan_of([TREE]))
+    assert serve(engine, asked, every=4) == plain(asked)
+    made = engine._graphs
+    assert made.eager["processors"] > 0
+    assert made.eager["logprobs"] > 0
+    assert made.replayed > 0
+
+
+def _with(one: Submit, changed: dict[str, Any]) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(one.sampling, **changed)
+
+
+def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("copy", graphs=BUCKETS)
+    engine.set_plan(plan_of([CHAIN], guard=True, explore=0.5, max_depth=6))
+    engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
+    assert texts(engine, requests) == plain(requests)
+    assert engine._graphs.replayed > 0
+
+
+def test_a_swap_leaves_no_graph_of_the_draft_before(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
+    plan_of, submit, _ = lossless
+    engine = make_engine("eagle3", graphs=BUCKETS, pipelined=True)
+    requests = [submit(i, sampled=i % 2 == 0, tokens=60) for i in range(4)]
+    found: Text = {request.request_id: [] for request in requests}
+    engine.set_plan(plan_of([CHAIN]))
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while not engine.idle:
+        new = engine.step()
+        steps += 1
+        if steps == 8:
+            assert len(engine._graphs) > 0
+            new += engine.set_draft("", LoadedDraft(drafter(engine, "draft-model"), DraftState(hash="new")))
+            assert len(engine._graphs) == 0
+            engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
+        for tokens in new:
+            found[tokens.request_id] += tokens.tokens
+    assert found == plain(requests)
+    assert {cell.draft for cell in engine.report().acceptance} == {"d", "new"}

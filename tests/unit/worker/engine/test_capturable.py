@@ -1,0 +1,174 @@
+"""What is captured could be captured: no call waits for the device or lets a size depend on what is there, and two
+steps of one key make the very same calls over the very same static tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import pytest
+import torch
+from small_llama import NoisedCopy, engine_of, networks, plan_of, submit, texts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.runners import Captured, Work
+from specdecode_worker.engine.graphs.step import Step
+
+WAITING = (
+    "aten._local_scalar_dense",
+    "aten.item",
+    "aten.is_nonzero",
+    "aten.equal",
+    "aten.nonzero",
+    "aten.argwhere",
+    "aten.masked_select",
+    "aten.masked_scatter",
+    "aten.unique",
+    "aten._unique",
+    "aten.bincount",
+    "aten.repeat_interleave",
+    "aten.lift_fresh",  # what torch.tensor makes of the host's numbers
+    "aten.set_",
+)
+
+
+def _waits(self: Tensor, *_: Any) -> Any:
+    raise AssertionError("reading a tensor's numbers waits for the device")
+
+
+class Watch(TorchDispatchMode):
+    """Raises for what a capture refuses, and writes down the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[Any] = []
+        self._made: dict[int, Tensor] = {}  # held, so that no address comes back
+
+    def __enter__(self) -> Self:
+        self._patch = pytest.MonkeyPatch()
+        for name in ("tolist", "numpy", "__array__"):  # of a CPU's tensors these call nothing that is dispatched
+            self._patch.setattr(Tensor, name, _waits)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func)
+        if name.startswith(WAITING):
+            raise AssertionError(f"{name} waits for the device")
+        if name.startswith(("aten.index.", "aten.index_put")) and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            raise AssertionError(f"{name} by a mask: its size is what the mask holds")
+        self.trace.append((name, self._told(args), self._told(sorted(kwargs.items()))))
+        found = func(*args, **kwargs)
+        for made in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(made, Tensor) and not self._known(made, args):
+                self._made[made.untyped_storage().data_ptr()] = made
+        return found
+
+    @staticmethod
+    def _known(made: Tensor, args: Any) -> bool:
+        """A view of what there was, or a write to it."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return any(made.untyped_storage().data_ptr() == arg.untyped_storage().data_ptr() for arg in tensors)
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            address = value.untyped_storage().data_ptr()
+            place = None if address in self._made else (address, value.storage_offset())
+            return str(value.dtype), tuple(value.shape), value.stride(), str(value.device), place
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._told, value))
+        return repr(value)
+
+
+class WatchingRunner:
+    """Runs work again each time, and watches; ``traces`` are of one captured step each."""
+
+    def __init__(self) -> None:
+        self.traces: list[list[Any]] = []
+
+    def capture(self, work: Work) -> Captured:
+        mine: list[Any] = []
+        self.traces.append(mine)
+
+        def replay() -> None:
+            watch = Watch()
+            with watch:
+                work()
+            mine.append(watch.trace)
+
+        replay()  # of nobody, as a capture runs it
+        return Captured(replay)
+
+    def check(self) -> None:
+        for traces in self.traces:
+            for other in traces[1:]:
+                assert len(traces[0]) == len(other), "two steps of one key make as many calls"
+                for one, two in zip(traces[0], other, strict=True):
+                    assert one == two, "two steps of one key make the same calls"
+
+
+def run(shape: str, *, pipelined: bool = False) -> tuple[Engine, WatchingRunner]:
+    runner = WatchingRunner()
+    engine = engine_of(networks(torch.float64), runner=runner, rows=(2, 4), pipelined=pipelined)
+    engine.set_plan(plan_of(shape))
+    texts(engine, [submit(i, sampled=i % 2 == 0, tokens=6 + 3 * i) for i in range(4)])
+    return engine, runner
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3,2,1"])
+def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -> None:
+    engine, runner = run(shape, pipelined=pipelined)
+    assert engine._graphs is not None
+    assert engine._graphs.replayed > 5
+    assert max(map(len, runner.traces)) > 3, "steps with more and fewer rows, and other laws"
+    runner.check()
+
+
+@contextmanager
+def planted(kind: type, method: str, bug: Callable[..., Any]) -> Iterator[None]:
+    """``bug`` is called with what the method is called with, before it."""
+    right = getattr(kind, method)
+
+    def wrong(self: Any, *args: Any) -> Any:
+        bug(self, *args)
+        return right(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method, wrong)
+        yield
+
+
+calls = 0
+
+
+def _by_the_host(self: Any, *_: Any) -> None:
+    global calls
+    calls += 1
+    torch.zeros(1 + calls % 2)
+
+
+BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
+    "item": (Step, "_verified", lambda self, standing: standing.roots_B1[0].item(), "waits"),
+    "tolist": (Step, "_keep", lambda self, standing, *_: standing.roots_B1.tolist(), "waits"),
+    "a mask": (Step, "_verified", lambda self, standing: standing.roots_B1[standing.roots_B1 > 0], "waits|by a mask"),
+    "the host's numbers": (Step, "_verified", lambda self, standing: torch.tensor([1, 2]), "waits"),
+    "in the draft": (NoisedCopy, "logits", lambda self, hidden_TE: bool(hidden_TE.sum() > 0), "waits"),
+    "a size of the host's": (Step, "_verified", _by_the_host, "the same calls"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_seen(bug: str) -> None:
+    kind, method, code, words = BUGS[bug]
+    with planted(kind, method, code), pytest.raises(AssertionError, match=words):
+        run("chain:2")[1].check()

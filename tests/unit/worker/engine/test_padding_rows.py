@@ -1,0 +1,60 @@
+"""Padding rows of a graph own a slot and a block, and nobody ever reads what stands there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_llama import engine_of, networks, plan_of, submit, texts
+
+from specdecode_worker.engine.blocks import PADDING_BLOCK
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.runners import EagerRunner
+
+SHAPES = ("none", "chain:3", "tree:3,2,1")
+
+
+def poison(engine: Engine) -> None:
+    """No number, wherever there can be one; elsewhere numbers that would lead far astray."""
+    state = engine._state
+    drafter: Any = engine._drafts.paged()
+    for cache in (engine._target.cache, drafter._cache):
+        cache.data[:, :, PADDING_BLOCK] = torch.nan
+    assert state.ring_SRA is not None
+    assert state.block_aux_NA is not None
+    state.ring_SRA[state.nobody] = torch.nan
+    state.block_aux_NA[PADDING_BLOCK] = torch.nan
+    state.tokens_SP[state.nobody] = 7
+    state.length_S[state.nobody] = 10**9
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
+    requests = [submit(i, sampled=sampled, tokens=14 + i) for i in range(3)]
+    found = []
+    for poisoned in (False, True):
+        engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(4,))
+        engine.set_plan(plan_of(shape))
+        if poisoned:
+            _before_every_step(engine)
+        text = texts(engine, requests)
+        assert engine._graphs is not None
+        assert engine._graphs.replayed > 3, "three rows or fewer in a bucket of four"
+        report = engine.report()
+        found.append((text, report.drafts, report.accepted_tokens))
+    assert found[0] == found[1]
+    eager = engine_of(networks(torch.float64))
+    eager.set_plan(plan_of(shape))
+    assert texts(eager, requests) == found[0][0]
+
+
+def _before_every_step(engine: Engine) -> None:
+    right = engine.step
+
+    def step() -> Any:
+        poison(engine)
+        return right()
+
+    engine.step = step  # type: ignore[method-assign]
