@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+_OF_THE_ENGINE = [name for name in ("msgspec", "pydantic") if find_spec(name) is None]
+"""What the engine needs and a machine with torch and triton alone has not: there only kernels are tested."""
+collect_ignore = ["test_engine_gpu.py"] if _OF_THE_ENGINE else []
+
+
+def pytest_report_header() -> str:
+    return f"the engine is not tested here: {', '.join(_OF_THE_ENGINE)} missing" if _OF_THE_ENGINE else ""
 
 
 def _why_not() -> str | None:

@@ -12,6 +12,7 @@ from small_llama import engine_of, networks, plan_of, submit, texts
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
+from specdecode_worker.engine.graphs.runners import EagerRunner
 
 CASES = {
     "greedy chain": ("chain:2", False, {}),
@@ -20,10 +21,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_text_and_acceptance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "rows"), [("greedy chain", ()), ("processed tree", ()), ("sampled tree", (3,))], ids=str
+)
+def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``rows`` steps run as graphs do, most of whose rows are padding."""
     shape, sampled, processors = CASES[case]
-    requests = [submit(i, sampled=sampled, tokens=7, **processors) for i in (0, 1)]
+    requests = [submit(i, sampled=sampled, tokens=6, **processors) for i in (0, 1)]
     wanted = engine_of(networks(torch.float32))
     wanted.set_plan(plan_of(shape))
     text = texts(wanted, requests)
@@ -34,13 +38,15 @@ def test_text_and_acceptance(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(verify, "processors", lambda _: 2)
     for module in ("rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep"):
         _count(module, calls, monkeypatch)
-    found = engine_of(networks(torch.float32))
+    found = engine_of(networks(torch.float32), runner=EagerRunner() if rows else None, rows=rows)
     found.set_plan(plan_of(shape))
     assert texts(found, requests) == text
     one, two = wanted.report(), found.report()
     assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
     assert one.accepted_tokens > 0
-    keeps = {"kv_keep"} if "tree" in shape else set()
+    if found._graphs is not None:
+        assert found._graphs.replayed > sum(found._graphs.eager.values())
+    keeps = {"kv_keep"} if "tree" in shape or rows else set()
     assert set(calls) == {"rms_norm", "rope_cache", "silu_mul", "top_k", "attend", "choose", *keeps}
 
 

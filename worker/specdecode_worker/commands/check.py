@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the memory, on a CPU too; the rest is reserve (default: %(default)s)",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices of a replica")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of another device than is here")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
@@ -70,6 +71,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
             device=args.device,
             gpu_memory_utilization=args.gpu_memory_utilization,
             tensor_parallel_size=args.tensor_parallel_size,
+            enforce_eager=args.enforce_eager,
         ),
         cache_dir=args.cache_dir or str(default_cache_dir()),
     )

@@ -74,6 +74,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-prefix-caching", action=switch, default=True)
     parser.add_argument("--enable-chunked-prefill", action=switch, default=True)
     parser.add_argument("--sampler", choices=get_args(Sampler), default=_ENGINE.sampler, help="default: %(default)s")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--cuda-graph-sizes", type=int, nargs="+", default=(), metavar="N",
+                        help="batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)")  # fmt: skip
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:

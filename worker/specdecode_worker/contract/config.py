@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,10 @@ class EngineConfig(Written):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     sampler: Sampler = "coupled"
+    enforce_eager: bool = False
+    """No CUDA graphs: every step is queued call by call."""
+    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=64)
+    """Numbers of sequences that graphs are captured for; none takes 1, 2, 4 and every eighth, up to max_num_seqs."""
 
 
 class ServerConfig(Written):

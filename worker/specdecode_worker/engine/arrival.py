@@ -1,4 +1,4 @@
-"""Results on their way to the host: copied as soon as they are there, before what is queued behind them."""
+"""Copies that nobody waits for: the host's numbers on their way to the device, results on their way back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ class Arrival:
             self.event.synchronize()
 
 
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """[N] int64. From memory that the device cannot copy from by itself, a copy would wait for all that is queued."""
+    held = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return held.to(device, non_blocking=True)
+
+
 def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[list[Tensor], Arrival]:
-    """Queues copies to the host, which hold what is meant once the arrival is there. Tensors of a CPU are left as they
-    are, unless they will be ``overwritten`` by then."""
+    """Queues copies to the host, before whatever is queued next; they hold what is meant once the arrival is there.
+    Tensors of a CPU are left as they are, unless they will be ``overwritten`` by then."""
     if not tensors or not tensors[0].is_cuda:
         return [tensor.clone() if overwritten else tensor for tensor in tensors], Arrival()
     found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

@@ -116,11 +116,11 @@ class Engine:
 
     @torch.inference_mode()
     def set_plan(self, plan: Plan) -> None:
-        """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one. While nobody waits,
-        graphs are captured for it."""
+        """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one. At the
+        start, graphs are captured for it."""
         self._pilot.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
-        if self._graphs is not None and self.idle:
+        if self._graphs is not None and self.idle and not len(self._graphs):
             self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows)})
 
     @torch.inference_mode()

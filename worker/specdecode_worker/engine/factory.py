@@ -17,7 +17,9 @@ from specdecode_worker.engine.device_memory import free_now
 from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
 from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.inventory import take_inventory
+from specdecode_worker.engine.graphs.graphs import Graphs
+from specdecode_worker.engine.graphs.runners import CudaRunner
+from specdecode_worker.engine.inventory import graph_rows, take_inventory
 from specdecode_worker.engine.parallel.group import Group
 from specdecode_worker.engine.parallel.leading import LeadingTarget
 from specdecode_worker.engine.parallel.messages import Assignment
@@ -98,13 +100,15 @@ def assemble(
     drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
     identity = _identity(weights_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
+    passes = Target(target, cache, state) if group is None else LeadingTarget(target, cache, state, group)
     parts = Parts(
         scheduler=_scheduler(config, blocks, identity.target),
-        target=Target(target, cache, state) if group is None else LeadingTarget(target, cache, state, group),
+        target=passes,
         drafts=drafts,
         state=state,
         pilot=Pilot(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
         sampler=SAMPLERS[config.sampler],
+        graphs=_graphs(config, passes, drafts, state),
     )
     return Engine(
         parts,
@@ -119,6 +123,14 @@ def assemble(
 def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill)
     return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target)
+
+
+def _graphs(config: EngineConfig, target: Target, drafts: Roster, state: DeviceState) -> Graphs | None:
+    """What of them a plan needs is captured when it is set."""
+    rows = graph_rows(config)
+    if state.length_S.device.type != "cuda" or not rows:
+        return None
+    return Graphs(target, drafts, state, CudaRunner(), rows=rows, most_tokens=config.max_num_batched_tokens)
 
 
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | Misfit]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specdecode_worker.contract import DraftConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, WorkerConfig
 from specdecode_worker.engine.device_memory import device_memory
 from specdecode_worker.engine.drafts.features import joined
 from specdecode_worker.engine.drafts.loading import CachedConfig, Resolve
+from specdecode_worker.engine.graphs.keys import row_buckets
 from specdecode_worker.engine.sizing import Bounds, Budget, Device, Network
 from specdecode_worker.models.draft_config import MedusaConfig
 from specdecode_worker.models.drafts import Draft, shape_draft
@@ -109,7 +110,16 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
         utilization=engine.gpu_memory_utilization,
         kv_cache_tokens=engine.kv_cache_tokens,
         prefix_caching=engine.enable_prefix_caching,
+        graph_rows=max(graph_rows(engine), default=0),
     )
+
+
+def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
+    """Numbers of sequences that CUDA graphs are captured for. None, where a step needs the host: other ranks have to be
+    told of it, and multi-round sampling is queued call by call."""
+    if engine.enforce_eager or engine.tensor_parallel_size > 1 or engine.sampler != "coupled":
+        return ()
+    return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
 
 
 def network_of(name: str, model: Draft, dtype: torch.dtype, device: torch.device) -> Network:

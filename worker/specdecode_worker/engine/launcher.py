@@ -59,7 +59,7 @@ class Launcher:
         """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
         tell_rows(self._state, rows)
         kept_depths = tuple(self.synthetic.kept_depth(row.tree.drafted_depth) for row in rows if row.chooses)
-        queued = self._replay(rows, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
+        queued = self._replay(rows, choice, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
         return Launched(
             rows=rows,
             epochs=tuple(row.request.epoch for row in rows),
@@ -75,11 +75,12 @@ class Launcher:
             draft_seconds=queued.draft_seconds,
         )
 
-    def _replay(self, rows: tuple[Row, ...], kept_depths: tuple[int, ...]) -> _Queued | None:
+    def _replay(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...]) -> _Queued | None:
         """The step as one captured graph, where there is one for it."""
         if self._graphs is None:
             return None
-        done = self._graphs.launch(rows, kept_depths if self.synthetic.cuts else None)
+        cuts = kept_depths if self.synthetic.cuts else None
+        done = self._graphs.launch(rows, cuts, ranked=choice.shadow_passes > 0)
         if done is None:
             return None
         self._phases.lap("verify")

@@ -24,6 +24,12 @@ MASK_BYTES = 27
 """Per (token of a pass, key that it may see): indices and truth values of the attention's mask, as they are made."""
 RUNTIME_BYTES = {"cpu": 384 * 2**20, "cuda": 640 * 2**20}
 """Python and torch of the engine and the server (measured, private pages alone), or a CUDA context."""
+MOST_GRAPHS = 128
+"""CUDA graphs that a worker captures."""
+GRAPH_BYTES = 4 * 2**20
+"""Of the driver's own for a graph of some thousand launches. An estimate: no GPU has been asked."""
+GRAPH_TABLE_BYTES = 8 * 1024
+"""Of the static tables of a graph, per sequence that it holds: trees of up to 64 nodes, and what a draft proposed."""
 LARGE_DRAFT = 0.3
 """Share of the target beyond which a draft costs more than it brings."""
 
@@ -71,6 +77,8 @@ class Bounds:
     utilization: float
     kv_cache_tokens: int | None = None
     prefix_caching: bool = True
+    graph_rows: int = 0
+    """Sequences of the largest CUDA graph; 0 where none are captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +137,15 @@ class Budget:
 
     @property
     def graphs(self) -> int:
-        """None are captured by this engine."""
-        return 0
+        """They share one pool, which holds what the largest step leaves on its way: its widest layer, and logits of
+        target and draft; besides, each has its tables, and the driver's own."""
+        bounds = self.bounds
+        if self.device.kind == "cpu" or not bounds.graph_rows:
+            return 0
+        tokens = min(bounds.max_num_batched_tokens, bounds.graph_rows * ROWS_PER_SEQUENCE)
+        widest = max(_layer_width(network) for network in (self.target, *self.drafts))
+        pool = tokens * bounds.dtype_bytes * (widest + 2 * self.target.vocab_size + self.aux_size)
+        return pool + MOST_GRAPHS * (GRAPH_BYTES + bounds.graph_rows * GRAPH_TABLE_BYTES)
 
     @property
     def bytes_per_token(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import MAX_NODES
+from specdecode_worker.engine.arrival import to_device
 from specdecode_worker.engine.blocks import BLOCK_SIZE, PADDING_BLOCK
 
 RING = 64
@@ -53,13 +54,13 @@ class DeviceState:
     def admit(self, slot: int, tokens: list[int], prefix: Sequence[int] = ()) -> None:
         """``prefix`` are blocks that hold the keys of the first tokens already."""
         length = len(prefix) * BLOCK_SIZE
-        self.tokens_SP[slot, : len(tokens)] = torch.tensor(tokens, device=self.tokens_SP.device)
+        self.tokens_SP[slot, : len(tokens)] = to_device(tokens, self.tokens_SP.device)
         self.length_S[slot] = length
         if prefix and self.ring_SRA is not None and self.block_aux_NA is not None:
             self.ring_SRA[slot, (length - 1) % RING] = self.block_aux_NA[prefix[-1]]
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
-        self.block_table_SM[slot, : len(blocks)] = torch.tensor(blocks, device=self.block_table_SM.device)
+        self.block_table_SM[slot, : len(blocks)] = to_device(blocks, self.block_table_SM.device)
 
     def commit(self, slots_C: Tensor, roots_C: Tensor, emitted_CD: Tensor, count_C: Tensor) -> None:
         """Puts emitted tokens behind their roots and advances the lengths."""

@@ -118,7 +118,8 @@ def _terms(budget: Budget) -> list[tuple[str, int]]:
     found.append((f"tables and state of {budget.bounds.max_num_seqs} sequences", budget.state))
     found.append((f"activations of a step of {budget.bounds.max_num_batched_tokens} tokens", budget.activations))
     if budget.device.kind == "cuda":
-        found.append(("CUDA graphs (none are captured)", budget.graphs))
+        captured = f"of up to {budget.bounds.graph_rows} sequences" if budget.graphs else "(none are captured)"
+        found.append((f"CUDA graphs {captured}", budget.graphs))
     return found
 
 

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.inventory import Inventory
 from specdecode_worker.engine.sizing import (
+    GRAPH_BYTES,
+    GRAPH_TABLE_BYTES,
+    MOST_GRAPHS,
     SLACK_TOKENS,
     Bounds,
     Budget,
@@ -74,6 +77,17 @@ def test_llama_8b_on_80_gib_by_hand() -> None:
     assert 0 <= found.left - kv_cache_bytes(found, kv_tokens(found)) < BLOCK_SIZE * found.bytes_per_token
     assert found.fits
     assert 300_000 < kv_tokens(found) < 400_000
+
+
+def test_graphs_take_of_what_is_left_for_keys() -> None:
+    """The pool holds the largest step that is captured: 128 tokens of the widest layer, logits and states."""
+    without, found = budget(), budget(graph_rows=16)
+    widest = 4 * 4096 + 4 * found.target.intermediate_size
+    pool = 128 * 2 * (widest + 2 * found.target.vocab_size + 3 * 4096)
+    assert found.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
+    assert found.left == without.left - found.graphs
+    assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)
+    assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(found).arithmetic)
 
 
 def test_what_others_use_is_not_there_twice() -> None:

@@ -64,11 +64,13 @@ def test_a_wrong_form_is_named(form: str) -> None:
 def test_vllms_names_of_the_engines_bounds() -> None:
     words = "--max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 99 --gpu-memory-utilization 0.5 "
     words += "--tensor-parallel-size 2 --no-enable-prefix-caching --no-enable-chunked-prefill --sampler mss "
+    words += "--enforce-eager --cuda-graph-sizes 1 3 "
     words += "--tool-call-parser hermes --max-waiting 7 --dtype float32 --served-model-name x"
     config, _ = read(*words.split())
     assert config.engine == EngineConfig(
         max_num_seqs=3, max_num_batched_tokens=64, gpu_memory_utilization=0.5, tensor_parallel_size=2,
         enable_prefix_caching=False, enable_chunked_prefill=False, sampler="mss",
+        enforce_eager=True, cuda_graph_sizes=(1, 3),
     )  # fmt: skip
     assert (config.server.tool_call_parser, config.server.max_waiting) == ("hermes", 7)
     assert (config.model.max_model_len, config.model.dtype, config.model.served_name) == (99, "float32", "x")
@@ -81,6 +83,7 @@ def test_vllms_names_of_the_engines_bounds() -> None:
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
         (["--method", "ngram", "--draft", "file:///d"], "--method ngram takes no --draft"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--cuda-graph-sizes", "0"], "cuda_graph_sizes"),
         (["--model", "file:///m", "--method", "eagle3"], "--draft"),
         (["--max-model-len", "3"], "max_model_len"),
         (["--capture-share", "0.1"], "--capture DIR"),

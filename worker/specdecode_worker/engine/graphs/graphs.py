@@ -14,14 +14,14 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.arrival import Arrival, to_host
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
 from specdecode_worker.engine.drafts.roster import Roster
-from specdecode_worker.engine.graphs.inputs import Layout
-from specdecode_worker.engine.graphs.keys import Key, at_least, key_of, row_buckets
-from specdecode_worker.engine.graphs.rows import CatchUp, float_shapes, floats_of, rows_of, shapes
+from specdecode_worker.engine.graphs.keys import Key, at_least, key_of
+from specdecode_worker.engine.graphs.rows import CatchUp, floats_of, rows_of
 from specdecode_worker.engine.graphs.runners import Captured, Runner
 from specdecode_worker.engine.graphs.step import Parts, Step
 from specdecode_worker.engine.graphs.topology import topology
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.sizing import MOST_GRAPHS
 from specdecode_worker.engine.state import DeviceState
 from specdecode_worker.engine.target import Target
 from specdecode_worker.speculation.accept import Outcome
@@ -29,8 +29,6 @@ from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 64
-"""More are not captured: each holds memory for as long as the worker lives."""
 PATIENCE = 3
 """A key that is asked for so often is captured while requests wait: that takes about as long as as many eager steps."""
 
@@ -82,12 +80,13 @@ class Graphs:
     def forget(self) -> None:
         """Drafts or kept states have changed, and with them the tensors that graphs were made over."""
         self._graphs.clear()
+        self._runner.forget()
         self._asked.clear()
         self._drafter = None
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Captures what steps of these shapes and plain ones will ask for, the largest first: so the others fit into
-        the memory that it leaves."""
+        the memory that it leaves. Where that is too much, plain steps come first, and laws that cut last."""
         drafter = self._drafts.paged()
         trees = {PLAIN, *(tree_of(shape) for shape in wanted if drafter is not None)}
         found = {
@@ -97,17 +96,18 @@ class Graphs:
             for cuts in (False, True)
         }
         keys = [key for key in found if key is not None and key.tokens <= self._most_tokens and key not in self._graphs]
-        keys.sort(key=lambda key: (key.tokens, key), reverse=True)
+        keys.sort(key=lambda key: (key.cuts, key.passes > 0, key))
         room = max(MOST_GRAPHS - len(self._graphs), 0)
-        for index, key in enumerate(keys[:room], start=1):
-            self._capture(key, drafter)
-            log.info("captured graph %d of %d: %s", index, min(len(keys), room), key)
         if len(keys) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
+        chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
+        for index, key in enumerate(chosen, start=1):
+            self._capture(key, drafter)
+            log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
-    def launch(self, rows: Sequence[Row], kept_depths: Sequence[int] | None) -> Replayed | None:
+    def launch(self, rows: Sequence[Row], kept_depths: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
         """Queues a step of these rows; None when no graph may or can run it: then nothing has been done.
-        ``kept_depths`` as in `rows_of`."""
+        ``kept_depths`` as in `rows_of`; ``ranked``: the draft's orderings are asked for."""
         found = self._planned(rows)
         if isinstance(found, str):
             self._missed(found)
@@ -125,7 +125,7 @@ class Graphs:
         self._fill(graph.step, tuple(row.tree for row in rows), requests, catch_up, kept_depths)
         graph.captured.replay()
         self.replayed += 1
-        return self._replayed(graph, len(rows))
+        return self._replayed(graph, len(rows), ranked=ranked)
 
     def _planned(self, rows: Sequence[Row]) -> tuple[Key, CatchUp, PagedDrafter | None] | str:
         """What would run these rows, or why no graph does."""
@@ -180,23 +180,24 @@ class Graphs:
     ) -> None:
         key, whole, fractions = step.key, step.whole_numbers, step.fractions
         of_rows = rows_of(requests, key, catch_up, kept_depths, self._state.nobody)
-        whole.write((topology(trees, key), Layout(shapes(key)).flat(of_rows, whole.dtype)))
-        fractions.write((Layout(float_shapes(key)).flat(floats_of(requests, key), fractions.dtype),))
+        whole.write((topology(trees, key), step.laws.flat(of_rows, whole.dtype)))
+        fractions.write((step.floats.flat(floats_of(requests, key), fractions.dtype),))
 
-    def _replayed(self, graph: Graph, rows: int) -> Replayed:
+    def _replayed(self, graph: Graph, rows: int, *, ranked: bool) -> Replayed:
         """Results are copied before the next step may overwrite them."""
         step, depth = graph.step, graph.step.key.passes
-        results = (step.out,) if step.ranked_BNK is None else (step.out, step.ranked_BNK)
-        (out, *ranked), arrival = to_host(results, overwritten=True)
+        results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
+        (out, *more), arrival = to_host(results, overwritten=True)
         emitted, path, rank, count = torch.split(out[:rows], [depth + 1, depth, depth + 1, 1], dim=1)
         outcome = Outcome(emitted, count[:, 0], path, rank)
-        return Replayed(outcome, ranked[0][:rows] if ranked else None, arrival, self._draft_seconds(graph))
+        return Replayed(outcome, more[0][:rows] if more else None, arrival, self._draft_seconds(graph))
 
     def _draft_seconds(self, graph: Graph) -> float:
-        """What a step takes beyond a plain one of as many rows."""
+        """What a step takes beyond a plain one of as many rows; too much, where there is no such graph."""
         key = graph.step.key
         plain = self._graphs.get(Key(key.rows, 1, cuts=key.cuts))
-        return max(graph.captured.seconds - plain.captured.seconds, 0.0) if plain is not None and key.passes else 0.0
+        beside = plain.captured.seconds if plain is not None else 0.0
+        return max(graph.captured.seconds - beside, 0.0) if key.passes else 0.0
 
     def _missed(self, reason: str) -> None:
         if reason not in self.eager:
@@ -213,6 +214,3 @@ def _unfit(rows: Sequence[Row]) -> str:
     if any(row.request.submit.sampling.logprobs is not None for row in rows):
         return "logprobs"
     return ""
-
-
-__all__ = ["Graphs", "Replayed", "row_buckets"]

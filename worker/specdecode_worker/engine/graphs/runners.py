@@ -28,12 +28,19 @@ class Runner(Protocol):
         """``work`` may be run some times while it is captured, so it must do no harm then."""
         ...
 
+    def forget(self) -> None:
+        """All that was captured is gone."""
+        ...
+
 
 class EagerRunner:
     """Runs work again each time: the path of graphs where there are none to be had, and in tests."""
 
     def capture(self, work: Work) -> Captured:
         return Captured(work)
+
+    def forget(self) -> None:
+        """Nothing is kept here."""
 
 
 class CudaRunner:
@@ -59,3 +66,7 @@ class CudaRunner:
         graph.replay()
         torch.cuda.synchronize()
         return Captured(graph.replay, time.monotonic() - began)
+
+    def forget(self) -> None:
+        """What libraries keep of the pool may outlive its last graph, and such a pool takes no other."""
+        self._pool = torch.cuda.graph_pool_handle()

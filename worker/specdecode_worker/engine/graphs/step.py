@@ -47,13 +47,13 @@ class Standing:
 
 
 class Step:
-    """``out`` [B, 3 D + 3] is emitted tokens (D + 1), path (D), ranks (D + 1), and how many nodes were accepted;
-    ``ranked_BNK`` as drafters return it."""
+    """``laws`` and ``floats`` lay out what `rows_of` and `floats_of` say. ``out`` [B, 3 D + 3] is emitted tokens
+    (D + 1), path (D), ranks (D + 1), and how many nodes were accepted; ``ranked_BNK`` as drafters return it."""
 
     def __init__(self, key: Key, parts: Parts) -> None:
         device = parts.state.length_S.device
         trees, laws, floats = Layout(topology.shapes(key)), Layout(rows.shapes(key)), Layout(rows.float_shapes(key))
-        self.key, self._parts = key, parts
+        self.key, self.laws, self.floats, self._parts = key, laws, floats, parts
         self.whole_numbers = Staged(trees.size + laws.size, torch.int64, device)
         self.fractions = Staged(floats.size, torch.float32, device)
         parts_of_flat = torch.split(self.whole_numbers.device_copy, [trees.size, laws.size])

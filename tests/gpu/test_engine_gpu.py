@@ -1,0 +1,122 @@
+"""The engine on a GPU: its text is plain decoding's, with graphs as without, and a replayed step waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from small_llama import Networks, engine_of, networks, plan_of, submit, texts
+
+from specdecode_worker.engine import launcher
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.graphs.runners import CudaRunner
+
+SHAPE = {
+    "vocab_size": 1031,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SHAPES = ("none", "chain:4", "tree:3,2,1")
+SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+
+
+@lru_cache(maxsize=1)
+def pair(dtype: torch.dtype) -> Networks:
+    return networks(dtype, "cuda", **SHAPE)
+
+
+def engine(dtype: torch.dtype, shape: str, *, graphs: bool, rows: tuple[int, ...] = (1, 2, 4, 8)) -> Engine:
+    made = engine_of(
+        pair(dtype),
+        max_num_seqs=8,
+        blocks=200,
+        budget=512,
+        pipelined=True,
+        runner=CudaRunner() if graphs else None,
+        rows=rows,
+    )
+    made.set_plan(plan_of(shape))
+    return made
+
+
+def requests(count: int, *, sampled: bool, **changed: Any) -> list[Any]:
+    wanted = {"vocabulary": 1031, **changed}
+    return [submit(i, sampled=sampled, **{"tokens": 20 + 5 * i, **wanted}) for i in range(count)]
+
+
+@contextmanager
+def nothing_waits(made: Engine) -> Iterator[None]:
+    """While rows are told and a step is queued as a graph, whatever waits for the device raises."""
+
+    def strictly(right: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return right(*args, **named)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made._graphs, "launch", strictly(made._graphs.launch))  # type: ignore[union-attr]
+        patch.setattr(launcher, "tell_rows", strictly(launcher.tell_rows))  # type: ignore[attr-defined]
+        yield
+
+
+@SAMPLED
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_text_is_plain_decodings(shape: str, sampled: bool) -> None:
+    """The batch shrinks from eight rows to one, through all buckets."""
+    asked = requests(8, sampled=sampled)
+    plain = texts(engine(torch.float32, "none", graphs=False), asked)
+    eager = engine(torch.float32, shape, graphs=False)
+    assert texts(eager, asked) == plain
+    replayed = engine(torch.float32, shape, graphs=True)
+    assert texts(replayed, asked) == plain
+    assert replayed._graphs is not None
+    assert replayed._graphs.replayed > 10
+    assert set(replayed._graphs.eager) <= {"prefill"}
+    one, two = eager.report(), replayed.report()
+    assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
+    assert shape == "none" or two.accepted_tokens > two.drafts / 2
+    with nothing_waits(replayed):  # all graphs are captured by now
+        assert texts(replayed, asked) == plain
+
+
+@SAMPLED
+def test_bf16_plain_text_is_that_of_the_engine_without_graphs(sampled: bool) -> None:
+    """As many rows as the graph has, from first to last: so matrices of the same sizes are multiplied, and every bit
+    is the same. With other sizes sums are rounded in another order, and the text is not defined to the token."""
+    asked = requests(4, sampled=sampled, tokens=40)
+    replayed = engine(torch.bfloat16, "none", graphs=True, rows=(4,))
+    assert texts(replayed, asked) == texts(engine(torch.bfloat16, "none", graphs=False), asked)
+    assert replayed._graphs is not None
+    assert replayed._graphs.replayed > 30
+
+
+@SAMPLED
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_bf16_drafts_are_accepted_as_often_as_without_graphs(shape: str, sampled: bool) -> None:
+    asked = requests(8, sampled=sampled, tokens=60)
+    rates = []
+    for graphs in (False, True):
+        made = engine(torch.bfloat16, shape, graphs=graphs)
+        assert {len(text) for text in texts(made, asked).values()} == {60}
+        report = made.report()
+        rates.append(report.accepted_tokens / report.drafts)
+    assert rates[1] == pytest.approx(rates[0], rel=0.15)
+
+
+def test_the_same_step_twice_is_the_same() -> None:
+    """A graph leaves nothing behind that its next replay would read."""
+    asked = requests(8, sampled=True)
+    made = engine(torch.float32, "tree:3,2,1", graphs=True)
+    assert texts(made, asked) == texts(made, asked)

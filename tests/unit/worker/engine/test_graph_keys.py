@@ -1,0 +1,100 @@
+"""Which steps share a graph, which none runs, and what the tables of trees say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from small_llama import engine_of, networks, plan_of, submit, texts
+
+from specdecode_worker.contract import EngineConfig, TreeShape
+from specdecode_worker.engine.graphs.inputs import Layout
+from specdecode_worker.engine.graphs.keys import NODES, Key, key_of, row_buckets
+from specdecode_worker.engine.graphs.runners import EagerRunner
+from specdecode_worker.engine.graphs.topology import shapes, topology
+from specdecode_worker.engine.inventory import graph_rows
+from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
+
+CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
+
+
+def test_buckets_of_rows_reach_what_may_run() -> None:
+    assert row_buckets(16) == (1, 2, 4, 8, 16)
+    assert row_buckets(21) == (1, 2, 4, 8, 16, 21)
+    assert row_buckets(3) == (1, 2, 3)
+    assert row_buckets(16, (16, 4, 40)) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("changed", "some"),
+    [({}, True), ({"enforce_eager": True}, False), ({"sampler": "mss"}, False), ({"tensor_parallel_size": 2}, False)],
+)
+def test_who_captures_graphs(changed: dict[str, object], some: bool) -> None:
+    assert bool(graph_rows(EngineConfig.model_validate(changed))) == some
+
+
+def test_a_key_is_of_buckets_and_not_of_trees() -> None:
+    assert key_of(4, [CHAIN] * 3, 1, cuts=False) == Key(4, 4, 3, 1)
+    assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == Key(4, 4, 3, 1)
+    assert key_of(4, [PLAIN], 1, cuts=True) == Key(4, 1, cuts=True)
+    assert key_of(4, [TREE, CHAIN], 1, cuts=False) == Key(4, 16, 3, 8)
+    assert key_of(4, [CHAIN], 7, cuts=False) == Key(4, 7, 3, 1), "the draft catches up"
+    assert key_of(4, [CHAIN], 65, cuts=False) is None
+
+
+@pytest.mark.parametrize("trees", [(CHAIN,), (TREE, PLAIN), (PLAIN, CHAIN, TREE, CHAIN)], ids=len)
+def test_tables_hold_the_trees(trees: tuple[Tree, ...]) -> None:
+    """Read back: whose packed tokens, and by which passes every node with children is run, behind its parent."""
+    key = key_of(4, trees, 1, cuts=False)
+    assert key is not None
+    at = Layout(shapes(key)).views(topology(trees, key))
+    starts = at["query_start"].tolist()
+    for b, tree in enumerate(trees):
+        mine = slice(starts[b], starts[b + 1])
+        assert at["token_sequence"][mine].tolist() == [b] * tree.verified
+        assert at["token_ancestors"][mine].tolist() == list(tree.ancestors)
+        assert at["node_parent"][b, : tree.verified].tolist() == list(tree.parents)
+    assert starts[len(trees) :] == [sum(tree.verified for tree in trees)] * (5 - len(trees))
+    assert set(at["token_sequence"][starts[-1] :].tolist()) <= {key.rows}
+    before = [(b, 0) for b in range(key.rows)]
+    for depth in range(1, key.passes):
+        sequence, node, source = (at[f"level_{name}"][depth - 1].tolist() for name in ("sequence", "node", "source"))
+        rows = list(itertools.takewhile(lambda row: row[0] < key.rows, zip(sequence, node, strict=True)))
+        expected = [(b, n) for b, tree in enumerate(trees) if depth < tree.drafted_depth for n in tree.expanded[depth]]
+        assert rows == expected
+        assert [before[i] for i in source[: len(rows)]] == [(b, trees[b].parents[n]) for b, n in rows]
+        before = rows
+    assert at["node_depth"].shape == (4, NODES)
+    assert (at["node_depth"][len(trees) :] == -1).all(), "nothing is written for padding"
+
+
+def test_the_plans_graphs_are_captured_before_anybody_waits_and_others_when_asked_for_often() -> None:
+    engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(1, 2))
+    graphs = engine._graphs
+    assert graphs is not None
+    graphs._patience = 3
+    engine.set_plan(plan_of("chain:2"))
+    tokens = [key.tokens for key in graphs._graphs]
+    assert tokens == sorted(tokens, reverse=True), "the largest first"
+    assert {(key.rows, key.passes, key.cuts) for key in graphs._graphs} == {
+        (rows, passes, cuts) for rows in (1, 2) for passes in (0, 2) for cuts in (False, True)
+    }
+    texts(engine, [submit(0, sampled=False, tokens=12)])
+    assert graphs.eager == {"prefill": 1}
+    engine.add(submit(1, sampled=False, tokens=30))
+    engine.step()
+    engine.set_plan(plan_of("chain:3", version=2))
+    before = len(graphs)
+    while not engine.idle:
+        engine.step()
+    assert graphs.eager["new"] == 2, "twice eagerly, then it is captured"
+    assert len(graphs) == before + 1
+
+
+def test_more_rows_than_any_bucket_run_eagerly() -> None:
+    engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(1,))
+    engine.set_plan(plan_of("none"))
+    texts(engine, [submit(i, sampled=False, tokens=8) for i in range(3)])
+    assert engine._graphs is not None
+    assert engine._graphs.eager["size"] > 0
