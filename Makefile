@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench simulate lossless soak fuzz requirements
+.PHONY: help venv demo demo-down check lint test crds images bench gpu gpu-carry gpu-report simulate lossless soak fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,15 @@ images: ## build both images into the local cluster's store
 bench: venv ## speculation against plain decoding on the embedded model, in one run
 	$(BIN)/specdecode-worker bench --against plain --model embedded://smollm2-135m-instruct \
 	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
+
+gpu: ## the gpu tests and benchmarks on this machine's GPU, in nine minutes, into one JSON (out/)
+	@hack/gpu
+
+gpu-carry: venv ## what a machine with a GPU and no network lacks, as wheels, into .gpu/
+	@hack/gpu-carry
+
+gpu-report: venv ## tables and plots of benchmarks/results/gpu-*.json
+	@$(BIN)/python benchmarks/gpu/report.py
 
 SIMULATE ?= --seeds 10 --hours 4 --jobs 2
 simulate: venv ## the operator's decisions beside other systems' rules and oracles, into benchmarks/results (hours)

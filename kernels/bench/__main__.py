@@ -1,4 +1,5 @@
-"""`python kernels/bench`: kernels against the rate at which this GPU copies, as one JSON document."""
+"""`python kernels/bench`: kernels against the rate at which this GPU copies, as one JSON document. `make gpu` measures
+these and whole steps of the engine."""
 
 from __future__ import annotations
 
@@ -18,19 +19,27 @@ def main() -> None:
             "kernels/bench needs a GPU; python3 -c 'import torch; print(torch.cuda.is_available())' says no"
         )
     rate = copy_rate()
-    shapes = [
-        (batch, context, masks) for batch in (1, 8, 64) for context in (1024, 8192) for masks in ([1], attention.CHAIN)
+    cases = [
+        (batch, context, masks)
+        for batch in (1, 8, 64)
+        for context in (1024, 8192)
+        for masks in (attention.ONE, attention.CHAIN)
     ]
     report = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "copy_gigabytes_per_second": rate / 1e9,
-        "attention": [attention.measure(*shape, rate, flex=True) for shape in shapes],
+        "attention": [_attention(*sizes, rate) for sizes in cases],
         "sampling": [sampling.measure(rows, rate) for rows in (1, 64, 384)],
     }
     json.dump(report, sys.stdout, indent=1)
     print()
+
+
+def _attention(batch: int, context: int, masks: list[int], rate: float) -> dict[str, object]:
+    given = attention.case(batch, context, masks, attention.Layer())
+    return attention.measure(given, rate) | {"flex_microseconds": attention.measure_flex(given)}
 
 
 if __name__ == "__main__":

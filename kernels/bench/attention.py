@@ -1,59 +1,120 @@
-"""Tree attention of a Llama-3.1-8B layer against the copy rate, and beside FlexAttention with the same mask."""
+"""Tree attention of a layer against the copy rate, and beside what others do of the same prefix: FlexAttention with the
+same mask, and FlashInfer's unmasked decode where it is installed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import seconds
+from timing import DEVICE, seconds
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from specdecode_kernels.tree_attention import kernel
-from specdecode_kernels.tree_attention.plan import plan
+from specdecode_kernels.tree_attention.plan import Plan, plan
 
-HEADS, KV, SIZE, PAGE = 32, 8, 128, 16
+PAGE = 16
 CHAIN = [(2 << node) - 1 for node in range(6)]
+ONE = [1]
 
 
-def measure(batch: int, context: int, masks: list[int], rate: float, *, flex: bool) -> dict[str, Any]:
-    """One layer over ``batch`` texts of ``context`` tokens and a tree of ``masks`` each."""
-    nodes, keys = len(masks), context + len(masks)
-    columns = -(-keys // PAGE)
-    cache = torch.randn(2, batch * columns + 1, PAGE, KV, SIZE, device="cuda", dtype=torch.bfloat16)
-    q_THD = torch.randn(batch * nodes, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
-    ancestors = torch.tensor(masks, device="cuda")
-    made = plan(
-        query_start=torch.arange(batch + 1, device="cuda") * nodes,
-        prefix_len_B=torch.full((batch,), context, device="cuda"),
-        key_start_B=torch.zeros(batch, dtype=torch.int64, device="cuda"),
-        ancestors_T=ancestors.repeat(batch),
-        block_table_BM=torch.randperm(batch * columns, device="cuda").view(batch, columns) + 1,
-        block_size=PAGE,
-        groups=HEADS // KV,
-        kv_heads=KV,
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Heads of a layer; Llama-3.1-8B's unless told."""
+
+    heads: int = 32
+    kv: int = 8
+    size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``batch`` texts of ``context`` tokens with a tree of ``masks`` each, their blocks scattered."""
+
+    layer: Layer
+    batch: int
+    context: int
+    masks: list[int]
+    q_THD: Tensor
+    cache_2NPKD: Tensor
+    table_BM: Tensor
+
+    @property
+    def bytes_moved(self) -> int:
+        """Every key and value once, queries and results once."""
+        keys = self.batch * (self.context + len(self.masks))
+        return 2 * (keys * self.layer.kv * self.layer.size + self.q_THD.numel()) * self.q_THD.itemsize
+
+
+def case(batch: int, context: int, masks: list[int], layer: Layer) -> Case:
+    """Random queries, keys and values."""
+    columns = -(-(context + len(masks)) // PAGE)
+    made = {"device": DEVICE, "dtype": layer.dtype}
+    return Case(
+        layer,
+        batch,
+        context,
+        masks,
+        torch.randn(batch * len(masks), layer.heads, layer.size, **made),
+        torch.randn(2, batch * columns + 1, PAGE, layer.kv, layer.size, **made),
+        torch.randperm(batch * columns, device=DEVICE).view(batch, columns) + 1,
     )
-    moved_bytes = 2 * batch * keys * KV * SIZE * 2 + 2 * q_THD.numel() * 2
-    took = seconds(lambda: kernel.attend(q_THD, cache, made))
-    found = {
-        "batch": batch,
-        "context": context,
-        "nodes": nodes,
-        "microseconds": 1e6 * took,
-        "share_of_copy_rate": moved_bytes / took / rate,
-    }
-    return found | ({"flex_microseconds": 1e6 * _flex(batch, context, ancestors)} if flex else {})
 
 
-def _flex(batch: int, context: int, ancestors: Tensor) -> float:
-    """Contiguous keys: it is spared the paging."""
-    nodes = len(ancestors)
-    q = torch.randn(batch, HEADS, nodes, SIZE, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, batch, KV, context + nodes, SIZE, device="cuda", dtype=torch.bfloat16).unbind(0)
+def measure(given: Case, rate: float) -> dict[str, Any]:
+    """Our kernel. ``rate`` in bytes a second; 0 is unknown."""
+    made = _plan(given)
+    took = seconds(lambda: kernel.attend(given.q_THD, given.cache_2NPKD, made))
+    sizes = {"batch": given.batch, "context": given.context, "nodes": len(given.masks)}
+    share = {"share_of_copy_rate": given.bytes_moved / took / rate} if rate else {}
+    return {**sizes, "microseconds": 1e6 * took, **share}
+
+
+def measure_flex(given: Case) -> float:
+    """Microseconds of FlexAttention over contiguous keys: it is spared the paging."""
+    layer, nodes, context = given.layer, len(given.masks), given.context
+    ancestors = torch.tensor(given.masks, device=DEVICE)
+    q = torch.randn(given.batch, layer.heads, nodes, layer.size, device=DEVICE, dtype=layer.dtype)
+    shape = (2, given.batch, layer.kv, context + nodes, layer.size)
+    k, v = torch.randn(*shape, device=DEVICE, dtype=layer.dtype).unbind(0)
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key < context) | ((ancestors[query] >> (key - context).clamp(0, 63)) & 1 == 1)
 
-    mask = create_block_mask(seen, None, None, nodes, context + nodes, device="cuda")
-    compiled = torch.compile(flex_attention)
-    return seconds(lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True))
+    mask = create_block_mask(seen, None, None, nodes, context + nodes, device=DEVICE)
+    run = torch.compile(flex_attention, dynamic=False) if DEVICE == "cuda" else flex_attention
+    return 1e6 * seconds(lambda: run(q, k, v, block_mask=mask, enable_gqa=True))
+
+
+def measure_flash_decode(given: Case) -> float | None:
+    """Microseconds of FlashInfer's decode of a token a text over the same pages; None where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    layer, columns = given.layer, -(-given.context // PAGE)
+    workspace = torch.empty(2**27, dtype=torch.uint8, device=DEVICE)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    starts = torch.arange(given.batch + 1, dtype=torch.int32, device=DEVICE) * columns
+    pages = given.table_BM[:, :columns].flatten().int()
+    last = torch.full((given.batch,), (given.context - 1) % PAGE + 1, dtype=torch.int32, device=DEVICE)
+    kinds = {"q_data_type": layer.dtype, "kv_data_type": layer.dtype}
+    wrapper.plan(starts, pages, last, layer.heads, layer.kv, layer.size, PAGE, **kinds)
+    q, cache = given.q_THD[: given.batch], (given.cache_2NPKD[0], given.cache_2NPKD[1])
+    return 1e6 * seconds(lambda: wrapper.run(q, cache))
+
+
+def _plan(given: Case) -> Plan:
+    batch, nodes = given.batch, len(given.masks)
+    return plan(
+        query_start=torch.arange(batch + 1, device=DEVICE) * nodes,
+        prefix_len_B=torch.full((batch,), given.context, device=DEVICE),
+        key_start_B=torch.zeros(batch, dtype=torch.int64, device=DEVICE),
+        ancestors_T=torch.tensor(given.masks, device=DEVICE).repeat(batch),
+        block_table_BM=given.table_BM,
+        block_size=PAGE,
+        groups=given.layer.heads // given.layer.kv,
+        kv_heads=given.layer.kv,
+    )

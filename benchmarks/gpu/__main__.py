@@ -1,0 +1,123 @@
+"""`hack/gpu`: the gpu tests, then every stage within its budget; one JSON, written anew after each.
+
+Cut off at any moment, what is there by then is a valid document that says which stages it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from device import described
+from gpu_tests import run_tests
+from stages import STAGES, TESTS_SECONDS, Stage
+from targets import judge
+
+HERE = Path(__file__).parent
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Document:
+    """What is written."""
+
+    out: Path
+    machine: dict[str, Any]
+    dry_run: bool
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self) -> None:
+        """In one move, so that a reader never sees half of it."""
+        body = {
+            "format": FORMAT,
+            "dry_run": self.dry_run,
+            "machine": self.machine,
+            "stages": self.stages,
+            "targets": [asdict(verdict) for verdict in judge(self.rows)],
+            "rows": self.rows,
+        }
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps(body, indent=1) + "\n")
+        part.replace(self.out)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second; 0 while unknown."""
+        return next((1e9 * float(row["gigabytes_per_second"]) for row in self.rows if row["kind"] == "copy"), 0.0)
+
+
+def main() -> int:
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    machine = described(args.dry_run)
+    stem = "dry-run" if args.dry_run else f"gpu-{machine['short_name']}-{machine['date']}"
+    document = Document(args.out / f"{stem}.json", machine, args.dry_run)
+    document.write()
+    until = time.monotonic() + args.seconds
+    if "tests" not in args.skip:
+        found = run_tests(args.out / f"{stem}-tests.log", min(TESTS_SECONDS, args.seconds), dry=args.dry_run)
+        document.stages.append(found)
+        document.write()
+    for stage in STAGES:
+        if stage.name in args.skip:
+            continue
+        _run(stage, document, min(stage.budget_seconds, until - time.monotonic()))
+        document.write()
+    print(document.out)
+    return 0 if all(stage["status"] == "done" for stage in document.stages) else 1
+
+
+def _run(stage: Stage, document: Document, seconds: float) -> None:
+    began = time.monotonic()
+    part = document.out.with_suffix(f".{stage.name}.jsonl")
+    part.unlink(missing_ok=True)
+    if seconds < 5:
+        document.stages.append({"name": stage.name, "status": "no time was left", "seconds": 0.0})
+        return
+    command = [sys.executable, str(HERE / "stage.py"), stage.name, str(part), str(document.rate)]
+    if document.dry_run:
+        command.append("--dry-run")
+    environment = dict(os.environ, TRITON_INTERPRET="1" if document.dry_run and stage.interpreted else "0")
+    print(f"==> {stage.name}, {seconds:.0f} s at most", file=sys.stderr, flush=True)
+    error = ""
+    try:
+        ran = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=seconds)
+        status = "done" if ran.returncode == 0 else "failed"
+        error = ran.stderr[-2000:] if ran.returncode else ""
+    except subprocess.TimeoutExpired:
+        status = "out of time"
+    rows = _read(part)
+    document.rows += rows
+    took = time.monotonic() - began
+    document.stages.append({"name": stage.name, "status": status, "seconds": took, "rows": len(rows), "error": error})
+    print(f"    {status}, {len(rows)} rows in {took:.0f} s\n{error}", file=sys.stderr, flush=True)
+
+
+def _read(part: Path) -> list[dict[str, Any]]:
+    """Whole lines: the last may be cut off."""
+    if not part.exists():
+        return []
+    found = [json.loads(line) for line in part.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    part.unlink()
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hack/gpu", description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU: no figure of it means anything")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=520, help="for all of it (default: %(default)s)")
+    parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="tests, or a stage's name")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

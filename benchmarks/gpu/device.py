@@ -1,0 +1,46 @@
+"""Where and when figures were made: GPU, driver, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+
+def described(dry: bool) -> dict[str, Any]:
+    """Raises SystemExit where a GPU is needed and none is there."""
+    if not dry and not torch.cuda.is_available():
+        raise SystemExit("error: torch sees no GPU here. Run this on a machine with one, or hack/gpu --dry-run.")
+    name = "none (dry run)" if dry else torch.cuda.get_device_name()
+    return {
+        "gpu": name,
+        "short_name": (re.findall(r"[A-Z]+\d+\w*", name) or ["gpu"])[0].lower(),
+        "memory_gigabytes": 0 if dry else round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        "driver": "" if dry else _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "python": platform.python_version(),
+        "commit": os.environ.get("SPECDECODE_COMMIT", "unknown"),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _triton() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"

@@ -1,0 +1,224 @@
+"""An engine over random networks, with texts that stand in its caches as if they had been prefilled.
+
+Built as a worker builds its own (engine/factory.assemble). Contexts are not computed: random keys and values fill the
+caches, and the blocks are made known as somebody's beginning, so that requests are admitted behind them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from networks import random_target, write_config, write_head
+from shapes import Shapes
+from torch import nn
+
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Plan, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import WorkerConfig as Config
+from specdecode_worker.engine.blocks import BLOCK_SIZE
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import assemble
+from specdecode_worker.engine.inventory import bounds_of
+from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.sizing import Budget, Device, Network
+from specdecode_worker.models.fusing import fuse
+from specdecode_worker.models.llama import Llama
+
+ROOM = 288
+"""Tokens that a text may grow by while it is measured."""
+WARM_STEPS = 4
+
+
+@dataclass(slots=True)
+class Bench:
+    """``target_bytes`` and ``draft_bytes`` are what a pass reads, without tables that are only looked up in;
+    ``fuse_bytes`` of the draft are read once a step, however many passes follow."""
+
+    shapes: Shapes
+    engine: Engine
+    device: torch.device
+    context: int
+    target_bytes: int
+    draft_bytes: int
+    fuse_bytes: int
+    kv_bytes: int
+    draft_kv_bytes: int
+    plans: int = field(default=0)
+
+    def run_shape(self, shape: TreeShape) -> None:
+        self.plans += 1
+        name = self.engine.draft.hash
+        self.engine.set_plan(Plan(draft=name, version=self.plans, initial=shape, explore=0, guard=False))
+
+    def accept_as(self, chance: float | None) -> None:
+        self.engine.set_synthetic(None if chance is None else SyntheticKnobs(acceptance=(chance,)))
+
+    def bytes_of(self, batch: int, passes: int) -> int:
+        """What a step must read: the target and all keys once, the draft and its keys in every pass."""
+        keys = batch * self.context
+        draft = passes * (self.draft_bytes + keys * self.draft_kv_bytes) + (self.fuse_bytes if passes else 0)
+        return self.target_bytes + keys * self.kv_bytes + draft
+
+    def measure(self, batch: int, steps: int) -> dict[str, float]:
+        """Median milliseconds from step to step with ``batch`` texts, host and device overlapping as they do when
+        serving, and tokens per text and step."""
+        for submit in self._submits(batch):
+            self.engine.add(submit)
+        started: set[str] = set()
+        while len(started) < batch:
+            started |= {new.request_id for new in self.engine.step()}
+        for _ in range(WARM_STEPS):
+            self.engine.step()
+        times, tokens = [], 0
+        self._synchronize()
+        last = time.perf_counter()
+        for _ in range(steps):
+            tokens += sum(len(new.tokens) for new in self.engine.step())
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        for submit in self._submits(batch):
+            self.engine.abort(submit.request_id)
+        while not self.engine.idle:
+            self.engine.step()
+        return {"step_milliseconds": 1e3 * median(times), "measured_tokens_per_step": tokens / (steps * batch)}
+
+    def fill(self, batch: int) -> None:
+        """Makes the beginnings of ``batch`` texts known."""
+        scheduler, drafts = self.engine._scheduler, self.engine._drafts
+        for submit in self._submits(batch):
+            request = Request.of(submit, (), arrived_seconds=0.0)
+            drafts.follow(request)
+            whole = (len(submit.prompt) - 1) // BLOCK_SIZE
+            taken = scheduler._pool.take(whole, room=whole)
+            assert taken is not None, "the caches were made for fewer texts"
+            request.blocks, request.cached = taken, whole * BLOCK_SIZE
+            scheduler.publish(request, request.cached)
+            scheduler._pool.give_back(taken)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _submits(self, batch: int) -> Iterable[Submit]:
+        for index in range(batch):
+            prompt = (index + 8, *[11] * (self.context - 1))
+            sampling = Sampling(max_tokens=ROOM, seed=index, temperature=1.0, ignore_eos=True)
+            yield Submit(request_id=str(index), prompt=prompt, sampling=sampling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to build."""
+
+    shapes: Shapes
+    most: int
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+    folder: Path
+    eager: bool = False
+    draft_quantization: str | None = None
+
+
+def build(asked: Asked) -> Bench:
+    """The engine, and as many texts as were asked for in its caches."""
+    where = asked.folder / "target", asked.folder / "head"
+    write_config(asked.shapes, where[0])
+    target = random_target(asked.shapes, asked.dtype, asked.device)
+    write_head(asked.shapes, target, where[1], asked.dtype, asked.device)
+    config = _config(asked, *where)
+    budget = _budget(asked, config, target)
+    fuse(target)
+    engine = assemble(target, where[0], config, lambda uri: Path(uri.removeprefix("file://")), budget)
+    caches = engine._target.cache.data, _draft_cache(engine)
+    for cache in caches:
+        cache.normal_()
+    bench = _bench(asked, engine, target, *caches)
+    bench.fill(asked.most)
+    return bench
+
+
+def captures_graphs() -> bool:
+    """Whether this engine knows CUDA graphs, and so can do without."""
+    return "enforce_eager" in EngineConfig.model_fields
+
+
+def quantises_drafts() -> bool:
+    return "quantization" in DraftConfig.model_fields
+
+
+def kv_bytes_per_token(shapes: Shapes, dtype: torch.dtype) -> int:
+    """Target's and draft's."""
+    return sum(
+        2 * one["num_hidden_layers"] * one["num_key_value_heads"] * one["head_dim"] * dtype.itemsize
+        for one in (shapes.target, shapes.head)
+    )
+
+
+def _config(asked: Asked, target: Path, head: Path) -> Config:
+    eager = {"enforce_eager": asked.eager} if captures_graphs() else {}
+    quantization = {"quantization": asked.draft_quantization} if asked.draft_quantization else {}
+    length = asked.context + ROOM
+    dtype = str(asked.dtype).removeprefix("torch.")
+    return Config(
+        model=ModelConfig(uri=f"file://{target}", served_name="bench", dtype=dtype, max_model_len=length),
+        draft=DraftConfig(method="eagle3", uri=f"file://{head}", required=True, **quantization),
+        engine=EngineConfig(
+            max_num_seqs=asked.most,
+            max_num_batched_tokens=max(1024, asked.most * 16),
+            kv_cache_tokens=asked.most * (length + 4 * BLOCK_SIZE),
+            device=asked.device.type,
+            **eager,
+        ),
+    )
+
+
+def _budget(asked: Asked, config: Config, target: Llama) -> Budget:
+    """Only the bounds of it count: how many tokens the caches hold is asked for."""
+    memory = Device(kind="cuda", limit=2**40, free=2**40, source="a benchmark")
+    shape = target.config
+    network = Network(
+        name="target",
+        weights=0,
+        tables=0,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        kv_layers=shape.num_hidden_layers,
+    )
+    return Budget(device=memory, bounds=bounds_of(config, shape.max_position_embeddings), target=network)
+
+
+def _bench(asked: Asked, engine: Engine, target: Llama, cache: torch.Tensor, draft_cache: torch.Tensor) -> Bench:
+    head: Any = engine._drafts._drafts[""].drafter._head
+    fuse_bytes = _bytes(head.fc)
+    per_token = cache.nbytes // (cache.shape[2] * BLOCK_SIZE), draft_cache.nbytes // (cache.shape[2] * BLOCK_SIZE)
+    return Bench(
+        asked.shapes,
+        engine,
+        asked.device,
+        asked.context,
+        _bytes(target) - target.model.embed_tokens.weight.nbytes,
+        _bytes(head) - fuse_bytes,
+        fuse_bytes,
+        *per_token,
+    )
+
+
+def _bytes(network: nn.Module) -> int:
+    """Of its matrices and norms: every float of its state, and what quantised ones keep beside it."""
+    kept = {id(t): t for t in network.state_dict(keep_vars=True).values()}
+    return sum(t.nbytes for t in kept.values() if t.dtype != torch.int64)
+
+
+def _draft_cache(engine: Engine) -> torch.Tensor:
+    found: torch.Tensor = engine._drafts._drafts[""].drafter._cache.data
+    return found

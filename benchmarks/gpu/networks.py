@@ -1,0 +1,69 @@
+"""Random networks of real shapes whose every draft is right: the synthetic knob can then set any acceptance.
+
+The first number of every state is large and stays so (embeddings put it there, layers add little), and one row of the
+head reads it: so target and draft always agree on one token, and a step costs what any other step costs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from shapes import Shapes
+from torch import Tensor, nn
+
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.placing import unfilled
+
+ANSWER = 7
+_LOUD = 1000.0
+_STD = 0.02
+
+
+def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Llama:
+    """Made on the device itself: nothing of it is ever in a file."""
+    with unfilled():
+        model = Llama(llama_config(shapes.target))
+    weights = _random(model, dtype, device)
+    weights["model.embed_tokens.weight"][:, 0] = _LOUD
+    weights["lm_head.weight"][ANSWER, 0] = 10
+    model.load_state_dict(weights, assign=True)
+    model.requires_grad_(False)
+    model.rope.to(device)
+    return model
+
+
+def write_head(shapes: Shapes, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """A checkpoint, for the engine's own loader."""
+    with unfilled():
+        head = Eagle3Head(eagle3_config(shapes.head, target.config), target.model.embed_tokens)
+    weights = _random(head, dtype, device)
+    weights["fc.weight"][0, 0] = 1
+    weights["lm_head.weight"][ANSWER, 0] = 10
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shapes.head))
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
+
+
+def write_config(shapes: Shapes, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shapes.target))
+
+
+def _random(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Norms are one, matrices are small and random, maps of tokens are the identity."""
+    generator = torch.Generator(device).manual_seed(0)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point():
+            found[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        elif tensor.dim() == 1:
+            found[name] = torch.ones(tensor.shape, dtype=dtype, device=device)
+        else:
+            empty = torch.empty(tensor.shape, dtype=dtype, device=device)
+            found[name] = empty.normal_(0, _STD, generator=generator)
+    return found

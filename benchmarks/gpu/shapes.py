@@ -1,0 +1,61 @@
+"""The networks that are measured, as config.json would say them; weights are random (networks.py).
+
+70B is one rank's eighth: heads, inner width and vocabulary divided by 8, hidden size whole, collectives left out. Its
+draft is whole, since rank 0 runs it whole, but for the vocabulary, which is the target's eighth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "eos_token_id": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """A target and its EAGLE-3 head. ``profile`` is the chance that a drafted token is right when those before it
+    were, so that a chain of 3 brings ``tokens_per_step`` (published for MT-Bench, T=0: arXiv 2508.08192)."""
+
+    name: str
+    target: dict[str, Any]
+    head: dict[str, Any]
+    profile: float
+    tokens_per_step: float
+    note: str = ""
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, size: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": size,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 16384,
+        **_COMMON,
+    }
+
+
+def _head(target: dict[str, Any], draft_vocabulary: int, **changed: int) -> dict[str, Any]:
+    changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, **changed}
+    return {**target, **changes, "draft_vocab_size": draft_vocabulary}
+
+
+_8B = _llama(4096, 14336, 32, 32, 8, 128_256, 128)
+_70B = _llama(8192, 28672 // 8, 80, 64 // 8, 8 // 8, 128_256 // 8, 128)
+_TINY = _llama(64, 96, 3, 4, 2, 512, 16)
+
+LLAMA_8B = Shapes("llama-3.1-8b", _8B, _head(_8B, 32_000), 0.7607, 2.78)
+LLAMA_70B_EIGHTH = Shapes(
+    "llama-3.1-70b, one rank of 8",
+    _70B,
+    _head(_70B, 128_256 // 8, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672),
+    0.7973,
+    2.94,
+    "one rank's eighth; collectives left out; the draft is whole but for its vocabulary",
+)
+TINY = Shapes("tiny", _TINY, _head(_TINY, 256), 0.7607, 2.78)

@@ -1,0 +1,114 @@
+"""What `make gpu` measures, in the order of worth. A stage is a function that yields rows; every row is kept at once.
+
+Each runs in a process of its own (stage.py): what one breaks, the next does not see.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all stages are given. ``dry``: tiny shapes on a CPU, to see that everything goes through."""
+
+    device: torch.device
+    dry: bool
+    rate: float
+    """Bytes a second of a copy, read and written; 0 where that was not measured."""
+
+
+def copy(run: Run) -> Iterator[Row]:
+    from timing import copy_rate
+
+    yield {"kind": "copy", "gigabytes_per_second": copy_rate() / 1e9}
+
+
+def attention(run: Run) -> Iterator[Row]:
+    """Largest first; FlexAttention, which compiles for seconds, behind our own."""
+    import attention as bench
+
+    layer = bench.Layer(4, 2, 16, torch.float32) if run.dry else bench.Layer()
+    sizes = [(2, 40)] if run.dry else [(b, c) for c in (8192, 1024) for b in (64, 1, 8)]
+    for batch, context in sizes:
+        decoded = bench.measure_flash_decode(bench.case(batch, context, bench.ONE, layer))
+        for masks in (bench.CHAIN, bench.ONE):
+            row = bench.measure(bench.case(batch, context, masks, layer), run.rate)
+            yield {"kind": "attention", **row, "flash_decode_microseconds": decoded}
+    for batch, context in sizes[:2]:
+        flex = bench.measure_flex(bench.case(batch, context, bench.CHAIN, layer))
+        yield {"kind": "flex", "batch": batch, "context": context, "nodes": len(bench.CHAIN), "microseconds": flex}
+
+
+def sampling(run: Run) -> Iterator[Row]:
+    import sampling as bench
+
+    for rows in (1, 2) if run.dry else (1, 48, 64, 384):
+        yield {"kind": "sampling", **bench.measure(rows, run.rate, 512 if run.dry else bench.VOCABULARY)}
+
+
+def engine_8b(run: Run) -> Iterator[Row]:
+    from engine_rows import Wanted, rows
+
+    yield from rows(run, "8b", Wanted(shapes=("plain", "chain:3", "chain:5", "tree:4,2,1")), _folder())
+
+
+def engine_8b_eager(run: Run) -> Iterator[Row]:
+    """Nothing where the engine captures no graphs: then engine_8b is this."""
+    from engine_rows import Wanted, rows
+    from harness import captures_graphs
+
+    if captures_graphs():
+        yield from rows(run, "8b", Wanted(shapes=("plain", "chain:3"), batches=(1, 16), eager=True), _folder())
+
+
+def engine_8b_int4_draft(run: Run) -> Iterator[Row]:
+    from engine_rows import Wanted, rows
+    from harness import quantises_drafts
+
+    if quantises_drafts():
+        wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(1, 16), draft_quantization="int4")
+        yield from rows(run, "8b", wanted, _folder())
+
+
+def engine_70b(run: Run) -> Iterator[Row]:
+    from engine_rows import Wanted, rows
+
+    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(64, 1, 16))
+    yield from rows(run, "70b", wanted, _folder())
+
+
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="specdecode-gpu-"))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``budget_seconds`` is what it may take of the whole; less when those before took longer."""
+
+    name: str
+    run: Callable[[Run], Iterator[Row]]
+    budget_seconds: float
+    interpreted: bool = False
+    """In a dry run its kernels go through Triton's interpreter."""
+
+
+TESTS_SECONDS = 130.0
+"""For tests/gpu, which run first."""
+STAGES = (
+    Stage("copy", copy, 25),
+    Stage("engine-8b", engine_8b, 110),
+    Stage("attention", attention, 70, interpreted=True),
+    Stage("sampling", sampling, 25),
+    Stage("engine-70b-eighth", engine_70b, 70),
+    Stage("engine-8b-eager", engine_8b_eager, 45),
+    Stage("engine-8b-int4-draft", engine_8b_int4_draft, 45),
+)

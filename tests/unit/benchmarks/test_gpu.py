@@ -1,0 +1,103 @@
+"""`make gpu` without a GPU: a dry run goes through the engine and is reported; what is asked for is judged as said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GPU = ROOT / "benchmarks" / "gpu"
+# Kernels are interpreted in tests/kernels; here one engine and the whole way of its figures.
+SKIPPED = ("tests", "attention", "sampling", "engine-70b-eighth", "engine-8b-eager")
+
+
+def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.pop("OUT", None)
+    command = [ROOT / "hack" / "gpu", "--dry-run", "--out", out, *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool | None]:
+    """By target and case: met or not."""
+    monkeypatch.syspath_prepend(GPU)
+    import targets
+
+    return {(found.target, found.case): found.met for found in targets.judge(rows)}
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
+    ran = hack_gpu(tmp_path, *(flag for name in SKIPPED for flag in ("--skip", name)))
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads((tmp_path / "dry-run.json").read_text())
+    assert document["dry_run"]
+    assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= document["machine"].keys()
+    rows = document["rows"]
+    steps = {(row["batch"], row["shape"]): row for row in rows if row["kind"] == "step" and row["stage"] == "engine-8b"}
+    assert {batch for batch, _ in steps} == {1, 2}
+    for (_, shape), row in steps.items():
+        assert row["synthetic"] == (shape != "plain")
+        depth = {"plain": 0, "chain:3": 3, "chain:5": 5, "tree:4,2,1": 3}[shape]
+        assert row["measured_tokens_per_step"] == 1 + depth, "every draft of the random networks is right"
+        assert row["bytes_read"] > steps[row["batch"], "plain"]["bytes_read"] or shape == "plain"
+    speedups = [row for row in rows if row["kind"] == "speedup"]
+    assert all(row["synthetic"] and 1 <= row["measured_tokens_per_step"] < 4 for row in speedups)
+    report = subprocess.run(
+        [sys.executable, GPU / "report.py", tmp_path / "dry-run.json"], capture_output=True, text=True
+    )
+    assert report.returncode == 0, report.stderr
+    assert "Dry run" in report.stdout
+    assert report.stdout.count("chain:3 *") == 2 * len(speedups)
+    assert (tmp_path / "dry-run.png").stat().st_size > 0
+
+
+def test_a_run_without_time_leaves_a_document_that_says_so(tmp_path: Path) -> None:
+    ran = hack_gpu(tmp_path, "--seconds", "0", "--skip", "tests")
+    document = json.loads((tmp_path / "dry-run.json").read_text())
+    assert ran.returncode == 1
+    assert {stage["status"] for stage in document["stages"]} == {"no time was left"}
+    assert all(target["met"] is None for target in document["targets"])
+
+
+STEP = {"stage": "engine-8b", "kind": "step", "batch": 1, "shape": "plain", "synthetic": False}
+
+
+@pytest.mark.parametrize(("over", "met"), [(1.15, True), (1.16, False)])
+def test_a_bound_is_kept_or_not(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judge([STEP | {"over_roofline": over}], monkeypatch)
+    assert found["plain step over its roofline, batch 1", "batch 1"] is met
+    assert found["plain step over its roofline", "not measured"] is None
+
+
+def test_a_step_of_another_stage_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}], monkeypatch)
+    assert set(found.values()) == {None}
+
+
+def test_sampling_is_a_share_of_the_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = {"stage": "sampling", "kind": "sampling", "rows": 64, "choice_microseconds": 310.0}
+    rows = [sampled, *({**STEP, "batch": batch, "step_milliseconds": 10.0} for batch in (1, 64))]
+    assert judge(rows, monkeypatch)["sampling, share of a plain step", "batch 64"] is False
+    rows[0]["choice_microseconds"] = 290.0
+    assert judge(rows, monkeypatch)["sampling, share of a plain step", "batch 64"] is True
+
+
+def test_attention_is_held_against_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's decode where it is installed, the copy rate where it is not; FlexAttention in both cases."""
+    case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
+    ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5}
+    rows = [ours | {"flash_decode_microseconds": 9.5}, case | {"kind": "flex", "microseconds": 9.0}]
+    found = judge(rows, monkeypatch)
+    name = "batch 1, 8192 tokens, 6 nodes"
+    assert found["tree attention over FlashInfer's unmasked decode", name] is True
+    assert found["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
+    assert found["tree attention over FlexAttention", name] is False
+    rows[0]["flash_decode_microseconds"] = None
+    assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False
