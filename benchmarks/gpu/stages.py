@@ -55,6 +55,16 @@ def sampling(run: Run) -> Iterator[Row]:
         yield {"kind": "sampling", **bench.measure(rows, run.rate, 512 if run.dry else bench.VOCABULARY)}
 
 
+def quantised(run: Run) -> Iterator[Row]:
+    import quantised as bench
+
+    matrices = {"tiny": (40, 96)} if run.dry else bench.MATRICES
+    rows, dtype = ((1, 3), torch.float32) if run.dry else (bench.ROWS, torch.bfloat16)
+    for name, (outputs, inputs) in matrices.items():
+        for row in bench.measure(name, outputs, inputs, run.rate, dtype, rows):
+            yield {"kind": "quantised", **row}
+
+
 def engine_8b(run: Run) -> Iterator[Row]:
     from engine_rows import Wanted, rows
 
@@ -106,9 +116,10 @@ TESTS_SECONDS = 130.0
 STAGES = (
     Stage("copy", copy, 25),
     Stage("engine-8b", engine_8b, 110),
-    Stage("attention", attention, 70, interpreted=True),
+    Stage("attention", attention, 65, interpreted=True),
     Stage("sampling", sampling, 25),
+    Stage("quantised", quantised, 35, interpreted=True),
     Stage("engine-70b-eighth", engine_70b, 70),
-    Stage("engine-8b-eager", engine_8b_eager, 45),
-    Stage("engine-8b-int4-draft", engine_8b_int4_draft, 45),
+    Stage("engine-8b-eager", engine_8b_eager, 40),
+    Stage("engine-8b-int4-draft", engine_8b_int4_draft, 40),
 )

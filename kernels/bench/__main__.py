@@ -7,6 +7,7 @@ import json
 import sys
 
 import attention
+import quantised
 import sampling
 import torch
 import triton
@@ -32,6 +33,11 @@ def main() -> None:
         "copy_gigabytes_per_second": rate / 1e9,
         "attention": [_attention(*sizes, rate) for sizes in cases],
         "sampling": [sampling.measure(rows, rate) for rows in (1, 64, 384)],
+        "quantised": [
+            row
+            for name, sizes in quantised.MATRICES.items()
+            for row in quantised.measure(name, *sizes, rate, torch.bfloat16)
+        ],
     }
     json.dump(report, sys.stdout, indent=1)
     print()

@@ -12,6 +12,8 @@ from specdecode_kernels.kv_keep import op as kv_keep
 from specdecode_kernels.kv_keep import reference as kv_keep_reference
 from specdecode_kernels.noise import op as noise
 from specdecode_kernels.noise import reference as noise_reference
+from specdecode_kernels.quantised_linear import op as quantised_linear
+from specdecode_kernels.quantised_linear import reference as quantised_linear_reference
 from specdecode_kernels.rms_norm import op as rms_norm
 from specdecode_kernels.rms_norm import reference as rms_norm_reference
 from specdecode_kernels.rope_cache import op as rope_cache
@@ -249,3 +251,15 @@ def test_a_captured_graph_serves_other_lengths() -> None:
         lengths.copy_(torch.randint(0, 2000, (batch,), generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         assert torch.equal(replayed, run())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kind", quantised_linear_reference.KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (2 * 14336, 4096), (32_000, 4096), (576, 1536)])
+def test_quantised_linear(outputs: int, inputs: int, kind: quantised_linear_reference.Kind, dtype: torch.dtype) -> None:
+    weight = quantised_linear_reference.quantise(random(outputs, inputs), kind)
+    for rows in (1, 2, 6, 17, 64, 100):
+        x = random(rows, inputs, dtype=dtype, seed=rows) / inputs**0.5
+        found = quantised_linear.linear(x, weight)
+        close(found, quantised_linear_reference.linear(x, weight), dtype)
+        assert torch.equal(found, quantised_linear.linear(x, weight)), "a second run is the same"

@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction, mangle_type
 from specdecode_kernels.draft_input import kernel as draft_input
 from specdecode_kernels.kv_keep import kernel as kv_keep
 from specdecode_kernels.noise import kernel as noise
+from specdecode_kernels.quantised_linear import kernel as quantised_linear
+from specdecode_kernels.quantised_linear.reference import Kind, quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
 from specdecode_kernels.sample import kernel as sample
@@ -110,6 +112,12 @@ def multi_round(nodes: int, *, drawn: bool) -> None:
     )
 
 
+def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    weight = quantise(zeros(outputs, inputs), kind)
+    for rows in (1, 6, 64):
+        quantised_linear.linear(zeros(rows, inputs, dtype=dtype), weight, zeros(outputs, dtype=dtype))
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "attention, a token": lambda: attention(1, 1, 4, 8, 128, torch.bfloat16),
     "attention, 64 chains": lambda: attention(384, 64, 4, 8, 128, torch.bfloat16),
@@ -126,6 +134,13 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "rounds of the best": lambda: multi_round(4, drawn=False),
     "rms_norm": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5, zeros(3, 4096)),
     "rms_norm without residual": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5),
+    "int4, an eighth of an FFN": lambda: quantised("int4", 3584, 4096),
+    "int4, many outputs": lambda: quantised("int4", 16384, 576),
+    "int4, fp32": lambda: quantised("int4", 32, 4096, dtype=torch.float32),
+    "int8": lambda: quantised("int8", 4096, 4096),
+    "int8, fp32": lambda: quantised("int8", 16384, 576, dtype=torch.float32),
+    "fp8": lambda: quantised("fp8", 4096, 4096),
+    "fp8, fp16": lambda: quantised("fp8", 16384, 576, dtype=torch.float16),
     "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
     "rope_cache": lambda: rope(128),
     "rope_cache, head dimension 96": lambda: rope(96),

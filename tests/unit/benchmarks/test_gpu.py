@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 # Kernels are interpreted in tests/kernels; here one engine and the whole way of its figures.
-SKIPPED = ("tests", "attention", "sampling", "engine-70b-eighth", "engine-8b-eager")
+SKIPPED = ("tests", "attention", "sampling", "quantised", "engine-70b-eighth", "engine-8b-eager")
 
 
 def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,59 @@
+"""The draft's matrices with weights of four and eight bits, beside bf16 and, where it is installed, torchao's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timing import DEVICE, seconds
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_kernels.quantised_linear import kernel
+from specdecode_kernels.quantised_linear.reference import KINDS, quantise
+
+MATRICES = {"gate and up": (2 * 14336, 4096), "down": (4096, 14336), "head": (32_000, 4096)}
+"""(outputs, inputs) of an EAGLE-3 head of Llama-3.1-8B."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def measure(
+    name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtype, rows_of: tuple[int, ...] = ROWS
+) -> Iterator[dict[str, Any]]:
+    """A row for every kind and number of rows; ``over_roofline`` against the bytes that are stored. ``rate`` in bytes
+    a second; 0 is unknown."""
+    plain = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
+    weights = {kind: quantise(plain, kind) for kind in KINDS}
+    torchao = _torchao(plain)
+    for rows in rows_of:
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+        sizes = {"matrix": name, "rows": rows}
+        base = seconds(lambda: F.linear(x, plain))  # noqa: B023 - called at once
+        yield sizes | {"weights": "bf16", "microseconds": 1e6 * base} | _over(base, plain.nbytes, rate)
+        for kind, weight in weights.items():
+            took = seconds(lambda: kernel.linear(x, weight))  # noqa: B023
+            yield (
+                sizes
+                | {"weights": kind, "microseconds": 1e6 * took, "times_bf16": base / took}
+                | _over(took, weight.nbytes, rate)
+            )
+        if torchao is not None:
+            took = seconds(lambda: torchao(x))  # noqa: B023
+            yield sizes | {"weights": "int4 (torchao)", "microseconds": 1e6 * took, "times_bf16": base / took}
+
+
+def _over(took: float, stored: int, rate: float) -> dict[str, float]:
+    return {"over_roofline": took * rate / stored} if rate else {}
+
+
+def _torchao(plain: Tensor) -> torch.nn.Module | None:
+    """Its int4 weight-only layer; None where it is not installed."""
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+    except ImportError:
+        return None
+    layer = torch.nn.Linear(plain.shape[1], plain.shape[0], bias=False, device=DEVICE, dtype=plain.dtype)
+    layer.weight = torch.nn.Parameter(plain.clone(), requires_grad=False)
+    quantize_(layer, Int4WeightOnlyConfig(group_size=128))
+    return layer

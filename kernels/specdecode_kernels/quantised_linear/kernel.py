@@ -1,0 +1,175 @@
+"""Products with quantised weights on a GPU: weights become numbers in registers, right before they are used.
+
+One row is a sum per output (`_one_row_kernel`); two to 64 rows go through the matrix units with the roles of rows and
+outputs exchanged, W x^T, since outputs are many and rows are few (`_rows_kernel`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdecode_kernels.quantised_linear.reference import Quantised
+
+MOST_ROWS = 64
+BLOCK_K = 128
+"""Inputs that a program takes at a time, of int8 and fp8; of int4 a group."""
+
+
+@triton.jit
+def _low(bytes_NB, dtype: tl.constexpr):
+    return ((bytes_NB & 15).to(tl.int32) - 8).to(dtype)
+
+
+@triton.jit
+def _high(bytes_NB, dtype: tl.constexpr):
+    return ((bytes_NB >> 4).to(tl.int32) - 8).to(dtype)
+
+
+@triton.jit
+def _one_row_kernel(
+    x_K,
+    packed_NB,
+    scale_NG,
+    bias_N,
+    out_N,
+    outputs,
+    columns,
+    packed_stride,
+    groups,
+    INT4: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """A tile of BLOCK_N outputs by BLOCK_B bytes stays in registers as sums; it is added up once, at the end."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < outputs
+    b = tl.arange(0, BLOCK_B)
+    row_N = packed_NB + n.to(tl.int64) * packed_stride
+    acc_NB = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
+    for group in tl.range(0, groups, num_stages=4):
+        if INT4:
+            first = group * BLOCK_B * 2
+            bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
+            scale_N = tl.load(scale_NG + n.to(tl.int64) * groups + group, mask=real, other=0.0).to(tl.float32)
+            x_low_B = tl.load(x_K + first + b, mask=first + b < columns, other=0.0).to(tl.float32)
+            at_high = first + BLOCK_B + b
+            x_high_B = tl.load(x_K + at_high, mask=at_high < columns, other=0.0).to(tl.float32)
+            part_NB = _low(bytes_NB, tl.float32) * x_low_B[None, :] + _high(bytes_NB, tl.float32) * x_high_B[None, :]
+            acc_NB += part_NB * scale_N[:, None]
+        else:
+            k = group * BLOCK_B + b
+            inside = k < columns
+            w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            x_B = tl.load(x_K + k, mask=inside, other=0.0).to(tl.float32)
+            acc_NB += w_NB.to(tl.float32) * x_B[None, :]
+    out = tl.sum(acc_NB, 1)
+    if not INT4:
+        out *= tl.load(scale_NG + n, mask=real, other=0.0)
+    if BIAS:
+        out += tl.load(bias_N + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_N + n, out.to(out_N.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _rows_kernel(
+    x_TK,
+    packed_NB,
+    scale_NG,
+    bias_N,
+    out_TN,
+    rows,
+    outputs,
+    columns,
+    x_stride,
+    packed_stride,
+    groups,
+    INT4: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Levels are exact in every type of x, so that only sums are rounded; int4's groups are scaled as sums."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    b = tl.arange(0, BLOCK_B)
+    real, there = n < outputs, t < rows
+    row_N = packed_NB + n.to(tl.int64) * packed_stride
+    row_T = x_TK + t.to(tl.int64) * x_stride
+    dtype: tl.constexpr = x_TK.dtype.element_ty
+    acc_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for group in tl.range(0, groups, num_stages=4):
+        if INT4:
+            first = group * BLOCK_B * 2
+            bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
+            scale_N = tl.load(scale_NG + n.to(tl.int64) * groups + group, mask=real, other=0.0).to(tl.float32)
+            low, high = first + b, first + BLOCK_B + b
+            x_low_BT = tl.load(row_T[None, :] + low[:, None], mask=there[None, :] & (low < columns)[:, None], other=0.0)
+            x_high_BT = tl.load(
+                row_T[None, :] + high[:, None], mask=there[None, :] & (high < columns)[:, None], other=0.0
+            )
+            part_NT = tl.dot(_low(bytes_NB, dtype), x_low_BT, input_precision="ieee")
+            part_NT = tl.dot(_high(bytes_NB, dtype), x_high_BT, part_NT, input_precision="ieee")
+            acc_NT += part_NT * scale_N[:, None]
+        else:
+            k = group * BLOCK_B + b
+            inside = k < columns
+            w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            x_BT = tl.load(row_T[None, :] + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            acc_NT = tl.dot(w_NB.to(dtype), x_BT, acc_NT, input_precision="ieee")
+    if not INT4:
+        acc_NT *= tl.load(scale_NG + n, mask=real, other=0.0)[:, None]
+    if BIAS:
+        acc_NT += tl.load(bias_N + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    at_NT = t.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out_TN + at_NT, acc_NT.to(out_TN.dtype.element_ty), mask=real[:, None] & there[None, :])
+
+
+def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
+    """[T, N] of up to MOST_ROWS rows; rows of x must be contiguous."""
+    rows, columns = x_TK.shape
+    assert columns == weight.columns, "x has as many columns as the matrix"
+    assert rows <= MOST_ROWS, "more rows are no longer bound by memory"
+    assert x_TK.stride(1) == 1, "rows must be contiguous"
+    assert weight.packed_NB.is_contiguous(), "weights are packed"
+    assert weight.scale_NG.is_contiguous(), "scales are packed"
+    out_TN = torch.empty(rows, weight.rows, dtype=x_TK.dtype, device=x_TK.device)
+    if not rows:
+        return out_TN
+    int4 = weight.kind == "int4"
+    block_b = weight.group // 2 if int4 else BLOCK_K
+    groups = triton.cdiv(columns, weight.group if int4 else BLOCK_K)
+    given = (x_TK, weight.packed_NB, weight.scale_NG, x_TK if bias_N is None else bias_N, out_TN)
+    constants = {"INT4": int4, "BIAS": bias_N is not None, "BLOCK_B": block_b}
+    sizes = (weight.rows, columns)
+    block_n = _outputs(weight.rows, rows)
+    grid = (triton.cdiv(weight.rows, block_n),)
+    if rows == 1:
+        _one_row_kernel[grid](
+            *given, *sizes, weight.packed_NB.stride(0), groups, BLOCK_N=block_n, num_warps=4, **constants
+        )
+        return out_TN
+    _rows_kernel[grid](
+        *given,
+        rows,
+        *sizes,
+        x_TK.stride(0),
+        weight.packed_NB.stride(0),
+        groups,
+        BLOCK_N=block_n,
+        BLOCK_T=max(triton.next_power_of_2(rows), 16),
+        num_warps=4,
+        **constants,
+    )
+    return out_TN
+
+
+def _outputs(outputs: int, rows: int) -> int:
+    """Outputs of a program: few where a matrix has few, so that there is a program for every multiprocessor."""
+    if rows == 1:
+        return 16
+    return 64 if outputs >= 16384 else 32

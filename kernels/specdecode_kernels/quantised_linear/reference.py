@@ -1,0 +1,112 @@
+"""Weight-only quantisation and the product with such weights, in plain torch.
+
+Suffixes: T rows, K inputs, N outputs, G groups of inputs, B bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Kind = Literal["int4", "int8", "fp8"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+GROUPS = (128, 64, 32)
+"""Sizes of int4's groups: the largest that divides the inputs, else the last, padded with zeros."""
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Of a group's range that int4 tries: what is cut off is rare, and the rest gets finer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix [N, K]. ``packed_NB``: int8 or float8_e4m3fn [N, K]; for int4 bytes [N, K' / 2] with K' the inputs
+    padded to whole groups, where byte j of a group holds input j in its low half and input j + group / 2 in its high
+    half, each as value + 8. ``scale_NG``: fp32 [N, 1], for int4 bf16 [N, K' / group]."""
+
+    kind: Kind
+    packed_NB: Tensor
+    scale_NG: Tensor
+    columns: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        return self.packed_NB.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed_NB.nbytes + self.scale_NG.nbytes
+
+
+def group_of(columns: int) -> int:
+    return next((group for group in GROUPS if columns % group == 0), GROUPS[-1])
+
+
+def stored_bytes(rows: int, columns: int, kind: Kind) -> int:
+    """Of a matrix once it is quantised."""
+    if kind != "int4":
+        return rows * (columns + 4)
+    groups = -(-columns // group_of(columns))
+    return rows * groups * (group_of(columns) // 2 + 2)
+
+
+def quantise(weight_NK: Tensor, kind: Kind) -> Quantised:
+    """Every row by itself (int4: every group), so that matrices may be joined by rows before or after."""
+    wide_NK = weight_NK.detach().float()
+    if kind == "int4":
+        return _int4(wide_NK)
+    most_N1 = wide_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * 2**10)
+    scale_N1 = most_N1 / _LARGEST[kind]
+    scaled_NK = wide_NK / scale_N1
+    packed = scaled_NK.round().to(torch.int8) if kind == "int8" else scaled_NK.to(torch.float8_e4m3fn)
+    return Quantised(kind, packed, scale_N1, wide_NK.shape[1], wide_NK.shape[1])
+
+
+def _int4(wide_NK: Tensor) -> Quantised:
+    rows, columns = wide_NK.shape
+    group = group_of(columns)
+    values_NGK = F.pad(wide_NK, (0, -columns % group)).unflatten(1, (-1, group))
+    scale_NG = _best_scale(values_NGK)
+    levels_NGK = _levels(values_NGK, scale_NG).add(8).to(torch.uint8)
+    low, high = levels_NGK.chunk(2, dim=-1)
+    return Quantised("int4", (low | high << 4).reshape(rows, -1), scale_NG, columns, group)
+
+
+def _best_scale(values_NGK: Tensor) -> Tensor:
+    """Of the tried ones the scale with the least squared error; the sign lets -8 stand for what is largest."""
+    at_NG1 = values_NGK.abs().argmax(-1, keepdim=True)
+    widest_NG = values_NGK.gather(-1, at_NG1).squeeze(-1) / -8
+    found_NG, least_NG = widest_NG.bfloat16(), torch.full_like(widest_NG, torch.inf)
+    for shrink in _SHRINKS:
+        tried_NG = (widest_NG * shrink).bfloat16()
+        wrong_NGK = _levels(values_NGK, tried_NG) * tried_NG.float()[..., None] - values_NGK
+        wrong_NG = wrong_NGK.square().sum(-1)
+        found_NG = torch.where(wrong_NG < least_NG, tried_NG, found_NG)
+        least_NG = torch.minimum(wrong_NG, least_NG)
+    return found_NG
+
+
+def _levels(values_NGK: Tensor, scale_NG: Tensor) -> Tensor:
+    scale_NG1 = scale_NG.float()[..., None]
+    return torch.where(scale_NG1 == 0, 0.0, values_NGK / scale_NG1).round().clamp(-8, 7)
+
+
+def dequantise(weight: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, K] in ``dtype``, rounded once."""
+    if weight.kind != "int4":
+        return (weight.packed_NB.float() * weight.scale_NG).to(dtype)
+    bytes_NGB = weight.packed_NB.unflatten(1, (-1, weight.group // 2))
+    levels_NGK = torch.cat((bytes_NGB & 15, bytes_NGB >> 4), dim=-1).float() - 8
+    values_NK = (levels_NGK * weight.scale_NG.float()[..., None]).flatten(1)
+    return values_NK[:, : weight.columns].to(dtype)
+
+
+def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
+    """x W^T + b [T, N] in x's type: weights exact, sums in fp32 at least, rounded once."""
+    wide = torch.promote_types(x_TK.dtype, torch.float32)
+    out_TN = F.linear(x_TK.to(wide), dequantise(weight, wide), None if bias_N is None else bias_N.to(wide))
+    return out_TN.to(x_TK.dtype)

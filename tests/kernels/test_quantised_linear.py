@@ -1,0 +1,133 @@
+"""Weights of four and eight bits: what is stored, and the kernels interpreted against their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_kernels.quantised_linear import kernel, op, reference
+from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+Plant = Callable[[ModuleType, str, str], ModuleType]
+KINDS = pytest.mark.parametrize("kind", reference.KINDS)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+SHAPES = [(1, 1), (7, 63), (33, 100), (40, 256), (16, 320)]
+"""(outputs, inputs)"""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def agrees(
+    module: ModuleType, kind: Kind, rows: int, outputs: int, inputs: int, *, bias: bool, dtype: torch.dtype
+) -> bool:
+    """On rows that lie in a wider tensor whose other numbers are NaN."""
+    weight = quantise(random(outputs, inputs) * torch.arange(1, outputs + 1)[:, None], kind)
+    x = torch.full((rows, inputs + 9), torch.nan, dtype=dtype)[:, 4 : inputs + 4]
+    x.copy_(random(rows, inputs, seed=1) / inputs)
+    b = random(outputs, seed=2, dtype=dtype) if bias else None
+    found, wanted = module.linear(x, weight, b), reference.linear(x, weight, b)
+    assert found.dtype == dtype
+    return torch.allclose(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [0, 1, 2, 17, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_kernel(kind: Kind, rows: int, outputs: int, inputs: int) -> None:
+    assert agrees(kernel, kind, rows, outputs, inputs, bias=rows % 2 == 0, dtype=torch.float32)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 5])
+def test_kernel_in_fp16(kind: Kind, rows: int) -> None:
+    assert agrees(kernel, kind, rows, 33, 200, bias=True, dtype=torch.float16)
+
+
+BUGS = [
+    ("int4", 1, "first + b < columns", "first + b < columns - 1"),
+    ("int4", 1, "at_high = first + BLOCK_B + b", "at_high = first + b"),
+    ("int4", 3, "low, high = first + b, first + BLOCK_B + b", "high, low = first + b, first + BLOCK_B + b"),
+    ("int4", 3, "n.to(tl.int64) * groups + group", "n.to(tl.int64) * groups"),
+    ("int4", 3, "acc_NT += part_NT * scale_N[:, None]", "acc_NT = part_NT * scale_N[:, None]"),
+    ("int4", 1, "((bytes_NB >> 4).to(tl.int32) - 8)", "((bytes_NB >> 4).to(tl.int32) - 7)"),
+    ("int8", 1, "inside = k < columns", "inside = k < columns + 1"),
+    ("int8", 3, "out_TN + at_NT, acc_NT", "out_TN + at_NT + 1, acc_NT"),
+    ("fp8", 3, "acc_NT *= tl.load(scale_NG + n", "acc_NT *= tl.load(scale_NG + 0 * n"),
+    ("fp8", 3, "there[None, :] & inside[:, None]", "inside[:, None] & (t < rows - 1)[None, :]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS)
+def test_planted_bugs_are_seen(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
+    assert not agrees(plant(kernel, old, new), kind, rows, 33, 100 + 128, bias=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int4", 0.099), ("int8", 0.008), ("fp8", 0.03)])
+def test_weights_come_back_nearly(kind: Kind, most: float) -> None:
+    """Root mean square error over root mean square weight, of normal weights."""
+    weight = random(64, 512)
+    wrong = dequantise(quantise(weight, kind)) - weight
+    assert wrong.square().mean().sqrt() < most
+
+
+@KINDS
+def test_zeros_and_outliers(kind: Kind) -> None:
+    weight = random(4, 200)
+    weight[0] = 0
+    weight[1, 7] = 1e4
+    weight[2] *= 1e-30
+    back = dequantise(quantise(weight, kind))
+    assert back.isfinite().all()
+    assert not back[0].any()
+    assert torch.allclose(back[1, 7], weight[1, 7], rtol=5e-3)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_weight_of_a_group_has_a_level(sign: int) -> None:
+    weight = torch.zeros(1, 128)
+    weight[0, 5] = sign * 8
+    assert torch.equal(dequantise(quantise(weight, "int4")), weight)
+
+
+@KINDS
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bytes_are_what_was_foretold(kind: Kind, outputs: int, inputs: int) -> None:
+    assert quantise(random(outputs, inputs), kind).nbytes == stored_bytes(outputs, inputs, kind)
+
+
+@KINDS
+def test_rows_may_be_joined_before_or_after(kind: Kind) -> None:
+    one, two = random(5, 128), random(3, 128, seed=1)
+    apart = [dequantise(quantise(part, kind)) for part in (one, two)]
+    assert torch.equal(dequantise(quantise(torch.cat((one, two)), kind)), torch.cat(apart))
+
+
+@pytest.mark.usefixtures("on_kernels")
+@KINDS
+def test_many_rows_are_multiplied_plainly(kind: Kind) -> None:
+    weight, x = quantise(random(9, 64), kind), random(65, 64, seed=1)
+    assert torch.allclose(op.linear(x, weight), F.linear(x, dequantise(weight)), atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_few_rows_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def watched(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+        asked.append(len(x))
+        return reference.linear(x, weight, bias)
+
+    monkeypatch.setattr(kernel, "linear", watched)
+    weight = quantise(random(9, 64), "int8")
+    op.linear(random(64, 64), weight)
+    op.linear(random(64, 64).double(), weight)
+    assert asked == [64]
