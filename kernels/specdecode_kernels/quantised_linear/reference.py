@@ -69,7 +69,7 @@ def quantise(weight_NK: Tensor, kind: Kind) -> Quantised:
 def _int4(wide_NK: Tensor) -> Quantised:
     rows, columns = wide_NK.shape
     group = group_of(columns)
-    values_NGK = F.pad(wide_NK, (0, -columns % group)).unflatten(1, (-1, group))
+    values_NGK = F.pad(wide_NK, (0, -columns % group)).reshape(rows, -1, group)
     scale_NG = _best_scale(values_NGK)
     levels_NGK = _levels(values_NGK, scale_NG).add(8).to(torch.uint8)
     low, high = levels_NGK.chunk(2, dim=-1)
@@ -99,10 +99,10 @@ def dequantise(weight: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
     """[N, K] in ``dtype``, rounded once."""
     if weight.kind != "int4":
         return (weight.packed_NB.float() * weight.scale_NG).to(dtype)
-    bytes_NGB = weight.packed_NB.unflatten(1, (-1, weight.group // 2))
+    bytes_NGB = weight.packed_NB.reshape(weight.rows, -1, weight.group // 2)
     levels_NGK = torch.cat((bytes_NGB & 15, bytes_NGB >> 4), dim=-1).float() - 8
     values_NK = (levels_NGK * weight.scale_NG.float()[..., None]).flatten(1)
-    return values_NK[:, : weight.columns].to(dtype)
+    return values_NK[:, : weight.columns].to(dtype).contiguous()
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:

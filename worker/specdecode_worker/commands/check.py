@@ -62,8 +62,21 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
         return WorkerConfig.model_validate_json(os.environ[Env.config])
     method, draft = method_and_draft(args)
     return WorkerConfig(
-        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, max_model_len=args.max_model_len),
-        draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
+        model=ModelConfig(
+            uri=args.model,
+            served_name=args.model,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            max_model_len=args.max_model_len,
+        ),
+        draft=DraftConfig.model_validate(
+            {
+                "method": method,
+                "uri": draft,
+                "required": draft is not None,
+                "quantization": args.draft_quantization,
+            }
+        ),
         engine=EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,

@@ -15,6 +15,7 @@ from specdecode_worker.commands import samplers
 from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.quantising import quantise_draft, quantise_target
 from specdecode_worker.models.store import resolve
 from specdecode_worker.models.weights import load_eagle3, load_llama
 from specdecode_worker.server.errors import TokenizerProblem
@@ -72,6 +73,8 @@ def _evaluated(args: argparse.Namespace, draft: str) -> dict[str, Any]:
     folder = resolve(args.model, cache)
     target = load_llama(folder, dtype=dtype, device=device)
     head = load_eagle3(resolve(draft, cache), target, dtype=dtype, device=device)
+    quantise_target(target, args.quantization, device)
+    quantise_draft(head, args.draft_quantization)
     lines, chat = read_prompts(Path(args.prompts)), Chat(folder)
     settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=args.max_tokens, for_training=False)
     conversations: list[Conversation] = []

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from specdecode_worker.contract import DRAFT_FREE, Method, TreeShape
+from specdecode_worker.contract import DRAFT_FREE, DraftQuantization, Method, TargetQuantization, TreeShape
 
 EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
 EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model --draft --method --dtype --device --threads --cache-dir."""
+    """--model --draft --method --dtype --quantization --draft-quantization --device --threads --cache-dir."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
     parser.add_argument("--method", choices=get_args(Method), help="default: eagle3 with a draft, else none")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="of the target's weights alone")
+    parser.add_argument("--draft-quantization", choices=get_args(DraftQuantization), help="of its MLPs and head")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")

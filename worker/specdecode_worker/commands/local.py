@@ -132,8 +132,15 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
     """From the flags of ``add_model_flags``. Raises ValueError, ModelError."""
     method, draft = method_and_draft(args)
     config = WorkerConfig(
-        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype),
-        draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
+        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, quantization=args.quantization),
+        draft=DraftConfig.model_validate(
+            {
+                "method": method,
+                "uri": draft,
+                "required": draft is not None,
+                "quantization": args.draft_quantization,
+            }
+        ),
         drafts=(NamedDraft(name=NGRAM, method="ngram"),),
         engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads, sampler=sampler),
     )

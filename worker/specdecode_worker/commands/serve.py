@@ -115,9 +115,15 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     try:
         config = WorkerConfig(
             model=ModelConfig(
-                uri=args.model, served_name=served_name, dtype=args.dtype, max_model_len=args.max_model_len
+                uri=args.model,
+                served_name=served_name,
+                dtype=args.dtype,
+                quantization=args.quantization,
+                max_model_len=args.max_model_len,
             ),
-            draft=DraftConfig.model_validate({"method": method, "uri": draft, **lookup}),
+            draft=DraftConfig.model_validate(
+                {"method": method, "uri": draft, "quantization": args.draft_quantization, **lookup}
+            ),
             engine=EngineConfig(**_named(args, EngineConfig)),
             server=ServerConfig(**_named(args, ServerConfig)),
             capture=_capture(args),

@@ -11,7 +11,9 @@ from specdecode_worker.contract import TreeShape
 # vLLM writes the method of two models with an underscore.
 _METHODS = {"draft_model": "draft-model"}
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
-_FIELDS = frozenset({"method", "model", "num_speculative_tokens"}) | _LOOKUP
+_SAID = _LOOKUP | {"quantization"}
+"""Fields of DraftConfig that are called the same."""
+_FIELDS = frozenset({"method", "model", "num_speculative_tokens"}) | _SAID
 
 
 def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
     found = _read(args.speculative_config)
     if unknown := sorted(found.keys() - _FIELDS):
         raise ValueError(f"--speculative-config: {unknown[0]} is not supported")
-    if args.draft is not None or args.method is not None or args.shape is not None:
+    if any(given is not None for given in (args.draft, args.method, args.shape, args.draft_quantization)):
         raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
     method, args.draft = found.get("method"), found.get("model")
     if method == "ngram" and args.draft == "ngram":
@@ -29,7 +31,7 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
     args.method = _METHODS.get(method, method) if isinstance(method, str) else method
     if "num_speculative_tokens" in found:
         args.shape = _chain(found["num_speculative_tokens"])
-    return {name: found[name] for name in sorted(_LOOKUP & found.keys())}
+    return {name: found[name] for name in sorted(_SAID & found.keys())}
 
 
 def _read(text: str) -> dict[str, Any]:

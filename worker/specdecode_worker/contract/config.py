@@ -8,7 +8,17 @@ from pydantic import Field, model_validator
 
 from specdecode_worker.contract.capture import CaptureConfig
 from specdecode_worker.contract.names import Port
-from specdecode_worker.contract.wire import CONTRACT_VERSION, Dtype, Method, Sampler, TaskName, ToolFormat, Written
+from specdecode_worker.contract.wire import (
+    CONTRACT_VERSION,
+    DraftQuantization,
+    Dtype,
+    Method,
+    Sampler,
+    TargetQuantization,
+    TaskName,
+    ToolFormat,
+    Written,
+)
 
 
 class ModelConfig(Written):
@@ -17,6 +27,8 @@ class ModelConfig(Written):
     uri: str
     served_name: str
     dtype: Dtype = "bfloat16"
+    quantization: TargetQuantization | None = None
+    """Of the weights of its blocks; None leaves them in ``dtype``."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Tokens of prompt and answer together; None takes the model's own limit."""
 
@@ -27,6 +39,8 @@ class DraftConfig(Written):
     method: Method = "eagle3"
     uri: str | None = None
     required: bool = False
+    quantization: DraftQuantization | None = None
+    """Of the weights of its MLPs and its head; None leaves them in the target's dtype."""
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=5, ge=1, le=16)
     """ngram alone: shortest and longest run of last tokens that is looked up (vLLM's names)."""
@@ -37,11 +51,15 @@ class DraftConfig(Written):
             raise ValueError("draft.uri is needed by every method but ngram and none, and only by those")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min is above prompt_lookup_max")
+        if self.quantization and self.method not in WITH_MLP:
+            raise ValueError(f"draft.quantization is for methods {', '.join(WITH_MLP)}; {self.method} has no MLP")
         return self
 
 
 DRAFT_FREE: frozenset[Method] = frozenset(("ngram", "none"))
 """Methods without weights of their own."""
+WITH_MLP: tuple[Method, ...] = ("eagle3", "eagle", "draft-model")
+"""Methods whose drafts have decoder blocks, of which there is something to quantise."""
 
 
 class NamedDraft(DraftConfig):
@@ -109,4 +127,10 @@ class WorkerConfig(Written):
         names = [draft.name for draft in self.drafts]
         if len(set(names)) < len(names):
             raise ValueError(f"drafts have distinct names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _splits_what_it_can(self) -> Self:
+        if self.model.quantization and self.engine.tensor_parallel_size > 1:
+            raise ValueError("model.quantization needs tensor_parallel_size 1; leave one of them out")
         return self

@@ -22,6 +22,9 @@ ToolFormat = Literal["hermes", "llama3_json", "pythonic"]
 """How a model writes the calls of tools; vLLM's names of the parsers."""
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
+TargetQuantization = Literal["fp8", "int8"]
+DraftQuantization = Literal["int4", "int8", "fp8"]
+"""Weights alone; activations stay as they are (vLLM's key ``quantization``)."""
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
 
 

@@ -33,6 +33,7 @@ from specdecode_worker.engine.verdict import insist, memory_state
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.quantising import quantise_target
 from specdecode_worker.models.weights import load_llama, weights_hash
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampler import SAMPLERS
@@ -54,7 +55,10 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
         target, device = group.load()
         return assemble(target, folder, config, resolve, inventory.budget, group)
     dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
-    target = load_llama(folder, dtype=dtype, device=device, max_model_len=length)
+    # A target that fits only when it is quantised must not come to the device before it is.
+    first = torch.device("cpu") if config.model.quantization else device
+    target = load_llama(folder, dtype=dtype, device=first, max_model_len=length)
+    quantise_target(target, config.model.quantization, device)
     fuse(target)
     return assemble(target, folder, config, resolve, inventory.budget)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specdecode_worker.contract import DraftConfig, EngineConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
 from specdecode_worker.engine.device_memory import device_memory
 from specdecode_worker.engine.drafts.features import joined
 from specdecode_worker.engine.drafts.loading import CachedConfig, Resolve
@@ -24,6 +24,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import packs
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.parallel import Shard, split_network
+from specdecode_worker.models.quantising import added_bytes
 from specdecode_worker.models.weights import prepare_llama
 
 
@@ -47,14 +48,14 @@ def take_inventory(
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
     found = _drafts(config, resolve, target, folder)
-    models = [(name, one) for name, one in found if not isinstance(one, Misfit)]
-    misfits = [one for _, one in found if isinstance(one, Misfit)]
+    models = [(name, one, kind) for name, one, kind in found if not isinstance(one, Misfit)]
+    misfits = [one for _, one, _ in found if isinstance(one, Misfit)]
     budget = Budget(
         device=memory or device_memory(device, ranks),
         bounds=bounds_of(config, target.config.max_position_embeddings),
-        target=network_of("target", part, dtype, device),
-        drafts=tuple(network_of(name, model, dtype, device) for name, model in models),
-        aux_size=joined(model.reads for _, model in models if not isinstance(model, Llama)).width(
+        target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
+        drafts=tuple(network_of(name, model, dtype, device, kind) for name, model, kind in models),
+        aux_size=joined(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
             target.config.hidden_size
         ),
     )
@@ -73,9 +74,11 @@ class Misfit:
     required: bool
 
 
-def _drafts(config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path) -> list[tuple[str, Draft | Misfit]]:
-    """Drafts with weights, by what to call them."""
-    found: list[tuple[str, Draft | Misfit]] = []
+def _drafts(
+    config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
+) -> list[tuple[str, Draft | Misfit, DraftQuantization | None]]:
+    """Drafts with weights, by what to call them, and how they are quantised."""
+    found: list[tuple[str, Draft | Misfit, DraftQuantization | None]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "none":
             continue
@@ -83,10 +86,10 @@ def _drafts(config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path)
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = shape_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            found.append((name, model))
+            found.append((name, model, draft.quantization))
         except ModelError as error:
             words = str(error) if name == "draft" else f"{name}: {error}"
-            found.append((name, Misfit(words, draft.required)))
+            found.append((name, Misfit(words, draft.required), None))
     return found
 
 
@@ -122,11 +125,21 @@ def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
     return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
 
 
-def network_of(name: str, model: Draft, dtype: torch.dtype, device: torch.device) -> Network:
-    """``model`` as it is before ``fuse``, still on the meta device; ``dtype`` and ``device`` are those it will have."""
+def network_of(
+    name: str,
+    model: Draft,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: DraftQuantization | None = None,
+    *,
+    draft: bool = True,
+) -> Network:
+    """``model`` as it is before ``fuse``, still on the meta device; ``dtype``, ``device`` and ``quantization`` are
+    those that it will have."""
     shape = model.config
-    weights = _weights(model, dtype)
-    if isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
+    weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
+    unties = quantization is not None and draft
+    if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
         weights += model.lm_head.weight.numel() * dtype.itemsize  # packed, it is no longer that of the embeddings
     return Network(
         name=name,

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from specdecode_kernels.silu_mul.op import silu_mul
 from specdecode_worker.models.layers import MLP, Attend, Attention, RMSNorm, TurningAttend
 from specdecode_worker.models.native import NativeLinear, NativeNorm, joined_norm, run_blocks_natively, runs_natively
+from specdecode_worker.models.quantising import QuantisedLinear
 from specdecode_worker.models.rope import Turns
 
 
@@ -115,7 +116,16 @@ def _packs(model: nn.Module) -> bool:
     return bool(weights) and all(packs(weight.dtype, weight.device) for weight in weights)
 
 
-def _joined(*parts: nn.Linear) -> nn.Linear:
+def _joined(*parts: nn.Module) -> nn.Module:
+    """One matrix for several that read the same."""
+    quantised = tuple(part for part in parts if isinstance(part, QuantisedLinear))
+    if len(quantised) == len(parts):
+        return QuantisedLinear.joined(quantised)
+    assert not quantised, "projections that are joined are quantised alike"
+    return _joined_plainly(*(part for part in parts if isinstance(part, nn.Linear)))
+
+
+def _joined_plainly(*parts: nn.Linear) -> nn.Linear:
     weight = torch.cat([part.weight.detach() for part in parts])
     biases = [part.bias.detach() for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "projections that are joined all have a bias, or none has"

@@ -73,6 +73,33 @@ def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype
     assert found.drafts[0].tables == found.target.tables == 2 * 256 * 8 * 4
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_weights_are_counted_as_they_are_kept(
+    tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
+) -> None:
+    """On a CPU as plain ones; for a GPU, which is asked about, as they are stored."""
+    monkeypatch.setattr("specdecode_worker.models.fusing._packs", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device: False)
+    folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
+    plain = config_of(folder, head, model={"dtype": dtype})
+    config = plain.model_copy(
+        update={
+            "model": plain.model.model_copy(update={"quantization": "int8"}),
+            "draft": plain.draft.model_copy(update={"quantization": "int4"}),
+        }
+    )
+    engine = load_engine(config, Path)
+    found = take_inventory(config, Path, CPU).budget
+    (drafter,) = drafters(engine)
+    assert found.target.weights + found.target.tables == storages(engine._target._model)
+    assert found.draft_weights + found.drafts[0].tables == storages(drafter._head)
+    gpu = Device(kind="cuda", limit=GIB, free=GIB, source="GPU memory")
+    there = take_inventory(config, Path, torch.device("cuda"), gpu).budget
+    assert there.target.weights < found.target.weights
+    assert there.draft_weights < found.draft_weights
+
+
 def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
     config = config_of(write_target(tmp_path / "t", tie_word_embeddings=True), model={"dtype": "bfloat16"})
     sizes = []

@@ -54,6 +54,34 @@ def test_vllms_draft_of_two_models_and_its_lookup() -> None:
     assert (lookup.draft.prompt_lookup_min, lookup.draft.prompt_lookup_max) == (2, 6)
 
 
+def test_quantised_weights() -> None:
+    form = '{"method": "eagle3", "model": "file:///d", "quantization": "int4"}'
+    config, _ = read("--model", "file:///m", "--speculative-config", form, "--quantization", "fp8")
+    assert (config.draft.quantization, config.model.quantization) == ("int4", "fp8")
+    config, _ = read("--draft-quantization", "int8")
+    assert (config.draft.quantization, config.model.quantization) == ("int8", None)
+    with pytest.raises(ValueError, match="one or the other"):
+        read("--speculative-config", form, "--draft-quantization", "int4")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--speculative-config", '{"method": "ngram", "quantization": "int4"}'), "ngram has no MLP"),
+        (
+            ("--speculative-config", '{"method": "medusa", "model": "file:///d", "quantization": "fp8"}'),
+            "medusa has no",
+        ),
+        (("--model", "file:///m", "--draft-quantization", "int4"), "none has no MLP"),
+        (("--speculative-config", '{"quantization": "int3"}'), "quantization"),
+        (("--quantization", "int8", "--tensor-parallel-size", "2"), "tensor_parallel_size 1"),
+    ],
+)
+def test_what_cannot_be_quantised_is_named(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        read(*words)
+
+
 @pytest.mark.parametrize("form", ["[]", "{", "3", '{"num_speculative_tokens": 0}', '{"num_speculative_tokens": "3"}',
                                   '{"num_speculative_tokens": 64}'])  # fmt: skip
 def test_a_wrong_form_is_named(form: str) -> None:

@@ -26,6 +26,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fusing import fuse
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.quantising import quantise_draft
 from specdecode_worker.models.target_config import LlamaConfig
 from specdecode_worker.models.weights import weights_hash
 
@@ -62,6 +63,7 @@ class DraftLoader:
             device=self._device,
             max_model_len=self.max_model_len,
         )
+        quantise_draft(draft, config.quantization)
         fuse(draft)
         state = DraftState(name=name, method=config.method, hash=weights_hash(folder), uri=config.uri)
         return LoadedDraft(self._drafter(draft, read_sharpness(folder)), state)

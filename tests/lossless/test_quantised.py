@@ -1,0 +1,55 @@
+"""Quantised weights change no promise: whatever a quantised draft proposes the text is the target's, and a quantised
+target is a target like any other. In float64, with weights as a GPU would store them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.fusing import fuse
+from specdecode_worker.models.quantising import QuantisedLinear, quantise_draft, quantise_target
+
+SHAPES = ("chain:4", "tree:3,2,1,1")
+TOKENS = 40
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[None, "int8", "fp8"], ids=["plain target", "int8 target", "fp8 target"])
+def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
+    """Its drafts are int4; the noised copy is one of the plain target."""
+    found = replace(
+        pair, target=copy.deepcopy(pair.target), copy=copy.deepcopy(pair.copy), eagle=copy.deepcopy(pair.eagle)
+    )
+    quantise_target(found.target, request.param, CPU, stored=True)
+    quantise_draft(found.copy.llama, "int4", stored=True)
+    quantise_draft(found.eagle, "int4", stored=True)
+    for network in (found.target, found.copy.llama, found.eagle):
+        fuse(network)
+    for drafts in (found.copy, found.eagle):
+        assert any(isinstance(module, QuantisedLinear) for module in drafts.modules())
+    return found
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", ["copy", "eagle3"])
+def test_text_is_that_of_plain_decoding(make_engine: Any, lossless: Any, draft: str, shape: str, sampled: bool) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine(draft, max_num_seqs=5)
+    engine.set_plan(plan_of([TreeShape.parse(shape)]))
+    requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
+    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert engine.report().accepted_tokens > 0
+
+
+def test_a_quantised_target_has_a_text_of_its_own(make_engine: Any, lossless: Any, pair: Any, request: Any) -> None:
+    _, submit, texts = lossless
+    requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(8)]
+    kept = any(isinstance(module, QuantisedLinear) for module in pair.target.modules())
+    assert kept == ("plain target" not in request.node.name)
+    assert texts(make_engine(None), requests) == texts(make_engine(None, max_num_seqs=1), requests)

@@ -1,0 +1,125 @@
+"""What is quantised of targets and drafts, what stays, and that both ways of keeping it compute the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
+from specdecode_worker.models.config import eagle3_config, llama_config
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.fusing import fuse
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.quantising import QuantisedLinear, added_bytes, quantise_draft, quantise_target
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> Llama:
+    """Biases where there can be some."""
+    config = llama_config(shape | {"tie_word_embeddings": request.param, "attention_bias": True, "mlp_bias": True})
+    model = Llama(config).requires_grad_(False)
+    randomise(model, 1)
+    return model.double()
+
+
+@pytest.fixture
+def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+    config = eagle3_config(shape | {"num_hidden_layers": 2, "draft_vocab_size": 40}, target.config)
+    found = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
+    randomise(found, 2)
+    return found.double()
+
+
+def logits(model: Llama, dense: Any) -> Tensor:
+    return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
+
+
+def drafted(head: Eagle3Head, dense: Any) -> Tensor:
+    aux = torch.randn(len(TOKENS), 96, generator=torch.Generator().manual_seed(6)).double()
+    return head.logits(head(head.fuse(aux), TOKENS, torch.arange(len(TOKENS)), dense))
+
+
+def quantised(model: nn.Module) -> set[str]:
+    return {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+
+def state_bytes(model: nn.Module) -> int:
+    kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.nbytes for tensor in kept.values() if tensor.dtype != torch.int64)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_targets_blocks_alone(target: Llama, kind: Kind, dense: Any) -> None:
+    before, embedding = logits(target, dense), target.model.embed_tokens.weight.clone()
+    rounded = copy.deepcopy(target)
+    quantise_target(target, kind, CPU, stored=True)
+    quantise_target(rounded, kind, CPU)
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert quantised(target) == attention | {"gate_proj", "up_proj", "down_proj"}
+    assert not quantised(rounded)
+    wanted = logits(rounded, dense)
+    assert not torch.allclose(wanted, before, atol=1e-6)
+    torch.testing.assert_close(logits(target, dense), wanted, atol=1e-12, rtol=1e-12)
+    fuse(target)
+    assert quantised(target) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    torch.testing.assert_close(logits(target, dense), wanted, atol=1e-12, rtol=1e-12)
+    assert torch.equal(target.model.embed_tokens.weight, embedding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafts_mlps_and_head(head: Eagle3Head, kind: Kind, dense: Any) -> None:
+    before, rounded = drafted(head, dense), copy.deepcopy(head)
+    quantise_draft(head, kind, stored=True)
+    quantise_draft(rounded, kind)
+    assert quantised(head) == {"gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert not torch.allclose(drafted(rounded, dense), before, atol=1e-6)
+    fuse(head)
+    torch.testing.assert_close(drafted(head, dense), drafted(rounded, dense), atol=1e-12, rtol=1e-12)
+
+
+def test_embeddings_that_are_a_head_too_stay(target: Llama) -> None:
+    """A draft model may be tied."""
+    embedding = target.model.embed_tokens.weight.clone()
+    quantise_draft(target, "int4")
+    assert torch.equal(target.model.embed_tokens.weight, embedding)
+    lm_head = target.lm_head.weight
+    assert not torch.equal(lm_head, embedding)
+    if target.config.tie_word_embeddings:
+        assert torch.equal(lm_head, dequantise(quantise(embedding, "int4"), torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_bytes_are_foretold(target: Llama, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
+    """Of a target, of a head, and of a draft model, whose tied matrix becomes its own."""
+    on_gpu = device == CUDA
+    for model, draft in ((copy.deepcopy(target), False), (head, True), (target, True)):
+        before = state_bytes(model)
+        foretold = added_bytes(model, kind, torch.float64, device, draft=draft)
+        if draft:
+            quantise_draft(model, kind, stored=on_gpu)
+        else:
+            quantise_target(model, kind, CPU, stored=on_gpu)
+        assert state_bytes(model) - before == foretold
+
+
+def test_nothing_is_done_unasked(target: Llama, dense: Any) -> None:
+    before = logits(target, dense)
+    quantise_target(target, None, CPU)
+    quantise_draft(target, None)
+    assert torch.equal(logits(target, dense), before)
+    assert added_bytes(target, None, torch.float32, CUDA, draft=True) == 0
+
+
+def test_a_gpu_without_fp8_is_told(target: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigMismatch, match="take int8"):
+        quantise_target(target, "fp8", CUDA)
