@@ -111,15 +111,15 @@ class Stage:
     """In a dry run its kernels go through Triton's interpreter."""
 
 
-TESTS_SECONDS = 130.0
+TESTS_SECONDS = 120.0
 """For tests/gpu, which run first."""
 STAGES = (
-    Stage("copy", copy, 25),
-    Stage("engine-8b", engine_8b, 110),
-    Stage("attention", attention, 65, interpreted=True),
-    Stage("sampling", sampling, 25),
-    Stage("quantised", quantised, 35, interpreted=True),
-    Stage("engine-70b-eighth", engine_70b, 70),
-    Stage("engine-8b-eager", engine_8b_eager, 40),
-    Stage("engine-8b-int4-draft", engine_8b_int4_draft, 40),
+    Stage("copy", copy, 20),
+    Stage("engine-8b", engine_8b, 150),
+    Stage("attention", attention, 55, interpreted=True),
+    Stage("sampling", sampling, 20),
+    Stage("quantised", quantised, 30, interpreted=True),
+    Stage("engine-70b-eighth", engine_70b, 65),
+    Stage("engine-8b-eager", engine_8b_eager, 30),
+    Stage("engine-8b-int4-draft", engine_8b_int4_draft, 30),
 )

@@ -8,6 +8,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.schema import Anything, Api, ModelUri, Name, rule, rules
 from specdecode_operator.api.speculation import SpeculationSpec
+from specdecode_worker.contract import TargetQuantization
+
+_ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
 
 
 class SecretKeyRef(Api):
@@ -25,6 +28,9 @@ class ModelSpec(Api):
         default=None, description="Name in the OpenAI API; the last part of the uri when absent."
     )
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantization: TargetQuantization | None = Field(
+        default=None, description="Of the weights of its blocks; as dtype when absent. Needs tensorParallelSize 1."
+    )
     max_model_len: int | None = Field(
         default=None, ge=16, le=1048576, description="Tokens of prompt and answer; the model's limit when absent."
     )
@@ -137,7 +143,8 @@ class Spec(Api):
                     " set scaling.owner to External to scale by hand, HPA or KEDA"
                 ),
                 "fieldPath": ".replicas",
-            }
+            },
+            rule("!has(self.model.quantization) || self.workers.tensorParallelSize == 1", _ONE_DEVICE),
         )
     )
 
@@ -148,6 +155,12 @@ class Spec(Api):
     workers: WorkersSpec = WorkersSpec()
     drain: DrainSpec = DrainSpec()
     storage: StorageSpec = StorageSpec()
+
+    @model_validator(mode="after")
+    def _splits_what_it_can(self) -> Self:
+        if self.model.quantization and self.workers.tensor_parallel_size > 1:
+            raise ValueError(_ONE_DEVICE)
+        return self
 
 
 # --- status -------------------------------------------------------------------------------------------------------

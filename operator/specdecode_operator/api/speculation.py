@@ -11,32 +11,43 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.schema import Api, ModelUri, rule, rules
-from specdecode_worker.contract import DRAFT_FREE, Method, TaskName
+from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
+
+_QUANTIZATION = "Of the weights of its MLPs and head; as the model's dtype when absent."
 
 
 class DraftSpec(Api):
     uri: ModelUri
+    quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
 
 DRAFT_RULE = "(self.method in ['ngram', 'none']) != has(self.{field})"
 DRAFT_MESSAGE = "{field} is needed by every method but ngram and none, and only by those"
+_MLP = "self.method in ['eagle3', 'eagle', 'draft-model']"
+_MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; the others have no MLP"
 
 
 class NamedDraftSpec(Api):
     """A further draft, loaded beside the first for the tasks that name it."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(rule(DRAFT_RULE.format(field="uri"), DRAFT_MESSAGE.format(field="uri")))
+        json_schema_extra=rules(
+            rule(DRAFT_RULE.format(field="uri"), DRAFT_MESSAGE.format(field="uri")),
+            rule(f"!has(self.quantization) || {_MLP}", _MLP_MESSAGE),
+        )
     )
 
     name: TaskName
     method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram"] = "eagle3"
     uri: ModelUri | None = None
+    quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.method in DRAFT_FREE) != (self.uri is None):
             raise ValueError(DRAFT_MESSAGE.format(field="uri"))
+        if self.quantization and self.method not in WITH_MLP:
+            raise ValueError(_MLP_MESSAGE)
         return self
 
 
@@ -131,6 +142,7 @@ class SpeculationSpec(Api):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(DRAFT_RULE.format(field="draft"), DRAFT_MESSAGE.format(field="draft.uri")),
+            rule(f"!has(self.draft) || !has(self.draft.quantization) || {_MLP}", _MLP_MESSAGE),
             rule(
                 "self.drafts.all(one, self.drafts.exists_one(other, other.name == one.name))",
                 "every draft needs a name of its own",
@@ -184,6 +196,8 @@ class SpeculationSpec(Api):
     def _consistent(self) -> Self:
         if (self.method in DRAFT_FREE) != (self.draft is None):
             raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
+        if self.draft and self.draft.quantization and self.method not in WITH_MLP:
+            raise ValueError(_MLP_MESSAGE)
         names = [draft.name for draft in self.drafts]
         if len(set(names)) < len(names):
             raise ValueError("every draft needs a name of its own")

@@ -19,15 +19,18 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
             uri=spec.model.uri,
             served_name=spec.model.served_name or default_served_name(spec.model.uri),
             dtype=spec.model.dtype,
+            quantization=spec.model.quantization,
             max_model_len=spec.model.max_model_len,
         ),
         draft=DraftConfig(
             method=spec.speculation.method,
             uri=spec.speculation.draft.uri if spec.speculation.draft else None,
             required=spec.speculation.required,
+            quantization=spec.speculation.draft.quantization if spec.speculation.draft else None,
         ),
         drafts=tuple(
-            NamedDraft(name=draft.name, method=draft.method, uri=draft.uri) for draft in spec.speculation.drafts
+            NamedDraft(name=draft.name, method=draft.method, uri=draft.uri, quantization=draft.quantization)
+            for draft in spec.speculation.drafts
         ),
         engine=EngineConfig(
             max_num_seqs=spec.workers.max_num_seqs,

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
 from specdecode_operator.manifests.identity import ADMIN_TOKEN_KEY, admin_secret_name, selector
@@ -33,12 +33,21 @@ def rolling_hash(spec: Spec) -> str:
         "method": speculation.method,
         "draft": speculation.draft.uri if speculation.draft else None,
         "required": speculation.required,
-        **({"drafts": [draft.model_dump(mode="json") for draft in speculation.drafts]} if speculation.drafts else {}),
+        **({"drafts": [_rolling_draft(draft) for draft in speculation.drafts]} if speculation.drafts else {}),
+        **_rolling_quantization(speculation.draft),
         "workers": spec.workers.model_dump(mode="json", exclude={"update_policy", "recycle"}, exclude_defaults=True),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
     }
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rolling_draft(draft: NamedDraftSpec) -> dict[str, object]:
+    return draft.model_dump(mode="json", include={"name", "method", "uri"}) | _rolling_quantization(draft)
+
+
+def _rolling_quantization(draft: DraftSpec | NamedDraftSpec | None) -> dict[str, object]:
+    return {"quantization": draft.quantization} if draft and draft.quantization else {}
 
 
 def pod_template(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:

@@ -40,6 +40,13 @@ GOOD: list[dict[str, Any]] = [
         }
     },
     {"workers": {"apiKeysSecretRef": {"name": "keys"}, "maxNumBatchedTokens": 2048}},
+    {
+        "model": {"quantization": "fp8"},
+        "speculation": {
+            "draft": {"uri": "file:///d", "quantization": "int4"},
+            "drafts": [{"name": "other", "method": "draft-model", "uri": "file:///o", "quantization": "int8"}],
+        },
+    },
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"draft": None}}, "draft.uri is needed by every method but ngram and none"),
@@ -71,6 +78,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"tasks": [{"name": "code", "draft": "unknown"}]}}, "must be the name of one of"),
     ({"workers": {"maxNumSeqs": 0}}, "[mM]ax_?[nN]um_?[sS]eqs"),
     ({"replicas": -1}, "replicas"),
+    ({"model": {"quantization": "int4"}}, "quantization"),
+    ({"model": {"quantization": "fp8"}, "workers": {"tensorParallelSize": 2}}, "needs workers.tensorParallelSize 1"),
+    (
+        {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},
+        "quantization is for drafts of methods",
+    ),
+    (
+        {"speculation": {"drafts": [{"name": "a", "method": "ngram", "quantization": "int4"}]}},
+        "quantization is for drafts of methods",
+    ),
 ]
 TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"max": 2}}}, {"workers": {"gpus": 1}}]
 

@@ -10,6 +10,7 @@ import pytest
 from fleet import DEFAULTS, deployment_with, loop_over, workload_with
 
 from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decide import decide
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import cores, default_served_name
@@ -61,6 +62,30 @@ def test_every_draft_is_pulled_and_told_and_rolls_the_pods() -> None:
     assert any(volume["name"].endswith("heads") for volume in found["spec"]["volumes"])
     plain, more = (deployment_with(speculation=one).spec for one in ({}, {"drafts": drafts}))
     assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
+
+
+@pytest.mark.parametrize(("drafts", "known"), [((), "672c29333038543f"), (("sql", "edits"), "4da6337dd166f0a5")])
+def test_a_field_that_came_since_changes_no_hash(drafts: tuple[str, ...], known: str) -> None:
+    """Fields that came since leave the hash of a spec without them what it was."""
+    all_of_them = {
+        "sql": {"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"},
+        "edits": {"name": "edits", "method": "ngram"},
+    }
+    speculation = {"draft": {"uri": "embedded://d"}, "drafts": [all_of_them[name] for name in drafts]}
+    spec = Spec.model_validate({"model": {"uri": "embedded://t"}, "speculation": speculation})
+    assert manifests.rolling_hash(spec) == known
+
+
+def test_quantised_weights_are_told_by_each_network() -> None:
+    found = template(
+        model={"uri": "embedded://t", "quantization": "fp8"},
+        speculation={
+            "draft": {"uri": "embedded://d", "quantization": "int4"},
+            "drafts": [{"name": "other", "uri": "embedded://o", "quantization": "int8"}],
+        },
+    )
+    config = WorkerConfig.model_validate_json(environment(found)[Env.config])
+    assert [one.quantization for one in (config.model, config.draft, *config.drafts)] == ["fp8", "int4", "int8"]
 
 
 def test_keys_of_the_public_port_come_from_a_secret() -> None:
@@ -225,7 +250,9 @@ LIVE: list[dict[str, Any]] = [
 ]
 ROLLING: list[dict[str, Any]] = [
     {"model": {"dtype": "float32"}},
+    {"model": {"quantization": "int8"}},
     {"speculation": {"draft": {"uri": "embedded://other"}}},
+    {"speculation": {"draft": {"uri": "embedded://d", "quantization": "int4"}}},
     {"speculation": {"required": True}},
     {"workers": {"maxNumSeqs": 8}},
     {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},

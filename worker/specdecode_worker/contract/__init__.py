@@ -9,6 +9,7 @@ could have written them.
 from specdecode_worker.contract.capture import CaptureConfig
 from specdecode_worker.contract.config import (
     DRAFT_FREE,
+    WITH_MLP,
     DraftConfig,
     EngineConfig,
     ModelConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "MAX_TASKS",
     "MAX_VERDICT_BYTES",
     "OTHER_TASK",
+    "WITH_MLP",
     "AcceptanceCell",
     "Buckets",
     "CaptureConfig",

@@ -1,0 +1,76 @@
+"""What quantising a draft's weights costs in tokens per step: the target says its greedy text once, and the draft is
+walked through it in bf16 and with int4, int8 and fp8 weights.
+
+    .venv/bin/python benchmarks/quantised_draft.py --depth 3 --max-tokens 128 \\
+        --prompts benchmarks/prompts/heldout.jsonl --out benchmarks/results/quantised-draft
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from machine import described
+
+from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, method_and_draft
+from specdecode_worker.contract import DraftQuantization, TreeShape
+from specdecode_worker.models.quantising import quantise_draft
+from specdecode_worker.models.store import resolve
+from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.evaluation import evaluate
+from specdecode_worker.training.questions import greedy, read_prompts
+from specdecode_worker.training.rollout import Rollout, RolloutSettings
+
+_CPU = torch.device("cpu")
+MOST_LOST = 0.03
+"""Tokens per step that a quantised draft may cost."""
+
+
+def main() -> int:
+    args = _arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    _, draft = method_and_draft(args)
+    dtype, folder = getattr(torch, args.dtype), resolve(args.model)
+    target = load_llama(folder, dtype=dtype, device=_CPU)
+    lines, chat = read_prompts(Path(args.prompts)), Chat(folder)
+    settings = RolloutSettings(rows=min(32, len(lines)), answer_tokens=args.max_tokens, for_training=False)
+    said = []
+    for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
+        said.append(conversation)
+        print(f"{len(said)} of {len(lines)} answers", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {}
+    for kind in (None, *get_args(DraftQuantization)):
+        head = load_eagle3(resolve(str(draft)), target, dtype=dtype, device=_CPU)
+        quantise_draft(head, kind)
+        overall = evaluate(target, head, said, args.shape or TreeShape.chain(3))["overall"]
+        name = kind or args.dtype
+        found[name] = {"tokens_per_step": overall["tokens_per_step"], "acceptance": overall["acceptance"]}
+        print(name, found[name], flush=True)
+    plain = found[args.dtype]["tokens_per_step"]
+    for row in found.values():
+        row["lost"] = plain - row["tokens_per_step"]
+        row["met"] = row["lost"] <= MOST_LOST
+    if args.out:
+        document = {**described(), "model": args.model, "prompts": len(lines), "tokens": args.max_tokens, "rows": found}
+        Path(args.out).with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(row["met"] for row in found.values()) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--out", metavar="STEM")
+    add_model_flags(parser)
+    add_shape_flags(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
