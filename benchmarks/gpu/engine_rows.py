@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CONTEXT = 8192
 _BATCHES = (64, 48, 32, 16, 8, 4, 2, 1)
 _STEPS = 24
-_SPARE_BYTES = 5 * 2**30
+_SPARE_BYTES = 6 * 2**30
 """Beside weights and caches: activations, graphs, what the allocator cuts off."""
 RIGHT = "every draft is right"
 
@@ -38,9 +38,10 @@ def rows(run: Run, which: str, wanted: Wanted, folder: Path) -> Iterator[dict[st
     """A row for each shape and batch. Where something is drafted it is synthetic, and says so."""
     shapes = TINY if run.dry else {"8b": LLAMA_8B, "70b": LLAMA_70B_EIGHTH}[which]
     dtype, context = (torch.float32, 64) if run.dry else (torch.bfloat16, _CONTEXT)
+    batches = (2, 1) if run.dry else _batches(wanted, _most(shapes, dtype, run.device))
     asked = Asked(
         shapes=shapes,
-        most=2 if run.dry else max(_batches(wanted, _most(shapes, dtype, run.device))),
+        batches=batches,
         context=context,
         dtype=dtype,
         device=run.device,
@@ -57,7 +58,7 @@ def rows(run: Run, which: str, wanted: Wanted, folder: Path) -> Iterator[dict[st
         "graphs": captures_graphs() and not wanted.eager,
         "draft_quantization": wanted.draft_quantization,
     }
-    for batch in (2, 1) if run.dry else _batches(wanted, asked.most):
+    for batch in batches:
         for row in _of_batch(bench, batch, wanted.shapes, run):
             yield common | row
 

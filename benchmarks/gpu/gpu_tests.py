@@ -28,7 +28,7 @@ def run_tests(log: Path, seconds: float, *, dry: bool) -> dict[str, Any]:
     began = time.monotonic()
     print(f"==> tests/gpu, {seconds:.0f} s at most", file=sys.stderr, flush=True)
     with log.open("w") as out:
-        environment = dict(os.environ, TRITON_INTERPRET="0", PYTHONUNBUFFERED="1")
+        environment = dict(os.environ, TRITON_INTERPRET="0", PYTHONUNBUFFERED="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         try:
             ran = subprocess.run(command, stdout=out, stderr=out, timeout=seconds, env=environment, cwd=_ROOT)
             status = "done" if ran.returncode == 0 else "failed"

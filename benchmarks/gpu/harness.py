@@ -33,6 +33,8 @@ from specdecode_worker.models.llama import Llama
 ROOM = 288
 """Tokens that a text may grow by while it is measured."""
 WARM_STEPS = 4
+_LARGEST_TREE = 24
+"""Nodes; a tree for which a step has no tokens left would run plainly."""
 
 
 @dataclass(slots=True)
@@ -115,16 +117,20 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What to build."""
+    """What to build; ``batches`` are those that will be measured."""
 
     shapes: Shapes
-    most: int
+    batches: tuple[int, ...]
     context: int
     dtype: torch.dtype
     device: torch.device
     folder: Path
     eager: bool = False
     draft_quantization: str | None = None
+
+    @property
+    def most(self) -> int:
+        return max(self.batches)
 
 
 def build(asked: Asked) -> Bench:
@@ -163,7 +169,8 @@ def kv_bytes_per_token(shapes: Shapes, dtype: torch.dtype) -> int:
 
 
 def _config(asked: Asked, target: Path, head: Path) -> Config:
-    eager = {"enforce_eager": asked.eager} if captures_graphs() else {}
+    graphs = {"enforce_eager": asked.eager, "cuda_graph_sizes": tuple(sorted(asked.batches))}
+    known = {name: value for name, value in graphs.items() if name in EngineConfig.model_fields}
     quantization = {"quantization": asked.draft_quantization} if asked.draft_quantization else {}
     length = asked.context + ROOM
     dtype = str(asked.dtype).removeprefix("torch.")
@@ -172,10 +179,10 @@ def _config(asked: Asked, target: Path, head: Path) -> Config:
         draft=DraftConfig(method="eagle3", uri=f"file://{head}", required=True, **quantization),
         engine=EngineConfig(
             max_num_seqs=asked.most,
-            max_num_batched_tokens=max(1024, asked.most * 16),
+            max_num_batched_tokens=max(1024, asked.most * _LARGEST_TREE),
             kv_cache_tokens=asked.most * (length + 4 * BLOCK_SIZE),
             device=asked.device.type,
-            **eager,
+            **known,
         ),
     )
 

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 from specdecode_operator.api.schema import Api, ModelUri, rule, rules
 from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
 
-_QUANTIZATION = "Of the weights of its MLPs and head; as the model's dtype when absent."
+_QUANTIZATION = "Of its MLPs and head (int4: a head of int8); as the model's dtype when absent."
 
 
 class DraftSpec(Api):

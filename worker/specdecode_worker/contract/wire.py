@@ -24,7 +24,7 @@ Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]
 DraftQuantization = Literal["int4", "int8", "fp8"]
-"""Weights alone; activations stay as they are (vLLM's key ``quantization``)."""
+"""Of weights alone (vLLM's key ``quantization``). int4: four bits for MLPs, eight for the head."""
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
 
 

@@ -1,7 +1,8 @@
 """Weight-only quantisation of networks that were loaded, before they are fused. In place.
 
 Of a target all matrices of its blocks, as in vLLM: embeddings and the matrix that makes logits stay. Of a draft the
-MLPs and its own head, which are most of what it reads. On a GPU weights are stored and multiplied as they were
+MLPs and its own head, which are most of what it reads; with int4 the head is int8, for four bits of it cost more
+acceptance than all of the MLPs' (docs/performance.md). On a GPU weights are stored and multiplied as they were
 quantised; on a CPU, whose matrices have layouts of their own, they are made numbers again at once: the same values,
 and no gain.
 """
@@ -81,7 +82,7 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
     for owner, name in _of_draft(model) if draft else _of_target(model):
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
-        kept = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], kind)
+        kept = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
         found += kept - (plain if named[id(weight)] == 1 else 0)  # a matrix with two names stays for the other one
     return found
 
@@ -102,6 +103,10 @@ def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         yield model, "lm_head"
 
 
+def _kind(name: str, kind: Kind) -> Kind:
+    return "int8" if (name, kind) == ("lm_head", "int4") else kind
+
+
 def _of_mlp(mlp: MLP) -> Iterator[tuple[nn.Module, str]]:
     return ((mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
 
@@ -115,7 +120,7 @@ def _quantise(
     stores = device.type == "cuda" if stored is None else stored
     for owner, name in list(places):
         plain: nn.Linear = getattr(owner, name)
-        weight = quantise(plain.weight.to(device), kind)
+        weight = quantise(plain.weight.to(device), _kind(name, kind))
         setattr(owner, name, QuantisedLinear(weight, plain.bias) if stores else _rounded(plain, weight))
 
 

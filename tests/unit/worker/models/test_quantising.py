@@ -93,7 +93,14 @@ def test_embeddings_that_are_a_head_too_stay(target: Llama) -> None:
     lm_head = target.lm_head.weight
     assert not torch.equal(lm_head, embedding)
     if target.config.tie_word_embeddings:
-        assert torch.equal(lm_head, dequantise(quantise(embedding, "int4"), torch.float64))
+        assert torch.equal(lm_head, dequantise(quantise(embedding, "int8"), torch.float64))
+
+
+def test_int4_leaves_the_head_eight_bits(head: Eagle3Head) -> None:
+    quantise_draft(head, "int4", stored=True)
+    kinds = {name: part.kind for name, part in head.named_modules() if isinstance(part, QuantisedLinear)}
+    assert kinds.pop("lm_head") == "int8"
+    assert set(kinds.values()) == {"int4"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
