@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specdecode_worker.contract.wire import Written
+from specdecode_worker.contract.wire import MAX_TASKS, TaskName, Written
 
 
 class StepTime(Written):
@@ -19,13 +19,17 @@ class StepTime(Written):
     seconds: float = Field(ge=0, le=10)
 
 
+Profile = tuple[Annotated[float, Field(ge=0, le=1)], ...]
+
+
 class SyntheticKnobs(Written):
     """Proof on two cores: truncate accepted paths, pad steps. Admin port only; echoed in every report while on.
 
     ``acceptance[d - 1]`` is the chance that an accepted node of depth d stays accepted (the last entry repeats); a
-    cut is a miss in every counter, shadow scores included, and the text stays the same. ``step_time`` pads a step
-    to the seconds of the first row whose bounds hold it.
+    cut is a miss in every counter, shadow scores included, and the text stays the same. ``task_acceptance`` takes its
+    place for the requests of a task. ``step_time`` pads a step to the seconds of the first row whose bounds hold it.
     """
 
-    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    acceptance: Profile | None = None
+    task_acceptance: dict[TaskName, Profile] = Field(default_factory=dict, max_length=MAX_TASKS)
     step_time: tuple[StepTime, ...] | None = None

@@ -58,7 +58,8 @@ class Launcher:
     def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
         """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
         tell_rows(self._state, rows)
-        kept_depths = tuple(self.synthetic.kept_depth(row.tree.drafted_depth) for row in rows if row.chooses)
+        knobs, choosing = self.synthetic, [row for row in rows if row.chooses]
+        kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in choosing)
         queued = self._replay(rows, choice, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
         return Launched(
             rows=rows,

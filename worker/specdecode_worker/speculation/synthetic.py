@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from specdecode_worker.contract import SyntheticKnobs
+from specdecode_worker.contract import OTHER_TASK, SyntheticKnobs
 
 
 class Synthetic:
@@ -16,13 +16,13 @@ class Synthetic:
 
     @property
     def cuts(self) -> bool:
-        return self.knobs is not None and bool(self.knobs.acceptance)
+        return self.knobs is not None and bool(self.knobs.acceptance or self.knobs.task_acceptance)
 
-    def kept_depth(self, depth: int) -> int:
+    def kept_depth(self, depth: int, task: str = OTHER_TASK) -> int:
         """How deep an accepted path may stay: one coin per depth, the first that falls cuts."""
-        if self.knobs is None or not self.knobs.acceptance:
+        profile = self.knobs and self.knobs.task_acceptance.get(task, self.knobs.acceptance)
+        if not profile:
             return depth
-        profile = self.knobs.acceptance
         for level in range(depth):
             if self._random.random() >= profile[min(level, len(profile) - 1)]:
                 return level

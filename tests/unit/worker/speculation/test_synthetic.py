@@ -46,6 +46,15 @@ def test_each_depth_has_its_chance_and_the_last_entry_repeats() -> None:
     assert chances == pytest.approx([0.9, 0.5, 0.5, 0.5], abs=0.02)
 
 
+def test_a_task_has_a_profile_of_its_own() -> None:
+    found = Synthetic(SyntheticKnobs(acceptance=(1.0, 0.0), task_acceptance={"prose": (0.0,), "code": ()}))
+    assert found.cuts
+    assert (found.kept_depth(4), found.kept_depth(4, "prose"), found.kept_depth(4, "code")) == (1, 0, 4)
+    alone = Synthetic(SyntheticKnobs(task_acceptance={"prose": (0.0,)}))
+    assert alone.cuts
+    assert (alone.kept_depth(4), alone.kept_depth(4, "prose")) == (4, 0)
+
+
 STEPS = (
     StepTime(max_sequences=1, max_nodes=0, seconds=0.1),
     StepTime(max_sequences=4, max_context=100, seconds=0.2),
