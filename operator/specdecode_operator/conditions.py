@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 from specdecode_operator.api.v1alpha1 import ConditionType
 from specdecode_operator.records import Decision, Deployment, Observed, Outcome
 
+NAMED_PODS = 4
+"""How many a message names, so that it stays one line."""
+
 
 class Verdict(NamedTuple):
     """What one condition says now."""
@@ -149,9 +152,9 @@ def reports_fresh(observed: Observed, decision: Decision) -> Verdict:
     """Without reports a worker goes on serving its last plan; nothing is learnt of it, and no worker is removed."""
     kind = ConditionType.reports_fresh
     if decision.silent:
-        first = next(iter(sorted(decision.silent)))
-        others = f" and {len(decision.silent) - 1} more" if len(decision.silent) > 1 else ""
-        message = f"no report of pod {first}{others} for some time: {decision.silent[first]}"
+        told = [f"pod {name}: {decision.silent[name]}" for name in sorted(decision.silent)]
+        others = [f"and {len(told) - NAMED_PODS} more"] if len(told) > NAMED_PODS else []
+        message = "; ".join(("no report for some time: " + told[0], *told[1:NAMED_PODS], *others))
         return Verdict(kind, "False", "ReportsStale", message, True)
     if not any(worker.ready and not worker.leaving for worker in observed.workers):
         return Verdict(kind, "Unknown", "NoWorkers", "no worker is ready")

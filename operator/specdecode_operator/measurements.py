@@ -209,7 +209,7 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
 
 def went_backwards(before: Report, after: Report) -> str | None:
     """The first counter that fell within one boot, or None."""
-    names = ("drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds")
+    names = ("clock_seconds", "drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds")
     return next((name for name in names if getattr(after, name) < getattr(before, name)), None)
 
 

@@ -17,9 +17,11 @@ from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, PIN_ANNOTA
 from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
 from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
 from specdecode_operator.last_words import last_words, verdict_of
+from specdecode_operator.measurements import went_backwards
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.records import Deployment, Observed, Worker, Workload
 from specdecode_operator.worker_client import Workers
+from specdecode_worker.contract import Report
 
 
 async def find(cluster: Cluster, namespace: str, name: str) -> Mapping[str, Any] | None:
@@ -66,10 +68,10 @@ async def observe(deployment: Deployment, cluster: Cluster, workers: Workers, me
         memories.load(deployment),
         _admin_token(deployment, cluster),
     )
-    found = [worker_of(pod) for pod in pods["items"]]
+    found = await asyncio.gather(*(_reported(worker_of(pod), workers, token) for pod in pods["items"]))
     return Observed(
         workload=workload_of(workload) if workload else None,
-        workers=tuple(await asyncio.gather(*(_reported(worker, workers, token) for worker in found))),
+        workers=tuple(believed(worker, memory.baselines.get(worker.uid)) for worker in found),
         memory=memory,
         token=token,
     )
@@ -109,6 +111,21 @@ async def _reported(worker: Worker, workers: Workers, token: str) -> Worker:
         return replace(worker, report=await workers.report(worker.address, token))
     except WorkerError as error:
         return replace(worker, report_problem=str(error))
+
+
+def believed(worker: Worker, before: Report | None) -> Worker:
+    """The worker without its report where a counter fell within one boot: counters never do, so none of it is true.
+
+    ``before`` stays what the worker is held against, until its counters have passed it or it starts anew.
+    """
+    report = worker.report
+    if report is None or before is None or report.boot_id != before.boot_id:
+        return worker
+    name = went_backwards(before, report)
+    if name is None:
+        return worker
+    problem = f"{name}: fell from {getattr(before, name):g} to {getattr(report, name):g} within one boot"
+    return replace(worker, report=None, report_problem=problem)
 
 
 def worker_of(pod: Mapping[str, Any]) -> Worker:

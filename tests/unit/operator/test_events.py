@@ -106,6 +106,18 @@ def test_stale_reports_name_the_pod_and_do_not_touch_ready() -> None:
     assert ready.status == "True"
 
 
+def test_several_stale_reports_are_named_each_with_its_reason() -> None:
+    memory, deployment = Memory(), deployment_with()
+    pods = tuple(replace(POD, name=f"p{n}", uid=f"p{n}", report_problem=f"problem {n}") for n in range(6))
+    for look in range(4):
+        observed = Observed(workload=workload_with(6), workers=pods, memory=memory)
+        decision, memory = decide(deployment, observed, DEFAULTS, now=1000 + 20 * look)
+        status = status_of(deployment, observed, decision, Outcome(), now=1000 + 20 * look)
+    found = condition(status, "ReportsFresh")
+    assert found is not None
+    assert "pod p0: problem 0; pod p1: problem 1; pod p2: problem 2; pod p3: problem 3; and 2 more" in found.message
+
+
 def test_a_worker_that_is_not_ready_is_not_silent() -> None:
     found = looked(4, 20, worker=replace(POD, ready=False))
     assert [fresh(status) for status in found] == ["Unknown"] * 4

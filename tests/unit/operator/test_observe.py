@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import SPEC, deployment_with
+from fleet import SPEC, SimulatedWorker, Truth, deployment_with
 
 from specdecode_operator.errors import SpecError
 from specdecode_operator.observe import (
     _is_of_a_predecessor,
+    believed,
     deployment_of,
     status_of_resource,
     worker_of,
     workload_of,
 )
+from specdecode_operator.records import Worker
+from specdecode_worker.contract import Plan
 
 
 def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
@@ -110,3 +114,23 @@ def test_whose_secret_it_is(owners: list[dict[str, str]], predecessor: bool) -> 
 
 def test_a_status_of_another_version_counts_as_none() -> None:
     assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None
+
+
+@pytest.mark.parametrize("counter", ["drafts", "running_request_seconds", "clock_seconds"])
+def test_a_counter_that_falls_within_one_boot_is_a_lie(counter: str) -> None:
+    simulated = SimulatedWorker(Truth(), plan=Plan(max_depth=5))
+    simulated.run(4)
+    before = simulated.report()
+    simulated.run(4)
+    after = simulated.report()
+    worker = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=after)
+    assert believed(worker, before) == worker
+    assert believed(worker, None) == worker
+    fallen = replace(worker, report=after.model_copy(update={counter: type(getattr(after, counter))(1)}))
+    found = believed(fallen, before)
+    assert found.report is None
+    assert found.report_problem is not None
+    assert found.report_problem.startswith(f"{counter}: fell from ")
+    assert fallen.report is not None
+    anew = replace(fallen, report=fallen.report.model_copy(update={"boot_id": "another"}))
+    assert believed(anew, before) == anew, "a restart is no lie"
