@@ -24,6 +24,7 @@ from localcluster.settings import (
     HERE,
     KUBERNETES_GO,
     KUBERNETES_VERSION,
+    METRICS_SERVER_VERSION,
     Layout,
 )
 from localcluster.shell import run
@@ -50,6 +51,11 @@ def build_for_boot(layout: Layout) -> None:
 def build_for_images(layout: Layout) -> None:
     """Everything that `images` needs."""
     _once(layout, layout.buildkit, _build_buildkit)
+
+
+def build_for_metrics(layout: Layout) -> None:
+    """Everything that `metrics-server` needs."""
+    _once(layout, layout.metrics_server, _build_metrics_server)
 
 
 def _once(layout: Layout, folder: Path, build: Callable[[Path], None]) -> None:
@@ -150,6 +156,11 @@ def _build_buildkit(scratch: Path) -> None:
 
 def _build_coredns(scratch: Path) -> None:
     _build_module(scratch, "CoreDNS", "github.com/coredns/coredns", COREDNS_VERSION, [""])
+
+
+def _build_metrics_server(scratch: Path) -> None:
+    module = "sigs.k8s.io/metrics-server"
+    _build_module(scratch, "metrics-server", module, METRICS_SERVER_VERSION, ["cmd/metrics-server"])
 
 
 def _build_module(scratch: Path, title: str, module: str, version: str, commands: list[str]) -> None:

@@ -26,8 +26,8 @@ def ensure(layout: Layout) -> None:
     """Start what does not run, until the node is Ready and DNS answers."""
     with step("Starting containerd"):
         _ensure_containerd(layout)
-        _import_image(layout, layout.pause / "pause", PAUSE_IMAGE)
-        _import_image(layout, layout.coredns / "coredns", COREDNS_IMAGE)
+        import_image(layout, layout.pause / "pause", PAUSE_IMAGE)
+        import_image(layout, layout.coredns / "coredns", COREDNS_IMAGE)
     with step("Starting kubelet and kube-proxy"):
         _ensure_kubelet(layout)
         kubectl(layout, "apply", "-f", "-", stdin=templates.text(layout, "kube-proxy-rbac.yaml"))
@@ -86,7 +86,8 @@ def _ensure_containerd(layout: Layout) -> None:
     )
 
 
-def _import_image(layout: Layout, program: Path, image: str) -> None:
+def import_image(layout: Layout, program: Path, image: str) -> None:
+    """An image of one program into the node's store, unless it is there."""
     if image in run(ctr(layout, "images", "list", "--quiet")).split():
         return
     file = layout.state / f"{program.name}.tar"

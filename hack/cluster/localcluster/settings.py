@@ -10,6 +10,7 @@ KUBERNETES_VERSION = "1.36.3"
 KUBERNETES_GO = "go1.26"  # the minor version that the release is built with; newer ones serve a broken openapi
 BUILDKIT_VERSION = "0.30.0"
 COREDNS_VERSION = "1.15.0"
+METRICS_SERVER_VERSION = "0.9.0"
 PAUSE_VERSION = "1"
 DEBIAN_SUITE = "bookworm"
 
@@ -29,6 +30,7 @@ ETCD_PEER_URL = "http://127.0.0.1:12380"
 
 PAUSE_IMAGE = f"localhost/specdecode-pause:{PAUSE_VERSION}"
 COREDNS_IMAGE = f"localhost/specdecode-coredns:{COREDNS_VERSION}"
+METRICS_SERVER_IMAGE = f"localhost/specdecode-metrics-server:{METRICS_SERVER_VERSION}"
 DEBIAN_IMAGE = f"docker.io/library/debian:{DEBIAN_SUITE}-slim"
 
 HERE = Path(__file__).resolve().parent.parent  # hack/cluster
@@ -60,6 +62,10 @@ class Layout:
     @property
     def coredns(self) -> Path:
         return self.cache / f"coredns-{COREDNS_VERSION}"
+
+    @property
+    def metrics_server(self) -> Path:
+        return self.cache / f"metrics-server-{METRICS_SERVER_VERSION}"
 
     @property
     def pause(self) -> Path:

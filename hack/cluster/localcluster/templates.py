@@ -22,6 +22,7 @@ def text(layout: Layout, name: str, **more: str) -> str:
         "service_of_dns": settings.SERVICE_OF_DNS,
         "pause_image": settings.PAUSE_IMAGE,
         "coredns_image": settings.COREDNS_IMAGE,
+        "metrics_server_image": settings.METRICS_SERVER_IMAGE,
     }
     return string.Template((HERE / "config" / name).read_text()).substitute(values, **more)
 
