@@ -24,7 +24,8 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     found = planning.buckets(deployment.spec.workers.max_num_seqs)
     memory, deltas = readings.read(observed, found, now)
     kept = steering.remembered(deployment, memory.kept)
-    kept = kept.model_copy(update={"pods": planning.learn_pods(kept, deltas, now=now)})
+    present = {worker.uid for worker in observed.workers}
+    kept = kept.model_copy(update={"pods": planning.learn_pods(kept, deltas, present=present, now=now)})
     memory, delta = readings.together(observed, replace(memory, kept=kept), deltas, now)
     kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
     kept = history.realised(kept, delta, found) if delta else kept

@@ -189,10 +189,14 @@ class PodMemory(Lasting):
     boot: str = ""
     draft: str = ""
     tasks: tuple[PodTask, ...] = ()
+    requests: tuple[float, float, float, float, float, float] = (0, 0, 0, 0, 0, 0)
+    """Decayed sums of its finished requests, all tasks together, in the order of RequestSums."""
     pace: float | None = None
     """Logarithm of its step times over the fleet's."""
     doubts: int = 0
     """Polls in a row that looked like a collapse."""
+    noticed: bool = False
+    """It seems to do worse than it used to and than its peers: what it does does not become its past."""
     collapsed_since: float | None = None
     slow_since: float | None = None
     at: float = 0

@@ -112,8 +112,16 @@ def design_effect(kept: Kept, task: str | None) -> float:
     for cell in kept.requests:
         if task is None or cell.task == task:
             sums = sums.plus(RequestSums(*cell.sums))
-    count = max(0.0, sums.n)
-    return (PRIOR_EFFECT * PRIOR_REQUESTS + _measured_effect(sums) * count) / (PRIOR_REQUESTS + count)
+    return effect_of([sums])
+
+
+def effect_of(groups: Iterable[RequestSums]) -> float:
+    """The same of groups that may differ in acceptance: the requests of each are held against their own."""
+    weight, total = PRIOR_REQUESTS, PRIOR_EFFECT * PRIOR_REQUESTS
+    for sums in groups:
+        count = max(0.0, sums.n)
+        weight, total = weight + count, total + _measured_effect(sums) * count
+    return total / weight
 
 
 def _measured_effect(sums: RequestSums) -> float:

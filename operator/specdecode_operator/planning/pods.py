@@ -8,15 +8,17 @@ traffic's or the draft's doing, and the plan's business. A worker without peers 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from statistics import median
 
-from specdecode_operator.measurements import CellKey, Delta, Hits, Moments
+from specdecode_operator.measurements import NO_REQUESTS, CellKey, Delta, Hits, Moments, RequestSums
 from specdecode_operator.memory import Kept, PodMemory, PodTask
-from specdecode_operator.planning.acceptance import design_effect
+from specdecode_operator.planning.acceptance import effect_of
 
 HALF_LIFE_FRESH_DRAFTS, HALF_LIFE_PAST_DRAFTS = 100.0, 5000.0
 """What a worker does now, and what it used to do: a collapse is found long before it has become the past."""
+HALF_LIFE_REQUESTS = 50.0
 LEAST_PAST_DRAFTS, LEAST_FRESH_DRAFTS = 200.0, 30.0
 COLLAPSED, HEALED = 0.5, 0.75
 """Shares of the expected acceptance below which a worker is suspected, and above which it is no more. Half is more
@@ -25,6 +27,8 @@ COMMON = 0.7
 """Peers that are expected to do no better than this have fallen as well."""
 SURPRISE = 4.0
 """Standard errors; workers are looked at every few seconds for months."""
+NOTICED = 2.0
+"""Standard errors from which on a worker's past waits: a collapse must not pull down what it is held against."""
 DOUBTS = 2
 """Polls in a row, so that one odd batch of requests is no collapse."""
 LEAST_PEERS = 2
@@ -40,17 +44,19 @@ PodDelta = tuple[str, str, Delta]
 """(uid, boot id, what it did since the last poll)."""
 
 
-def learn_pods(kept: Kept, found: Iterable[PodDelta], *, now: float) -> tuple[PodMemory, ...]:
-    """What is known of every pod, moved by one poll. What was done with another draft is not looked at."""
-    pods = {pod.uid: pod for pod in kept.pods if now - pod.at < FORGET_SECONDS}
+def learn_pods(
+    kept: Kept, found: Iterable[PodDelta], *, present: Collection[str] = (), now: float
+) -> tuple[PodMemory, ...]:
+    """What is known of every pod, moved by one poll. What was done with another draft is not looked at.
+
+    Those that are ``present`` are not forgotten, however long they were idle.
+    """
+    pods = {pod.uid: pod for pod in kept.pods if pod.uid in present or now - pod.at < FORGET_SECONDS}
     for uid, boot, delta in found:
         if delta.draft == kept.draft:
             known = pods.get(uid, PodMemory(uid=uid, draft=kept.draft))
             pods[uid] = _learnt(_of_boot(known, boot, kept.draft), delta, kept, now)
-    effect = design_effect(kept, None)
-    return tuple(
-        _judged(pods[uid], [pods[other] for other in pods if other != uid], effect, now) for uid in sorted(pods)
-    )
+    return tuple(_judged(pods[uid], [pods[other] for other in pods if other != uid], now) for uid in sorted(pods))
 
 
 def suspected(kept: Kept) -> frozenset[str]:
@@ -88,7 +94,7 @@ def _learnt(pod: PodMemory, delta: Delta, kept: Kept, now: float) -> PodMemory:
     tasks = {task.task: task for task in pod.tasks}
     for (name, depth), hits in delta.acceptance.items():
         if depth == 1 and hits.total > 0:
-            trusted = pod.collapsed_since is None and not pod.doubts
+            trusted = pod.collapsed_since is None and not pod.noticed
             tasks[name] = _task(tasks.get(name, PodTask(task=name)), hits, trusted)
     pace = _pace(delta.steps, kept)
     if pace is not None and pod.pace is not None:
@@ -96,6 +102,7 @@ def _learnt(pod: PodMemory, delta: Delta, kept: Kept, now: float) -> PodMemory:
     return pod.model_copy(
         update={
             "tasks": tuple(tasks[name] for name in sorted(tasks)),
+            "requests": _requests(RequestSums(*pod.requests), delta),
             "pace": pod.pace if pace is None else _short(pace),
             "at": now,
         }
@@ -103,12 +110,21 @@ def _learnt(pod: PodMemory, delta: Delta, kept: Kept, now: float) -> PodMemory:
 
 
 def _task(known: PodTask, fresh: Hits, trusted: bool) -> PodTask:
-    keep, past = 0.5 ** (fresh.total / HALF_LIFE_FRESH_DRAFTS), 0.5 ** (fresh.total / HALF_LIFE_PAST_DRAFTS)
+    """What is fresh no more becomes the past, and not sooner: it takes some drafts to notice a collapse."""
+    keep = 0.5 ** (fresh.total / HALF_LIFE_FRESH_DRAFTS)
     update = {"hits": _short(known.hits * keep + fresh.hits), "total": _short(known.total * keep + fresh.total)}
     if trusted:
-        update["past_hits"] = _short(known.past_hits * past + fresh.hits)
-        update["past_total"] = _short(known.past_total * past + fresh.total)
+        hits, total = known.hits * (1 - keep), known.total * (1 - keep)
+        past = 0.5 ** (total / HALF_LIFE_PAST_DRAFTS)
+        update["past_hits"] = _short(known.past_hits * past + hits)
+        update["past_total"] = _short(known.past_total * past + total)
     return known.model_copy(update=update)
+
+
+def _requests(known: RequestSums, delta: Delta) -> tuple[float, ...]:
+    fresh = reduce(RequestSums.plus, delta.requests.values(), NO_REQUESTS)
+    kept = known.times(0.5 ** (fresh.n / HALF_LIFE_REQUESTS)).plus(fresh)
+    return tuple(map(_short, kept))
 
 
 def _pace(steps: Mapping[CellKey, Moments], kept: Kept) -> float | None:
@@ -126,12 +142,15 @@ def _pace(steps: Mapping[CellKey, Moments], kept: Kept) -> float | None:
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
-def _judged(pod: PodMemory, peers: Sequence[PodMemory], effect: float, now: float) -> PodMemory:
+def _judged(pod: PodMemory, peers: Sequence[PodMemory], now: float) -> PodMemory:
+    """By the peers' requests one knows how much requests differ: those of a worker that collapses differ from what
+    they were, and would excuse it."""
     if pod.at != now:
         return pod
     healthy = [peer for peer in peers if peer.collapsed_since is None]
+    effect = effect_of(RequestSums(*peer.requests) for peer in healthy)
     own, others = _own(pod, effect), _by_peers(pod, healthy, effect)
-    collapsed = pod.collapsed_since
+    collapsed, noticed = pod.collapsed_since, min(_surprise(own), _surprise(others)) > NOTICED
     doubts = pod.doubts + 1 if _fell(own, others, len(healthy)) else 0
     if collapsed is None and doubts >= DOUBTS:
         collapsed = now
@@ -139,7 +158,9 @@ def _judged(pod: PodMemory, peers: Sequence[PodMemory], effect: float, now: floa
         collapsed, doubts = None, 0
     relative = relative_pace(pod, peers)
     slow = None if relative is None or relative < SLOW else (pod.slow_since or now)
-    return pod.model_copy(update={"collapsed_since": collapsed, "doubts": doubts, "slow_since": slow})
+    return pod.model_copy(
+        update={"collapsed_since": collapsed, "noticed": noticed, "doubts": doubts, "slow_since": slow}
+    )
 
 
 def _fell(own: tuple[float, float] | None, others: tuple[float, float] | None, peers: int) -> bool:
@@ -149,6 +170,10 @@ def _fell(own: tuple[float, float] | None, others: tuple[float, float] | None, p
     if own is not None:
         return own[0] < COLLAPSED and own[1] > SURPRISE and others[0] < COMMON
     return peers >= LEAST_PEERS and others[0] < COLLAPSED
+
+
+def _surprise(found: tuple[float, float] | None) -> float:
+    return found[1] if found else 0.0
 
 
 def _well(own: tuple[float, float] | None, others: tuple[float, float] | None) -> bool:

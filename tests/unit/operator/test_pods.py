@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decide import decide
-from specdecode_operator.measurements import Delta, Hits
+from specdecode_operator.measurements import Delta, Hits, RequestSums
+from specdecode_operator.measurements import fleet as together
 from specdecode_operator.memory import Kept, Memory
+from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.pods import learn_pods, suspected
 from specdecode_operator.records import Decision, Deployment, Observed, Worker
 from specdecode_operator.suspects import quiet
@@ -173,3 +175,24 @@ def test_any_history_of_pods_is_judged(history: list[tuple[str, int, int]], draf
         kept = kept.model_copy(update={"pods": learn_pods(kept, [(uid, "b", delta)], now=now)})
     assert suspected(kept) <= {uid for uid, _, _ in history}
     assert draft == "d" or not kept.pods
+
+
+def test_a_collapse_is_found_after_a_short_past_and_is_no_excuse_for_itself() -> None:
+    """One of two workers, requests of some forty drafts each, a dozen drafts a poll: as on two small CPUs. The
+    requests of both together differ a great deal by then, and the past is young enough to follow the fall."""
+    kept, now = Kept(draft="d"), 0.0
+    for poll in range(60):
+        now += 2
+        deltas = [(uid, "b", _poll(0.5 if uid == "p1" or poll < 25 else 0.04)) for uid in ("p1", "p2")]
+        kept = kept.model_copy(update={"pods": learn_pods(kept, deltas, now=now)})
+        kept = learn(kept, together([delta for _, _, delta in deltas], at=now, draft="d"), now=now)
+        assert suspected(kept) <= ({"p2"} if poll >= 25 else set()), poll
+    assert suspected(kept) == {"p2"}
+
+
+def _poll(chance: float) -> Delta:
+    """Thirteen drafts, and a third of a request of forty of them."""
+    accepted = 40 * 1.6 * chance
+    request = RequestSums(1, accepted, 40, accepted**2, 40 * accepted, 1600).times(1 / 3)
+    hits = Hits(13 * chance, 13)
+    return Delta(draft="d", seconds=2, drafts=13, acceptance={("other", 1): hits}, requests={"other": request})
