@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,6 +24,9 @@ from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
 
 FIELD_MANAGER = "specdecode"
+PAGE = 500
+_METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
+_METADATA = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
 REAPPLY_SECONDS = 60.0
 """An unchanged child is applied again after this long, which mends what somebody else did to it."""
 
@@ -60,13 +64,24 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     (GROUP, "specdecodedeployments/status"): frozenset({"patch"}),
     ("apps", "deployments"): frozenset({"get", "list", "watch", "create", "patch"}),
     ("", "pods"): frozenset({"list", "watch", "patch", "delete"}),
-    ("", "services"): frozenset({"create", "patch"}),
+    ("", "services"): frozenset({"get", "create", "patch"}),
     ("", "configmaps"): frozenset({"get", "create", "patch"}),
     ("", "secrets"): frozenset({"get", "create"}),
     ("", "events"): frozenset({"create"}),
-    ("policy", "poddisruptionbudgets"): frozenset({"create", "patch"}),
+    ("policy", "poddisruptionbudgets"): frozenset({"get", "create", "patch"}),
 }
 """All that the operator may do, kopf's watch of our kind included: the chart's Role is compared with this."""
+
+
+@dataclass(slots=True)
+class _Applied:
+    """What was applied last to one object."""
+
+    digest: str
+    ours: int
+    """Of the record of the fields that are ours, as the API server keeps it."""
+    at: float
+    """When that was seen last."""
 
 
 class Cluster:
@@ -76,7 +91,7 @@ class Cluster:
         self._api = api
         self._client = DynamicClient(api)
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        self._applied: dict[tuple[str, str, str], tuple[str, float]] = {}
+        self._applied: dict[tuple[str, str, str], _Applied] = {}
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None) -> Cluster:
@@ -102,21 +117,39 @@ class Cluster:
         """The List, with its resource version. ``namespace`` None lists all namespaces."""
         return await self._request("get", kind.path(namespace), label_selector=labels)
 
+    async def pages(self, kind: Kind, namespace: str | None, *, labels: str) -> AsyncIterator[dict[str, Any]]:
+        """Lists of metadata alone, page by page: ten thousand whole pods at once would be more than all else that the
+        process needs. Each has the resource version to watch from."""
+        token = None
+        while token != "":
+            page = await self._request(
+                "get",
+                kind.path(namespace),
+                header_params=_METADATA_LIST,
+                label_selector=labels,
+                limit=PAGE,
+                _continue=token,
+            )
+            yield page
+            token = page["metadata"].get("continue", "")
+
     async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Raises Conflict when the name is taken."""
         namespace = manifest["metadata"]["namespace"]
         return await self._request("post", kind.path(namespace), body=dict(manifest), field_manager=FIELD_MANAGER)
 
     async def apply(self, manifest: Mapping[str, Any]) -> None:
-        """Server-side apply; skipped while the same text was applied less than a minute ago."""
+        """Server-side apply; skipped while the same text was applied less than a minute ago, and after that while
+        nobody has touched the fields that are ours: a deployment at rest costs reads alone."""
         kind = APPLIED[manifest["kind"]]
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        before, when = self._applied.get((kind.kind, namespace, name), ("", 0.0))
-        if before == digest and time.monotonic() - when < REAPPLY_SECONDS:
+        path, known = kind.path(namespace, name), self._applied.get((kind.kind, namespace, name))
+        same = known is not None and known.digest == digest
+        if known and same and (time.monotonic() - known.at < REAPPLY_SECONDS or await self._stands(path, known)):
             return
-        await self._apply(kind.path(namespace, name), manifest)
-        self._applied[kind.kind, namespace, name] = digest, time.monotonic()
+        found = await self._apply(path, manifest)
+        self._applied[kind.kind, namespace, name] = _Applied(digest, _ours(found), time.monotonic())
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
         """Merges ``change`` into what is there; what is gone stays gone."""
@@ -152,10 +185,10 @@ class Cluster:
     async def watch(
         self, kind: Kind, namespace: str | None, *, labels: str, version: str
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """(type, object) from ``version`` on, until the server ends the stream. Raises ClusterError."""
+        """(type, metadata) from ``version`` on, until the server ends the stream. Raises ClusterError."""
         params = {"label_selector": labels, "resource_version": version, "watch": "true", "timeout_seconds": 300}
         timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=330)
-        response = await self._raw("get", kind.path(namespace), timeout=timeout, **params)
+        response = await self._raw("get", kind.path(namespace), timeout=timeout, header_params=_METADATA, **params)
         try:
             async for line in _lines(response):
                 event = json.loads(line)
@@ -167,8 +200,17 @@ class Cluster:
         finally:
             response.close()
 
-    async def _apply(self, path: str, body: Mapping[str, Any]) -> None:
-        await self._request(
+    async def _stands(self, path: str, known: _Applied) -> bool:
+        """Whether the object is there, its fields still ours; then that holds for another while."""
+        try:
+            found = await self._request("get", path, header_params=_METADATA)
+        except NotFound:
+            return False
+        known.at = time.monotonic()
+        return _ours(found) == known.ours
+
+    async def _apply(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._request(
             "patch",
             path,
             body=dict(body),
@@ -185,7 +227,15 @@ class Cluster:
         except (TimeoutError, aiohttp.ClientError, ValueError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
 
-    async def _raw(self, method: str, path: str, *, timeout: aiohttp.ClientTimeout, **params: Any) -> Any:
+    async def _raw(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        header_params: Mapping[str, str] | None = None,
+        **params: Any,
+    ) -> Any:
         try:
             # Lists of its own for every call: the client's defaults are shared between calls and would grow.
             return await self._client.request(
@@ -193,7 +243,7 @@ class Cluster:
                 path,
                 serialize=False,
                 query_params=[],
-                header_params={},
+                header_params=dict(header_params or {}),
                 _request_timeout=timeout,
                 **params,
             )
@@ -201,6 +251,17 @@ class Cluster:
             raise translated(error, f"{method} {path}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
+
+
+def _ours(found: Mapping[str, Any]) -> int:
+    """Digest of what the API server says that we own of an object. Whoever changes a field of ours takes it from us."""
+    entries = found["metadata"].get("managedFields", [])
+    mine = [
+        entry
+        for entry in entries
+        if entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply" and "subresource" not in entry
+    ]
+    return hash(json.dumps(mine, sort_keys=True))
 
 
 def translated(error: ApiException, what: str) -> ClusterError:

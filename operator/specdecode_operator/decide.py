@@ -72,6 +72,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         pin_problem=problem,
         silent=silence.stale(observed, memory, now),
         urgent=_is_decision(observed.memory.kept, kept),
+        learnt=delta is not None and not delta.idle,
     )
     return decision, memory
 

@@ -48,7 +48,7 @@ class Process:
         """Connects, and starts the queue and a watch for every kind of child in every namespace."""
         cluster = await Cluster.connect()
         self.stack.push_async_callback(cluster.close)
-        workers = Workers()
+        workers = Workers(proxy=self.settings.worker_proxy or None)
         self.stack.push_async_callback(workers.close)
         defaults = Defaults(
             worker_image=self.settings.worker_image,
@@ -98,10 +98,11 @@ async def watch_children(cluster: Cluster, kind: Kind, namespace: str | None, ad
     pause = 1.0
     while True:
         try:
-            found = await cluster.list(kind, namespace, labels=CHILD_LABELS)
-            for child in found.get("items", []):
-                _add_parent(cluster, "ADDED", child, add)
-            version = found["metadata"]["resourceVersion"]
+            version = ""
+            async for page in cluster.pages(kind, namespace, labels=CHILD_LABELS):
+                for child in page.get("items") or []:
+                    _add_parent(cluster, "ADDED", child, add)
+                version = page["metadata"]["resourceVersion"]
             pause = 1.0
             async for event, child in cluster.watch(kind, namespace, labels=CHILD_LABELS, version=version):
                 _add_parent(cluster, event, child, add)

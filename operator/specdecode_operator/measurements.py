@@ -173,6 +173,12 @@ class Delta:
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody asked for anything and nothing was tried meanwhile."""
+        traffic = any(any(sums) for sums in self.traffic.values())
+        return not (self.steps or self.drafts or self.plain_steps or self.output_tokens or self.running or traffic)
+
     def without_acceptance(self) -> Delta:
         """Load and cost alone."""
         return replace(self, acceptance={}, siblings={}, requests={})

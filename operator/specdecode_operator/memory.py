@@ -6,8 +6,9 @@ reading of every worker, a minute of differences) lives in the process and is le
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -251,6 +252,37 @@ class Kept(Lasting):
     """Stored under a key of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The last reading of one worker, packed: thousands are kept, and each is looked at once a poll."""
+
+    packed: bytes
+    clock_seconds: float
+    tag: str = ""
+    """Of the answer that brought it, as HTTP's ETag; empty where the worker gives none."""
+
+    @classmethod
+    def of(cls, report: Report, tag: str = "") -> Baseline:
+        return cls(zlib.compress(report.model_dump_json().encode(), 1), report.clock_seconds, tag)
+
+    @property
+    def report(self) -> Report:
+        found = _unpacked(self.packed)
+        if found.clock_seconds == self.clock_seconds:
+            return found
+        return found.model_copy(update={"clock_seconds": self.clock_seconds})
+
+    def at(self, clock_seconds: float) -> Baseline:
+        """The same reading, later."""
+        return replace(self, clock_seconds=clock_seconds)
+
+
+@lru_cache(maxsize=64)
+def _unpacked(packed: bytes) -> Report:
+    """A look reads one several times, and many are looked at together."""
+    return Report.model_validate_json(zlib.decompress(packed))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
     """A ready worker that sends no report: since when, and how many looks in a row."""
@@ -266,8 +298,8 @@ class Memory:
     """Everything remembered."""
 
     kept: Kept = field(default_factory=Kept)
-    baselines: Mapping[str, Report] = field(default_factory=dict)
-    """Last report by pod uid."""
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    """Last reading by pod uid."""
     window: tuple[Delta, ...] = ()
     """The fleet's differences of the last minute, oldest first."""
     silent: Mapping[str, Silence] = field(default_factory=dict)

@@ -1,10 +1,12 @@
 """Keeps every deployment's memory in the process and writes it down in its ConfigMap, seldom.
 
-At most one write a minute, plus one with every decision: what a decision rests on must not be lost with the pod.
+At most one write a minute while something is measured, plus one with every decision: what a decision rests on must
+not be lost with the pod. Nothing is written for deployments at rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import replace
 
@@ -24,7 +26,10 @@ class MemoryStore:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._memories: dict[str, Memory] = {}
-        self._written: dict[str, tuple[dict[str, str], float]] = {}
+        self._written: dict[str, tuple[bytes, float]] = {}
+        """Digest and time of the last write; a thousand whole texts would be most of the process."""
+        self._learnt: set[str] = set()
+        """Who measured something since then."""
 
     async def load(self, deployment: Deployment) -> Memory:
         """From the process, else from the ConfigMap, else a blank one."""
@@ -32,19 +37,28 @@ class MemoryStore:
             self._memories[deployment.uid] = await self._read(deployment)
         return self._memories[deployment.uid]
 
-    async def save(self, deployment: Deployment, memory: Memory, *, urgent: bool, now: float) -> None:
-        """Keeps ``memory``; writes it when it holds a decision or the last write is a minute ago."""
-        self._memories[deployment.uid] = replace(memory, found=True)
-        data = state_data(memory.kept)
-        before, when = self._written.get(deployment.uid, ({}, 0.0))
-        if data == before or (not urgent and now - when < WRITE_SECONDS):
+    async def save(
+        self, deployment: Deployment, memory: Memory, *, urgent: bool, learnt: bool = True, now: float
+    ) -> None:
+        """Keeps ``memory``; writes it when it holds a decision, or something new and the last write is a minute ago."""
+        uid = deployment.uid
+        self._memories[uid] = replace(memory, found=True)
+        if learnt:
+            self._learnt.add(uid)
+        before, when = self._written.get(uid, (b"", 0.0))
+        if not urgent and (uid not in self._learnt or now - when < WRITE_SECONDS):
             return
-        await self._cluster.apply(state_config_map(deployment, data))
-        self._written[deployment.uid] = data, now
+        data = state_data(memory.kept)
+        digest = hashlib.sha256(repr(data).encode()).digest()
+        if digest != before:
+            await self._cluster.apply(state_config_map(deployment, data))
+        self._written[uid] = digest, now if digest != before else when
+        self._learnt.discard(uid)
 
     def forget(self, uid: str) -> None:
         self._memories.pop(uid, None)
         self._written.pop(uid, None)
+        self._learnt.discard(uid)
 
     async def _read(self, deployment: Deployment) -> Memory:
         found = await self._cluster.get(CONFIG_MAPS, deployment.namespace, state_name(deployment.name))

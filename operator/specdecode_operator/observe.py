@@ -18,9 +18,10 @@ from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, C
 from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
 from specdecode_operator.last_words import last_words, verdict_of
 from specdecode_operator.measurements import went_backwards
+from specdecode_operator.memory import Baseline
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.records import Deployment, Observed, Worker, Workload
-from specdecode_operator.worker_client import Workers
+from specdecode_operator.worker_client import Unchanged, Workers
 from specdecode_worker.contract import Report
 
 
@@ -68,10 +69,11 @@ async def observe(deployment: Deployment, cluster: Cluster, workers: Workers, me
         memories.load(deployment),
         _admin_token(deployment, cluster),
     )
-    found = await asyncio.gather(*(_reported(worker_of(pod), workers, token) for pod in pods["items"]))
+    found = (worker_of(pod) for pod in pods["items"])
+    asked = (_reported(worker, workers, token, memory.baselines.get(worker.uid)) for worker in found)
     return Observed(
         workload=workload_of(workload) if workload else None,
-        workers=tuple(believed(worker, memory.baselines.get(worker.uid)) for worker in found),
+        workers=tuple(await asyncio.gather(*asked)),
         memory=memory,
         token=token,
     )
@@ -104,13 +106,17 @@ def _is_of_a_predecessor(secret: Mapping[str, Any], deployment: Deployment) -> b
     return bool(owners) and all(owner["uid"] != deployment.uid for owner in owners)
 
 
-async def _reported(worker: Worker, workers: Workers, token: str) -> Worker:
+async def _reported(worker: Worker, workers: Workers, token: str, known: Baseline | None) -> Worker:
     if worker.leaving or worker.address is None:
         return worker
     try:
-        return replace(worker, report=await workers.report(worker.address, token))
+        answer = await workers.report(worker.address, token, known.tag if known else "")
     except WorkerError as error:
         return replace(worker, report_problem=str(error))
+    if not isinstance(answer, Unchanged):
+        return believed(replace(worker, report=answer.report, report_tag=answer.tag), known.report if known else None)
+    assert known is not None, "only who knows a report is told that it is unchanged"
+    return replace(worker, report=known.at(answer.clock_seconds).report, report_tag=known.tag)
 
 
 def believed(worker: Worker, before: Report | None) -> Worker:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from specdecode_operator import planning, silence
 from specdecode_operator.measurements import Delta, difference, fleet
-from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory
-from specdecode_operator.records import Observed
-from specdecode_worker.contract import Buckets, Report
+from specdecode_operator.memory import WINDOW_SECONDS, Baseline, Kept, Memory
+from specdecode_operator.records import Observed, Worker
+from specdecode_worker.contract import Buckets
 
 LEAST_READING_SECONDS = 2.0
 """Readings closer together than this wait for the next: events cause looks at any time."""
@@ -17,15 +17,14 @@ LEAST_READING_SECONDS = 2.0
 def read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[planning.PodDelta]]:
     """Moves the baselines; a worker without a new reading has no delta."""
     memory = observed.memory
-    baselines: dict[str, Report] = {}
+    baselines: dict[str, Baseline] = {}
     deltas: list[planning.PodDelta] = []
     for worker in observed.workers:
-        before = memory.baselines.get(worker.uid)
-        baseline, delta = _one(before, worker.report, found, now)
+        baseline, delta = _one(memory.baselines.get(worker.uid), worker, found, now)
         if baseline is not None:
             baselines[worker.uid] = baseline
-            if delta is not None:
-                deltas.append((worker.uid, baseline.boot_id, delta))
+            if delta is not None and worker.report is not None:
+                deltas.append((worker.uid, worker.report.boot_id, delta))
     return replace(memory, baselines=baselines), deltas
 
 
@@ -42,13 +41,19 @@ def together(
     return replace(memory, window=recent, silent=silence.counted(observed, now)), total
 
 
-def _one(before: Report | None, after: Report | None, found: Buckets, now: float) -> tuple[Report | None, Delta | None]:
+def _one(known: Baseline | None, worker: Worker, found: Buckets, now: float) -> tuple[Baseline | None, Delta | None]:
     """The next baseline of one worker, and what it did since the last."""
-    if after is None or before is None:
-        return after or before, None
+    after = worker.report
+    if after is None:
+        return known, None
+    if known is None:
+        return Baseline.of(after, worker.report_tag), None
+    before = known.report
     if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < LEAST_READING_SECONDS:
-        return before, None
-    return after, difference(before, after, at=now, buckets=found)
+        return known, None
+    same = worker.report_tag and worker.report_tag == known.tag
+    baseline = known.at(after.clock_seconds) if same else Baseline.of(after, worker.report_tag)
+    return baseline, difference(before, after, at=now, buckets=found)
 
 
 def draft_of(observed: Observed, kept: Kept) -> str:

@@ -90,7 +90,7 @@ class Reconciler:
         """The memory of a decision first, the plan before the pods that mount it, live workers last."""
         if deployment.paused:
             return Outcome()
-        await self.memories.save(deployment, memory, urgent=decision.urgent, now=now)
+        await self.memories.save(deployment, memory, urgent=decision.urgent, learnt=decision.learnt, now=now)
         problems = []
         for manifest in decision.children:
             try:

@@ -82,6 +82,8 @@ class Worker:
     verdict: CheckVerdict | None = None
     """Why it ended before it loaded anything, in its own words."""
     report: Report | None = None
+    report_tag: str = ""
+    """Of the answer that brought the report: the worker need not send it again while it is the same."""
     report_problem: str | None = None
     deletion_cost: int | None = None
     """As annotated."""
@@ -112,10 +114,12 @@ class Observed:
     @property
     def last_reports(self) -> tuple[Report, ...]:
         """Of every worker that stays: this look's report, else the last one that came."""
-        found = (
-            worker.report or self.memory.baselines.get(worker.uid) for worker in self.workers if not worker.leaving
-        )
+        found = (worker.report or self._last(worker) for worker in self.workers if not worker.leaving)
         return tuple(report for report in found if report)
+
+    def _last(self, worker: Worker) -> Report | None:
+        baseline = self.memory.baselines.get(worker.uid)
+        return baseline.report if baseline else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +235,8 @@ class Decision:
     """Draft tokens of the shape that runs at the present load."""
     urgent: bool = False
     """The memory must be written before anything else: it holds a decision."""
+    learnt: bool = False
+    """Something was measured: what moved in the memory is worth a write, at leisure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

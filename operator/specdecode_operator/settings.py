@@ -25,6 +25,8 @@ class Settings(BaseModel):
     """Time between two looks at one deployment and its workers' reports."""
     concurrency: int = Field(default=4, ge=1, le=64)
     """Deployments that are reconciled at the same time."""
+    worker_proxy: str = Field(default="", pattern="^(https?://.+)?$")
+    """HTTP proxy through which workers' admin ports are asked, where pods cannot be reached directly."""
     # Named back to front: a Service called specdecode-operator-metrics would set SPECDECODE_OPERATOR_METRICS_PORT.
     port_health: int = Field(default=8080, ge=1, le=65535)
     port_metrics: int = Field(default=9090, ge=1, le=65535)

@@ -7,49 +7,93 @@ contract. What is merely unknown comes from a newer worker and is ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
-from specdecode_worker.contract import CONTRACT_VERSION, FEATURES, MAX_REPORT_BYTES, Plan, Port, Report, Route
+from specdecode_worker.contract import CONTRACT_VERSION, FEATURES, MAX_REPORT_BYTES, Header, Plan, Port, Report, Route
 
 TIMEOUT_SECONDS = 2.0
+MAX_TAG = 128
 _TRIANGLE = len(FEATURES) * (len(FEATURES) + 1) // 2
 
 
-class Workers:
-    """A client of all workers' admin ports."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A report, and the tag by which the worker knows it again."""
 
-    def __init__(self, http: httpx.AsyncClient | None = None) -> None:
-        # Pods are reached directly: a proxy of the environment knows nothing of pod addresses.
-        self._http = http or httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False)
+    report: Report
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Nothing has changed since the reading with that tag but the worker's clock."""
+
+    clock_seconds: float
+
+
+class Workers:
+    """A client of all workers' admin ports, through ``proxy`` where pods cannot be reached directly."""
+
+    def __init__(self, http: httpx.AsyncClient | None = None, *, proxy: str | None = None) -> None:
+        # A proxy of the environment is not used: it knows nothing of pod addresses.
+        self._http = http or httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, proxy=proxy)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def report(self, address: str, token: str) -> Report:
-        """Raises WorkerUnreachable or BadReport."""
-        return read_report(await self._call("GET", address, Route.report, token))
+    async def report(self, address: str, token: str, known: str = "") -> Reading | Unchanged:
+        """``known`` is the tag of the last reading. Raises WorkerUnreachable or BadReport."""
+        headers = {"If-None-Match": known} if known else {}
+        response, body = await self._call("GET", address, Route.report, token, headers=headers)
+        if known and response.status_code == 304:
+            return Unchanged(_clock(response))
+        return Reading(read_report(body), response.headers.get("ETag", "")[:MAX_TAG])
 
     async def push(self, address: str, token: str, plan: Plan) -> None:
         """Raises WorkerUnreachable, or WorkerError when the worker refuses the plan."""
         await self._call("PUT", address, Route.plan, token, content=plan.model_dump_json().encode())
 
-    async def _call(self, method: str, address: str, route: str, token: str, content: bytes | None = None) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        address: str,
+        route: str,
+        token: str,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[httpx.Response, bytes]:
+        """Raises WorkerError for everything but success, and but the 304 that ``headers`` ask for."""
         host = f"[{address}]" if ":" in address else address
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **headers}
         url = f"http://{host}:{Port.admin}{route}"
         try:
             async with self._http.stream(method, url, headers=headers, content=content) as response:
                 body = await _bounded(response)
         except httpx.HTTPError as error:
             raise WorkerUnreachable(f"{address}: {error!r}") from error
-        if response.status_code >= 300:
+        if response.status_code >= 300 and response.status_code != 304:
             raise WorkerError(f"{address}: {method} {route} answered {response.status_code}: {body[:200]!r}")
-        return body
+        return response, body
+
+
+def _clock(response: httpx.Response) -> float:
+    """The clock of a worker whose report is unchanged. Raises BadReport."""
+    text = response.headers.get(Header.clock_seconds, "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise BadReport(f"{Header.clock_seconds}: {text[:40]!r} is no clock")
+    return seconds
 
 
 async def _bounded(response: httpx.Response) -> bytes:

@@ -58,7 +58,7 @@ def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str],
             yield resource(kind), {method}
     elif whose.endswith("cluster") and method == "apply":
         for kind in cluster.APPLIED.values():
-            yield resource(kind), {"create", "patch"}  # the API server checks both: apply makes what is not there
+            yield resource(kind), {"get", "create", "patch"}  # apply makes what is not there, and looks at what stands
     elif whose.endswith("cluster") and method == "apply_status":
         yield (GROUP, f"{PLURAL}/status"), {"patch"}
     elif ast.unparse(call.func) == "kopf.on.event":

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.contract import Plan, Report, Route
+from specdecode_worker.contract import Header, Plan, Report, Route
 from specdecode_worker.server.lifecycle import Departure, State
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
@@ -41,6 +41,18 @@ async def test_report_is_the_engines_with_the_servers_state(admin: httpx.AsyncCl
     assert (report.plan.version, report.draining) == (3, False)
     service.lifecycle.leave()
     assert Report.model_validate((await admin.get(Route.report)).json()).draining
+
+
+async def test_a_report_that_is_known_comes_as_its_clock_alone(admin: httpx.AsyncClient, service: Service) -> None:
+    first = await admin.get(Route.report)
+    tag = first.headers["ETag"]
+    again = await admin.get(Route.report, headers={"If-None-Match": tag})
+    assert (again.status_code, again.content, again.headers["ETag"]) == (304, b"", tag)
+    assert float(again.headers[Header.clock_seconds]) >= first.json()["clock_seconds"]
+    service.lifecycle.leave()
+    changed = await admin.get(Route.report, headers={"If-None-Match": tag})
+    assert changed.status_code == 200
+    assert changed.headers["ETag"] != tag
 
 
 async def test_a_higher_plan_reaches_the_engine(admin: httpx.AsyncClient, service: Service) -> None:

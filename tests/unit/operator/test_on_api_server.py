@@ -92,6 +92,35 @@ async def test_apply_owns_fields_and_mends_what_was_deleted(api: Cluster, namesp
     assert await api.get(CONFIG_MAPS, namespace, "applied") is not None
 
 
+async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
+    api: Cluster, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdecode_operator.cluster.REAPPLY_SECONDS", 0)
+    calls: list[str] = []
+    send = api._client.request
+
+    async def counted(method: str, path: str, **params: Any) -> Any:
+        calls.append(method)
+        return await send(method, path, **params)
+
+    monkeypatch.setattr(api._client, "request", counted)
+    for _ in range(3):
+        await api.apply(config_map(namespace, "touched", a="1"))
+    assert calls == ["patch", "get", "get"], "at rest nothing is written, not even the same again"
+    metadata = cluster.get("configmap", "touched", namespace)["metadata"]
+    cluster.kubectl("label", "configmap", "touched", "theirs=yes", namespace=namespace)
+    await api.apply(config_map(namespace, "touched", a="1"))
+    assert calls[3:] == ["get"], "fields of others are theirs"
+    cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
+    await api.apply(config_map(namespace, "touched", a="1"))
+    assert calls[4:] == ["get", "patch"]
+    found = cluster.get("configmap", "touched", namespace)
+    assert (found["data"], found["metadata"]["uid"]) == ({"a": "1"}, metadata["uid"])
+    cluster.kubectl("delete", "configmap", "touched", namespace=namespace)
+    await api.apply(config_map(namespace, "touched", a="1"))
+    assert cluster.get("configmap", "touched", namespace)["data"] == {"a": "1"}
+
+
 async def test_watch_tells_what_happens(api: Cluster, namespace: str) -> None:
     version = (await api.list(CONFIG_MAPS, namespace, labels=f"{GROUP}/role=worker"))["metadata"]["resourceVersion"]
     seen: list[tuple[str, str]] = []

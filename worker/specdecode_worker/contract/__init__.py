@@ -17,7 +17,7 @@ from specdecode_worker.contract.config import (
     ServerConfig,
     WorkerConfig,
 )
-from specdecode_worker.contract.names import Env, Metric, Port, Route
+from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
 from specdecode_worker.contract.plan import Buckets, Plan, PlanRow, TaskMatch
 from specdecode_worker.contract.report import (
     FEATURES,
@@ -77,6 +77,7 @@ __all__ = [
     "EngineConfig",
     "Env",
     "GuardCell",
+    "Header",
     "LatencyHistogram",
     "MemoryState",
     "Method",

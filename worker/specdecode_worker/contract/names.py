@@ -1,4 +1,4 @@
-"""Ports, routes, environment variables and metric names: what the two sides call things."""
+"""Ports, routes, headers, environment variables and metric names: what the two sides call things."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class Route:
     synthetic = "/v1/synthetic"
     drain = "/v1/drain"
     draft = "/v1/draft"
+
+
+class Header:
+    """HTTP headers of the admin port's report, beside HTTP's own ETag and If-None-Match."""
+
+    clock_seconds = "X-Specdecode-Clock-Seconds"
+    """Of an answer 304: nothing of the report has changed but the worker's clock, and it stands here."""
 
 
 class Env:

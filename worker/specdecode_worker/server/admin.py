@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from specdecode_worker.contract import MAX_REPORT_BYTES, Route, SyntheticKnobs
+from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Report, Route, SyntheticKnobs
 from specdecode_worker.server.drafts import NewDraft
 from specdecode_worker.server.errors import Unauthorized
 from specdecode_worker.server.http import answer_errors, read_body
@@ -26,10 +27,8 @@ def admin_app(service: Service, departure: Departure, token: str | None) -> Fast
     _add_synthetic(app, service)
 
     @app.get(Route.report)
-    async def report() -> Response:
-        body = (await service.report()).model_dump_json().encode()
-        assert len(body) <= MAX_REPORT_BYTES, f"a report of {len(body)} bytes breaks the contract"
-        return _json(body)
+    async def report(request: Request) -> Response:
+        return _unless_known(await service.report(), request.headers.get("If-None-Match"))
 
     @app.post(Route.drain)
     async def drain() -> Response:
@@ -87,6 +86,17 @@ def _add_synthetic(app: FastAPI, service: Service) -> None:
     async def delete_synthetic() -> Response:
         await service.set_synthetic(None)
         return Response(status_code=204)
+
+
+def _unless_known(report: Report, known: str | None) -> Response:
+    """The report with a tag of all but its clock; 304 and the clock alone for who has the rest already."""
+    still = report.model_copy(update={"clock_seconds": 0.0}).model_dump_json().encode()
+    tag = f'"{hashlib.sha256(still).hexdigest()[:16]}"'
+    if tag == known:
+        return Response(status_code=304, headers={"ETag": tag, Header.clock_seconds: repr(report.clock_seconds)})
+    body = report.model_dump_json().encode()
+    assert len(body) <= MAX_REPORT_BYTES, f"a report of {len(body)} bytes breaks the contract"
+    return Response(body, media_type="application/json", headers={"ETag": tag})
 
 
 class _Guard:
