@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench gpu gpu-carry gpu-report simulate lossless soak fuzz requirements
+.PHONY: help venv demo demo-down check lint test crds images bench gpu gpu-carry gpu-report simulate loop lossless soak fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ check: lint ## what to run before every commit: lint and the tests that need no 
 
 test: lint ## everything that CI runs, on the cluster that is up, or on one that is booted and taken down
 	@hack/test
+
+loop: lint ## proofs on the cluster that the operator closes its loop: tasks, load, a collapse, an autoscaler (20 minutes)
+	LOOP_PROOFS=1 hack/test tests/e2e/test_9_*.py
 
 lossless: venv ## speculative text equals plain text, on 200 prompts of the embedded model
 	LOSSLESS_PROMPTS=200 $(BIN)/pytest tests/lossless

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -129,3 +130,47 @@ def test_knobs_are_named_while_on(endpoint: Endpoint) -> None:
     wait_for("status tells", lambda: endpoint.status()["traffic"]["synthetic"] is True, timeout_s=30)
     endpoint.turn_knobs(None)
     wait_for("status tells", lambda: not endpoint.status()["traffic"].get("synthetic"), timeout_s=30)
+
+
+@pytest.mark.timeout(420)
+def test_advisory_tells_and_touches_nothing(endpoint: Endpoint, url: str, model: str) -> None:
+    endpoint.turn_knobs(FAIR)
+    with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
+        wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
+        endpoint.patch({"speculation": {"mode": "Advisory"}})
+        try:
+            before = wait_for("Advisory has come to rest", lambda: resting(endpoint), timeout_s=60)
+            version = endpoint.plan().version
+            endpoint.turn_knobs(UNLUCKY)
+            wait_for(
+                "plain is recommended",
+                lambda: endpoint.speculation().get("recommended") == "none",
+                timeout_s=SETTLED_SECONDS,
+            )
+            assert children_versions(endpoint) == before
+            assert endpoint.plan().version == version
+            assert endpoint.speculation()["depth"] > 0, "what runs is not what is recommended"
+        finally:
+            endpoint.turn_knobs(None)
+            endpoint.patch({"speculation": {"mode": "Auto"}})
+    assert not traffic.failures
+
+
+def children_versions(endpoint: Endpoint) -> dict[str, str]:
+    """resourceVersion of all that the operator applies, and of what comes of it; the state is its own memory."""
+    kinds = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
+    return {
+        f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"]
+        for item in endpoint.namespace.list(kinds, endpoint.labels)
+        if item["metadata"]["name"] != f"{endpoint.name}-state"
+    }
+
+
+def resting(endpoint: Endpoint) -> dict[str, str] | None:
+    """The versions, once the mode is observed and two looks five seconds apart find the same."""
+    found = endpoint.get()
+    if found["status"].get("observedGeneration") != found["metadata"]["generation"]:
+        return None
+    before = children_versions(endpoint)
+    time.sleep(5)
+    return before if children_versions(endpoint) == before else None

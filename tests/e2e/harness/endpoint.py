@@ -151,10 +151,10 @@ class Endpoint:
         with self.admin(pod) as client:
             return Plan.model_validate_json(client.get(Route.plan).raise_for_status().content)
 
-    def turn_knobs(self, knobs: SyntheticKnobs | None) -> None:
-        """Sets the synthetic knobs of every worker; None takes them off."""
-        for pod in self.ready_pods():
-            with self.admin(pod) as client:
+    def turn_knobs(self, knobs: SyntheticKnobs | None, pod: str | None = None) -> None:
+        """Sets the synthetic knobs of every worker, or of one; None takes them off."""
+        for name in [pod] if pod else self.ready_pods():
+            with self.admin(name) as client:
                 if knobs is None:
                     client.delete(Route.synthetic).raise_for_status()
                 else:

@@ -1,0 +1,76 @@
+"""What the proofs of the loop share: small workers, padded steps, and rows of the plan as they move.
+
+A worker has half a core and one thread, and every step is padded beyond what it takes there, so that replicas don't
+slow each other on a machine of two cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from harness.endpoint import Endpoint, resource
+from harness.kube import Namespace
+from kube import Manifest, wait_for
+
+from specdecode_worker.contract import OTHER_TASK, StepTime, SyntheticKnobs
+
+PROOFS = pytest.mark.skipif(not os.environ.get("LOOP_PROOFS"), reason="minutes each: LOOP_PROOFS=1, or make loop")
+SETTLED_SECONDS = 240
+HALF_A_CORE = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "500m", "memory": "4Gi"}}
+PLAIN_SECONDS = 0.3
+MAX_DEPTH = 4
+SPECULATION: Manifest = {
+    "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
+    "depth": {"min": 0, "max": MAX_DEPTH, "initial": 3},
+    "hysteresis": {"minDwellSeconds": 5, "minGainPercent": 3, "maxChangesPerHour": 120},
+    "explorePercent": 20,
+}
+
+
+@contextmanager
+def deployed(
+    namespace: Namespace, name: str, speculation: Manifest, workers: Manifest, **spec: Any
+) -> Iterator[Endpoint]:
+    """An endpoint of its own for as long as the block runs, Ready."""
+    made = resource(name, {**SPECULATION, **speculation}, {"resources": HALF_A_CORE, **workers})
+    made["spec"].update(spec)
+    namespace.apply(made)
+    endpoint = Endpoint(namespace, name)
+    try:
+        endpoint.wait_ready()
+        yield endpoint
+    finally:
+        namespace.kubectl("delete", "sdd", name, "--timeout=30s")
+        wait_for("its pods are gone", lambda: not endpoint.all_pods(), timeout_s=60)
+
+
+def steps(*, node_seconds: float, sequences: int = 1 << 30) -> tuple[StepTime, ...]:
+    """Of at most so many sequences: every node of the largest tree costs the same on top of a plain step."""
+    seconds = [PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)]
+    found = [StepTime(max_sequences=sequences, max_nodes=nodes, seconds=s) for nodes, s in enumerate(seconds)]
+    return (*found, StepTime(max_sequences=sequences, seconds=seconds[-1]))
+
+
+def knobs(*rows: Sequence[StepTime], **acceptance: Any) -> SyntheticKnobs:
+    return SyntheticKnobs(step_time=tuple(row for table in rows for row in table), **acceptance)
+
+
+def row(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
+    """Depth that a worker runs for so many sequences of the task, by its plan."""
+    plan = endpoint.plan(pod or endpoint.ready_pods()[0])
+    bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
+    found = plan.row(bucket, 0, task)
+    return found.shape.depth if found else plan.initial.depth
+
+
+def wait_for_row(endpoint: Endpoint, what: str, concurrency: int, depths: Sequence[int], task: str = OTHER_TASK) -> int:
+    def look() -> list[int]:
+        depth = row(endpoint, concurrency, task)
+        assert depth in depths, f"depth {depth}"
+        return [depth]
+
+    return wait_for(what, look, timeout_s=SETTLED_SECONDS, every_s=2)[0]

@@ -1,0 +1,98 @@
+"""A worker's ports without a worker: it says of itself whatever it was told to say. Runs in a pod, with Python alone.
+
+The test mounts this file. ``PUT /behaviour`` with one of BEHAVIOURS as the body chooses what the report says from then
+on; ``exit`` ends the process, and the kubelet starts it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+DRAFT = "standin"
+BEHAVIOURS = ("honest", "nan", "negative", "backwards", "garbage", "newer", "exit")
+BOOT, BEGAN = uuid.uuid4().hex, time.monotonic()
+told: dict[str, Any] = {"behaviour": "honest", "plan": {"uid": "", "version": 0, "draft": "", "buckets": {}}}
+
+
+def honest(clock: float) -> dict[str, Any]:
+    """Fifty drafts a second, of which every second token is right; ``clock`` is in seconds."""
+    drafts = int(50 * clock)
+    cell = {"draft": DRAFT, "task": "other", "sampled": False, "parent": "main"}
+    plan = {**told["plan"], "matches_draft": told["plan"]["draft"] == DRAFT}
+    return {
+        "contract_version": 1,
+        "boot_id": BOOT,
+        "worker": os.environ.get("POD_NAME", ""),
+        "clock_seconds": clock,
+        "draft": {"method": "eagle3", "hash": DRAFT},
+        "plan": {key: plan[key] for key in ("uid", "version", "draft", "matches_draft", "buckets")},
+        "running": 1,
+        "running_request_seconds": clock,
+        "drafts": drafts,
+        "draft_tokens": drafts,
+        "accepted_tokens": drafts // 2,
+        "acceptance": [{**cell, "depth": 1, "ranks": [drafts // 2, 0, 0, 0, 0, 0, 0, 0, drafts - drafts // 2]}],
+    }
+
+
+def report() -> bytes:
+    behaviour, found = told["behaviour"], honest(10 + time.monotonic() - BEGAN)
+    misses = [0, 0, 0, 0, 0, 0, 0, 0, found["drafts"]]
+    if behaviour == "garbage":
+        return b"x" * 1_000_000
+    if behaviour == "newer":
+        return json.dumps({**found, "contract_version": 2, "mood": "good"}).encode()
+    if behaviour in ("nan", "negative", "backwards"):  # each with news that would change plans if it were believed
+        found["acceptance"][0]["ranks"] = misses
+        found["accepted_tokens"] = 0
+    if behaviour == "nan":
+        found["running_request_seconds"] = float("nan")
+    if behaviour == "negative":
+        found["draft_tokens"] = -5
+    if behaviour == "backwards":
+        found["drafts"] = 3
+    return json.dumps(found).encode()
+
+
+class Public(BaseHTTPRequestHandler):
+    """Ready and healthy, and nothing else."""
+
+    def do_GET(self) -> None:
+        self.answer(b"{}")
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: probes come all the time."""
+
+
+class Admin(Public):
+    """Reports as told, and takes plans."""
+
+    def do_GET(self) -> None:
+        self.answer(report() if self.path == "/v1/report" else json.dumps(told["plan"]).encode())
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/plan":
+            told["plan"] = json.loads(body)
+        elif body == b"exit":
+            os._exit(0)
+        else:
+            told["behaviour"] = body.decode()
+        self.answer(b"{}")
+
+
+if __name__ == "__main__":
+    threading.Thread(target=ThreadingHTTPServer(("", 8001), Admin).serve_forever, daemon=True).start()
+    ThreadingHTTPServer(("", 8000), Public).serve_forever()

@@ -1,0 +1,124 @@
+"""Reports that lie are refused and named, and the plan stays; a restart and a neighbouring contract are no lies.
+
+Stand-ins answer on the admin ports of the pods (harness/standin.py); operator and API server are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from harness.endpoint import Endpoint, resource
+from harness.kube import Namespace
+from harness.release import Release
+from kube import wait_for
+
+NAME = "standins"
+LIES = {
+    "nan": "running_request_seconds: nan is no count",
+    "negative": "draft_tokens: -5 is no count",
+    "backwards": "drafts: fell from",
+    "garbage": "the report has more than 65536 bytes",
+}
+STALE_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    """Four pods that are Ready and report what they are told to."""
+    release.scale(1)
+    script = (Path(__file__).parent / "harness" / "standin.py").read_text()
+    scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": {"standin.py": script}}
+    watched.apply(scripts)
+    worker = {
+        "name": "worker",
+        "command": ["python3", "/standin/standin.py"],
+        "volumeMounts": [{"name": "standin", "mountPath": "/standin"}],
+    }
+    template = {
+        "spec": {
+            "volumes": [{"name": "standin", "configMap": {"name": NAME}}],
+            "initContainers": [{"name": "pull", "command": ["true"]}],
+            "containers": [worker],
+        }
+    }
+    small = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"cpu": "200m", "memory": "128Mi"}}
+    made = resource(NAME, {"draft": {"uri": "embedded://none"}}, {"template": template, "resources": small})
+    made["spec"]["replicas"] = len(LIES)
+    watched.apply(made)
+    endpoint = Endpoint(watched, NAME)
+    wait_for("all stand", lambda: len(endpoint.ready_pods()) == len(LIES), timeout_s=90)
+    yield endpoint
+    watched.kubectl("delete", "sdd", NAME, "--timeout=30s")
+    watched.kubectl("delete", "configmap", NAME)
+
+
+def tell(endpoint: Endpoint, pod: str, behaviour: str) -> None:
+    with endpoint.admin(pod) as client:
+        client.put("/behaviour", content=behaviour.encode()).raise_for_status()
+
+
+def wait_until_fresh(endpoint: Endpoint) -> None:
+    wait_for("every report is believed", lambda: endpoint.condition("ReportsFresh")["status"] == "True", timeout_s=30)
+
+
+def versions(endpoint: Endpoint) -> set[int]:
+    return {endpoint.plan(pod).version for pod in endpoint.ready_pods()}
+
+
+def settled(endpoint: Endpoint) -> int:
+    """The one version that all pods have taken, once their draft is known and planned for."""
+
+    def look() -> int:
+        (version,) = versions(endpoint)
+        assert all(endpoint.plan(pod).draft for pod in endpoint.ready_pods())
+        return version
+
+    return wait_for("the plan is everywhere", look, timeout_s=30)
+
+
+def is_named(endpoint: Endpoint, liars: dict[str, str]) -> bool:
+    condition = endpoint.condition("ReportsFresh")
+    assert condition["status"] == "False", condition
+    missing = [lie for pod, lie in liars.items() if f"pod {pod}: {LIES[lie]}" not in condition["message"]]
+    assert not missing, condition
+    return True
+
+
+@pytest.mark.timeout(240)
+def test_lies_are_refused_by_name_and_the_plan_stays(standins: Endpoint) -> None:
+    wait_until_fresh(standins)
+    version, rows = settled(standins), standins.state()["rows"]
+    liars = dict(zip(sorted(standins.ready_pods()), LIES, strict=True))
+    for pod, lie in liars.items():
+        tell(standins, pod, lie)
+    wait_for("each is named", lambda: is_named(standins, liars), timeout_s=STALE_SECONDS + 30)
+    assert versions(standins) == {version}
+    kept = standins.state()
+    assert (kept["rows"], kept["plan"]["version"]) == (rows, version)
+    assert all(cell["hits"] > 0.4 * cell["total"] for cell in kept["acceptance"]), "nothing was learnt of lies"
+    assert standins.condition("Ready")["status"] == "True", "nobody stops serving for what he says"
+    for pod in liars:
+        tell(standins, pod, "honest")
+    wait_until_fresh(standins)
+
+
+@pytest.mark.timeout(240)
+def test_a_restart_and_a_neighbouring_contract_are_no_lies(standins: Endpoint) -> None:
+    """Plans are pushed to workers whose report is believed: who takes the new one was believed."""
+    first, second, *_ = sorted(standins.ready_pods())
+    before = settled(standins)
+    tell(standins, first, "newer")
+    with standins.admin(second) as client, pytest.raises(httpx.TransportError, match=r"disconnected|reset|closed"):
+        client.put("/behaviour", content=b"exit")
+
+    def restarts() -> int:
+        (pod,) = (pod for pod in standins.pods() if pod["metadata"]["name"] == second)
+        return sum(status["restartCount"] for status in pod["status"]["containerStatuses"])
+
+    wait_for("the container is new", lambda: restarts() == 1 and second in standins.ready_pods(), timeout_s=60)
+    standins.patch({"speculation": {"depth": {"max": 4}}})
+    wait_for("the new plan is everywhere", lambda: min(versions(standins)) > before, timeout_s=30)
+    assert standins.condition("ReportsFresh")["status"] == "True"

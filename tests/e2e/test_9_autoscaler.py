@@ -1,0 +1,72 @@
+"""A HorizontalPodAutoscaler on the resource: its metrics are metrics-server's, its replicas the operator follows."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from harness.endpoint import MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import PROOFS, deployed
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import ROOT, Cluster, Manifest, wait_for
+
+pytestmark = [PROOFS, pytest.mark.timeout(900)]
+
+NAME = "external"
+AUTOSCALER: Manifest = {
+    "apiVersion": "autoscaling/v2",
+    "kind": "HorizontalPodAutoscaler",
+    "metadata": {"name": NAME},
+    "spec": {
+        "scaleTargetRef": {"apiVersion": "specdecode.io/v1alpha1", "kind": "SpecDecodeDeployment", "name": NAME},
+        "minReplicas": 1,
+        "maxReplicas": 2,
+        "metrics": [
+            {
+                "type": "Resource",
+                "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 200}},
+            }
+        ],
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def metrics(cluster: Cluster) -> None:
+    """The metrics API; the local cluster gets metrics-server for it."""
+    if cluster.local:
+        subprocess.run([ROOT / "hack" / "cluster" / "metrics-server"], check=True, timeout=900)
+    cluster.kubectl("top", "node")
+
+
+@pytest.fixture
+def endpoint(release: Release, watched: Namespace, metrics: None) -> Iterator[Endpoint]:
+    release.scale(1)
+    with deployed(watched, NAME, {}, {}, scaling={"owner": "External"}) as endpoint:
+        watched.apply(AUTOSCALER)
+        yield endpoint
+        watched.kubectl("delete", "hpa", NAME)
+
+
+def conditions(endpoint: Endpoint) -> dict[str, str]:
+    found = endpoint.namespace.get("hpa", NAME).get("status", {})
+    return {condition["type"]: condition["status"] for condition in found.get("conditions", [])}
+
+
+def test_an_autoscaler_moves_the_workers(endpoint: Endpoint) -> None:
+    with (
+        endpoint.namespace.reach("service", endpoint.name, 80) as url,
+        Traffic(url, MODEL, concurrency=4) as traffic,
+    ):
+        wait_for("ScalingActive", lambda: conditions(endpoint).get("ScalingActive") == "True", timeout_s=180, every_s=2)
+        wait_for("spec.replicas is set", lambda: endpoint.get()["spec"]["replicas"] == 2, timeout_s=120, every_s=2)
+        wait_for("two workers", lambda: len(endpoint.ready_pods()) == 2, timeout_s=120, every_s=2)
+        wait_for("status counts them", lambda: endpoint.status()["readyReplicas"] == 2, timeout_s=30)
+    assert not traffic.failures
+    wait_for("one worker again", lambda: len(endpoint.pods()) == 1, timeout_s=240, every_s=2)
+    assert endpoint.get()["spec"]["replicas"] == 1
+    assert endpoint.condition("ScalingLimited")["status"] == "absent", "the operator scales nothing here"

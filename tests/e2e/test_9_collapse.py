@@ -1,0 +1,69 @@
+"""One of two workers whose acceptance collapses is found by its own past, named, kept plain, and healed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.endpoint import MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, steps
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import wait_for
+
+pytestmark = [PROOFS, pytest.mark.timeout(900)]
+
+FAIR = knobs(steps(node_seconds=0.01))
+COLLAPSED = knobs(steps(node_seconds=0.01), acceptance=(0.05,))
+PAST_DRAFTS = 220
+
+
+@pytest.fixture
+def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    release.scale(1)
+    with deployed(watched, "pair", {}, {}, replicas=2) as endpoint:
+        wait_for("two workers", lambda: len(endpoint.ready_pods()) == 2, timeout_s=180, every_s=2)
+        yield endpoint
+
+
+def pasts(endpoint: Endpoint) -> list[float]:
+    """First tokens that each worker is remembered to have drafted."""
+    return [sum(task["past_total"] for task in pod["tasks"]) for pod in endpoint.state()["pods"]]
+
+
+def test_a_collapse_is_found_named_and_healed(endpoint: Endpoint) -> None:
+    endpoint.turn_knobs(FAIR)
+    sick, well = sorted(endpoint.ready_pods())
+    with (
+        endpoint.namespace.reach("service", endpoint.name, 80) as url,
+        Traffic(url, MODEL, concurrency=4, max_tokens=48) as traffic,
+    ):
+        wait_for(
+            "both have a past",
+            lambda: len(found := pasts(endpoint)) == 2 and min(found) > PAST_DRAFTS,
+            timeout_s=SETTLED_SECONDS,
+        )
+        assert endpoint.condition("WorkersAlike")["status"] == "True"
+        endpoint.turn_knobs(COLLAPSED, sick)
+
+        def named() -> bool:
+            condition = endpoint.condition("WorkersAlike")
+            assert (condition["status"], condition["reason"]) == ("False", "AcceptanceCollapsed"), condition
+            assert f"pod {sick}: first token accepted" in condition["message"], condition
+            assert well not in condition["message"], condition
+            return True
+
+        wait_for("it is named", named, timeout_s=SETTLED_SECONDS)
+        wait_for("it runs plainly", lambda: endpoint.report(sick).plan.quiet, timeout_s=30)
+        assert not endpoint.report(well).plan.quiet
+        endpoint.turn_knobs(FAIR, sick)
+        wait_for(
+            "it is well", lambda: endpoint.condition("WorkersAlike")["status"] == "True", timeout_s=SETTLED_SECONDS
+        )
+        wait_for("it speculates", lambda: not endpoint.report(sick).plan.quiet, timeout_s=30)
+    assert not traffic.failures
+    events = {
+        e["reason"]: e["type"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == "pair"
+    }
+    assert events.get("AcceptanceCollapsed") == "Warning", events

@@ -1,0 +1,74 @@
+"""Load from 1 to 16 at a time moves depth, and then replicas, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from harness.endpoint import MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import PROOFS, deployed, knobs, steps, wait_for_row
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import wait_for
+
+pytestmark = [PROOFS, pytest.mark.timeout(1200)]
+
+ALONE, SOME, MANY = 1, 4, 16
+MOST = 3
+# Deep is cheap for a request alone, and dear for a batch.
+BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
+
+
+@pytest.fixture
+def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    release.scale(1)
+    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindowSeconds": 20}
+    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, scaling=scaling) as endpoint:
+        yield endpoint
+
+
+def padded(endpoint: Endpoint, count: int) -> bool:
+    """So many workers are ready; those that have come take the knobs."""
+    pods = endpoint.ready_pods()
+    for pod in pods:
+        if endpoint.report(pod).synthetic is None:
+            endpoint.turn_knobs(BY_LOAD, pod)
+    assert len(pods) == count, pods
+    return True
+
+
+def replicas(endpoint: Endpoint) -> int:
+    return int(endpoint.namespace.get("deployment", f"{endpoint.name}-worker")["spec"]["replicas"])
+
+
+def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> None:
+    endpoint.turn_knobs(BY_LOAD)
+    failures: list[str] = []
+    with ExitStack() as stack:
+        url = stack.enter_context(endpoint.namespace.reach("service", endpoint.name, 80))
+
+        def load(concurrency: int) -> ExitStack:
+            users = ExitStack()
+            traffic = users.enter_context(Traffic(url, MODEL, concurrency=concurrency, max_tokens=32))
+            users.callback(lambda: failures.extend(traffic.failures))
+            return users
+
+        with load(ALONE):
+            deep = wait_for_row(endpoint, "deep for one", ALONE, (2, 3, 4))
+            wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] == deep, timeout_s=60)
+        with load(SOME):
+            wait_for_row(endpoint, "shallow for some", SOME, (0, 1))
+            wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
+            assert replicas(endpoint) == 1, "depth first: one worker carries them"
+        with load(MANY):
+            wait_for("more workers", lambda: padded(endpoint, MOST), timeout_s=180, every_s=2)
+            wait_for_row(endpoint, "shallow for many", MANY, (0, 1))
+        with load(ALONE):
+            wait_for("one worker", lambda: padded(endpoint, 1), timeout_s=240, every_s=2)
+            wait_for("DEPTH is back", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=120)
+    assert not failures
+    told = endpoint.speculation()["history"]
+    scaled = [(entry["before"], entry["after"]) for entry in told if entry["kind"] == "Replicas"]
+    assert scaled, told

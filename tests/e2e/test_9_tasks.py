@@ -1,0 +1,71 @@
+"""A task mix that shifts moves the row of the task that changed, and leaves the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.endpoint import MODEL, Endpoint
+from harness.kube import Namespace
+from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, row, steps, wait_for_row
+from harness.release import Release
+from harness.traffic import Traffic
+from kube import Manifest, wait_for
+
+pytestmark = [PROOFS, pytest.mark.timeout(900)]
+
+CONCURRENCY = 2
+CODE = tuple(f"Write a Python function that returns the {what}." for what in ("factorial of n", "sum of a list", "gcd"))
+PROSE = ("Tell a short story about a lighthouse keeper.", "Describe a morning at a fish market.")
+FAIR = knobs(steps(node_seconds=0.01))
+PROSE_IS_HARD = knobs(steps(node_seconds=0.01), task_acceptance={"other": (0.02,)})
+SPECULATES = (1, 2, 3, 4)
+KNOWN_DRAFTS = 250
+
+
+@pytest.fixture
+def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    release.scale(1)
+    tasks = [{"name": "code", "match": "Python"}]
+    with deployed(watched, "tasks", {"tasks": tasks}, {}) as endpoint:
+        yield endpoint
+
+
+def drafted(endpoint: Endpoint, task: str) -> int:
+    """First tokens that were drafted for a task."""
+    return sum(cell.total for cell in endpoint.report().acceptance if (cell.task, cell.depth) == (task, 1))
+
+
+def is_known(endpoint: Endpoint, task: str) -> bool:
+    """The task was drafted for often enough, and has rows of its own that speculate."""
+    assert drafted(endpoint, task) > KNOWN_DRAFTS
+    assert task in {found.task for found in endpoint.plan().rows}
+    return row(endpoint, CONCURRENCY, task) in SPECULATES
+
+
+def history(endpoint: Endpoint, task: str) -> list[Manifest]:
+    """Moves of the task's row at our load, newest first."""
+    load = f"concurrency {CONCURRENCY},"
+    found = endpoint.speculation().get("history", [])
+    return [entry for entry in found if entry["load"].startswith(load) and f"task {task}" in entry["load"]]
+
+
+def test_prose_that_grows_hard_moves_its_own_row(endpoint: Endpoint) -> None:
+    endpoint.turn_knobs(FAIR)
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as traffic:
+            wait_for("code speculates", lambda: is_known(endpoint, "code"), timeout_s=SETTLED_SECONDS)
+        with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=PROSE) as more:
+            wait_for("prose speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
+            code = row(endpoint, CONCURRENCY, "code")
+            endpoint.turn_knobs(PROSE_IS_HARD)
+            wait_for_row(endpoint, "prose runs plainly", CONCURRENCY, (0,), "other")
+            wait_for("status tells", lambda: history(endpoint, "other")[0]["after"] == "none", timeout_s=30)
+            stop = next(entry for entry in history(endpoint, "other") if entry["after"] == "none")
+            assert row(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
+            assert [entry for entry in history(endpoint, "code") if entry["time"] >= stop["time"]] == []
+        with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as again:
+            before = endpoint.report().drafts
+            wait_for("code is drafted", lambda: endpoint.report().drafts > before + 20, timeout_s=60)
+            assert row(endpoint, CONCURRENCY, "code") in SPECULATES
+    assert [*traffic.failures, *more.failures, *again.failures] == []
