@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
-from fleet import SimulatedWorker, Truth
+from fleet import SimulatedWorker, Truth, deployment_with
 
+from specdecode_operator.cluster import Cluster
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
-from specdecode_operator.worker_client import Workers, read_report
-from specdecode_worker.contract import CONTRACT_VERSION, MAX_REPORT_BYTES, Plan
+from specdecode_operator.memory import Baseline, Kept, LoadMemory, Memory
+from specdecode_operator.memory_store import MemoryStore
+from specdecode_operator.worker_client import Reading, Unchanged, Workers, read_report
+from specdecode_worker.contract import CONTRACT_VERSION, MAX_REPORT_BYTES, Header, Plan, Report
 
 
 @pytest.fixture
@@ -78,6 +81,72 @@ def answering(answer: httpx.Response | Exception) -> Workers:
 async def test_a_report_that_never_ends_is_cut_off() -> None:
     with pytest.raises(BadReport, match=str(MAX_REPORT_BYTES)):
         await answering(httpx.Response(200, content=b"x" * (MAX_REPORT_BYTES * 20))).report("10.0.0.1", "secret")
+
+
+def knowing(tag: str, body: bytes, **headers: str) -> Workers:
+    """Workers whose report has that tag; who names it gets 304 with ``headers``."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("If-None-Match") == tag:
+            return httpx.Response(304, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        return httpx.Response(200, content=body, headers={"ETag": tag})
+
+    return Workers(httpx.AsyncClient(transport=httpx.MockTransport(handle)))
+
+
+async def test_a_report_that_is_known_is_not_sent_again(good: dict[str, Any]) -> None:
+    workers = knowing('"t"', json.dumps(good).encode(), **{Header.clock_seconds: "77.5"})
+    first = await workers.report("10.0.0.1", "secret")
+    assert isinstance(first, Reading)
+    assert first.tag == '"t"'
+    assert isinstance(await workers.report("10.0.0.1", "secret", '"older"'), Reading)
+    assert await workers.report("10.0.0.1", "secret", first.tag) == Unchanged(77.5)
+
+
+@pytest.mark.parametrize("clock", ["", "soon", "nan", "-1", "inf"])
+async def test_a_known_report_needs_a_clock(clock: str) -> None:
+    with pytest.raises(BadReport, match=Header.clock_seconds):
+        await knowing('"t"', b"", **{Header.clock_seconds: clock}).report("10.0.0.1", "secret", '"t"')
+
+
+async def test_a_304_that_nobody_asked_for_is_no_report() -> None:
+    with pytest.raises(BadReport):
+        await answering(httpx.Response(304)).report("10.0.0.1", "secret")
+
+
+def test_a_packed_reading_is_what_it_was_but_for_its_clock(good: dict[str, Any]) -> None:
+    report = Report.model_validate(good)
+    known = Baseline.of(report, '"t"')
+    assert known.report == report
+    assert known.at(99.0).report == report.model_copy(update={"clock_seconds": 99.0})
+    assert len(known.packed) < len(report.model_dump_json()) / 2
+
+
+class Written:
+    """A cluster that only counts what is applied."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, str]] = []
+
+    async def apply(self, manifest: Any) -> None:
+        self.states.append(dict(manifest["data"]))
+
+
+async def test_memory_is_written_for_decisions_and_for_what_was_learnt_alone() -> None:
+    cluster, deployment = Written(), deployment_with()
+    store = MemoryStore(cast("Cluster", cluster))
+
+    async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
+        kept = Kept(uid="u1", load=LoadMemory(sequences=load))
+        await store.save(deployment, Memory(kept=kept), urgent=urgent, learnt=learnt, now=now)
+        return len(cluster.states)
+
+    assert await save(1, now=0, urgent=True) == 1
+    assert await save(2, now=100) == 1, "nothing was measured: what moved is the clock's doing"
+    assert await save(3, now=30, learnt=True) == 1, "not twice a minute"
+    assert await save(3, now=61) == 2, "what was learnt is written at rest, once"
+    assert await save(4, now=200) == 2
+    assert await save(4, now=201, urgent=True) == 3
 
 
 async def test_silence_is_unreachable() -> None:
