@@ -24,6 +24,8 @@ class Pace:
 
     debounce: float = 0.2
     """Least time between the ends of one run and the start of the next of the same key."""
+    head_start: float = 30.0
+    """What happened goes before resyncs that are due for less than this: thousands of them may be late at once."""
     first_retry: float = 1.0
     last_retry: float = 60.0
 
@@ -38,6 +40,8 @@ class Schedule:
 
     pace: Pace = field(default_factory=Pace)
     _due: dict[Key, float] = field(default_factory=dict)
+    _asked: set[Key] = field(default_factory=set)
+    """Due for something that happened, not for a resync or a retry."""
     _running: set[Key] = field(default_factory=set)
     _failures: dict[Key, int] = field(default_factory=dict)
     _ended: dict[Key, float] = field(default_factory=dict)
@@ -46,14 +50,20 @@ class Schedule:
         """The key wants a look as soon as may be."""
         earliest = max(now, self._ended.get(key, now) + self.pace.debounce if key in self._ended else now)
         self._due[key] = min(earliest, self._due.get(key, earliest))
+        self._asked.add(key)
 
     def take(self, now: float) -> Key | None:
-        """The key that has been due longest and does not run; it runs from now on."""
-        ready = [(due, key) for key, due in self._due.items() if due <= now and key not in self._running]
+        """The key that has been due longest, where what happened has a head start; it runs from now on."""
+        ready = [
+            (due - self.pace.head_start * (key in self._asked), key)
+            for key, due in self._due.items()
+            if due <= now and key not in self._running
+        ]
         if not ready:
             return None
         _, key = min(ready)
         del self._due[key]
+        self._asked.discard(key)
         self._running.add(key)
         return key
 

@@ -43,6 +43,17 @@ def test_resync_comes_by_itself(schedule: Schedule) -> None:
     assert schedule.take(6) == A
 
 
+def test_what_happened_goes_before_resyncs_that_are_late_but_not_for_ever(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    schedule.take(0)
+    schedule.done(A, 0, again_in=10)
+    schedule.add(B, 20)
+    assert schedule.take(20) == B
+    schedule.done(B, 20, again_in=None)
+    schedule.add(B, 10 + PACE.head_start + 1)
+    assert schedule.take(10 + PACE.head_start + 1) == A
+
+
 def test_failures_back_off_and_success_forgets_them(schedule: Schedule) -> None:
     now, waits = 0.0, []
     schedule.add(A, now)
