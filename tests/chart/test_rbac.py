@@ -19,7 +19,7 @@ Rights = dict[tuple[str, str], set[str]]
 
 SOURCE = Path(specdecode_operator.__file__).parent
 KINDS = {name: kind for name, kind in vars(cluster).items() if isinstance(kind, cluster.Kind)}
-BY_ARGUMENT = {"get", "list", "create", "watch", "patch", "delete"}
+BY_ARGUMENT = {"get", "list", "pages", "create", "watch", "patch", "delete"}
 """Methods of Cluster that are verbs of their own; their first argument is the kind."""
 
 
@@ -55,7 +55,7 @@ def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str],
     if whose.endswith("cluster") and method in BY_ARGUMENT:
         name = ast.unparse(call.args[0])
         for kind in [KINDS[name]] if name in KINDS else kinds_in_loops(module):
-            yield resource(kind), {method}
+            yield resource(kind), {"list" if method == "pages" else method}
     elif whose.endswith("cluster") and method == "apply":
         for kind in cluster.APPLIED.values():
             yield resource(kind), {"get", "create", "patch"}  # apply makes what is not there, and looks at what stands
