@@ -292,21 +292,30 @@ def _loaded(report: Report) -> set[str]:
     return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
 
 
-def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
-    found: dict[tuple[str, int], Hits] = {}
-    for cell in report.acceptance:
-        if cell.draft in drafts and cell.parent == parent:
-            hits = Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1])))
-            found = merged(found, {(cell.task, cell.depth): hits})
+def _summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
+    """Several cells of one key are added up."""
+    found: dict[Key, Sum] = {}
+    for key, value in cells:
+        found[key] = found[key].plus(value) if key in found else value
     return found
+
+
+def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
+    return _summed(
+        ((cell.task, cell.depth), Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1]))))
+        for cell in report.acceptance
+        if cell.draft in drafts and cell.parent == parent
+    )
 
 
 def _traffic(report: Report) -> dict[str, TrafficSums]:
-    found: dict[str, TrafficSums] = {}
-    for cell in report.traffic:
-        sums = TrafficSums(cell.arrivals, cell.finished, cell.prompt_tokens, cell.cached_tokens, cell.output_tokens)
-        found = merged(found, {cell.task: sums})
-    return found
+    return _summed(
+        (
+            cell.task,
+            TrafficSums(cell.arrivals, cell.finished, cell.prompt_tokens, cell.cached_tokens, cell.output_tokens),
+        )
+        for cell in report.traffic
+    )
 
 
 def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
@@ -315,25 +324,27 @@ def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
 
 
 def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
-    found: dict[str, RequestSums] = {}
-    for cell in report.requests:
-        if cell.draft in drafts:
-            sums = RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd)
-            found = merged(found, {cell.task: sums})
-    return found
+    return _summed(
+        (cell.task, RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd))
+        for cell in report.requests
+        if cell.draft in drafts
+    )
 
 
 def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
-    found = _difference(_cells(before), _cells(after))
+    """Between two polls a worker runs few of the kinds of steps that it has ever run: the others are not looked at."""
+    counts = {_key(cell): cell.count for cell in before.steps}
+    moved = {_key(cell) for cell in after.steps if counts.get(_key(cell)) != cell.count}
+    found = _difference(_cells(before, moved), _cells(after, moved))
     return {key: moments for key, moments in found.items() if moments.count > 0}
 
 
-def _cells(report: Report) -> dict[CellKey, Moments]:
-    found: dict[CellKey, Moments] = {}
-    for cell in report.steps:
-        key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
-        found = merged(found, {key: Moments.of_cell(cell)})
-    return found
+def _cells(report: Report, keys: set[CellKey]) -> dict[CellKey, Moments]:
+    return _summed((_key(cell), Moments.of_cell(cell)) for cell in report.steps if _key(cell) in keys)
+
+
+def _key(cell: StepCell) -> CellKey:
+    return CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
 
 
 def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
