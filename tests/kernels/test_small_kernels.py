@@ -114,6 +114,13 @@ def test_draft_input(sizes: tuple[int, int], normed: bool, dtype: torch.dtype) -
     assert inputs(draft_input, normed=normed, dtype=dtype, sizes=sizes)
 
 
+def test_without_sources_every_row_reads_its_own_state() -> None:
+    embedding, hidden, tokens = random(20, 7), random(5, 12, seed=1), torch.tensor([19, 0, 3, 3, 5])
+    found = draft_input.draft_input(embedding, tokens, hidden, None, None, None, 0.0)
+    wanted = torch.cat((embedding[tokens], hidden), dim=-1), hidden
+    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
 @pytest.mark.usefixtures("on_kernels")
 def test_the_ops_run_the_kernels() -> None:
     x, weight = random(3, 8), random(8, seed=1)

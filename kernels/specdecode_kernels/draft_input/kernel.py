@@ -36,6 +36,7 @@ def _draft_input_kernel(
     eps,
     TOKEN_NORM: tl.constexpr,
     HIDDEN_NORM: tl.constexpr,
+    SOURCES: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -47,7 +48,10 @@ def _draft_input_kernel(
         tl.store(pair + a, out.to(pair_TC.dtype.element_ty), mask=a < token_size)
     else:
         e = tl.arange(0, BLOCK_E)
-        plain, out = _row(hidden_RE, tl.load(source_T + row), hidden_weight_E, hidden_size, eps, HIDDEN_NORM, BLOCK_E)
+        source = row
+        if SOURCES:
+            source = tl.load(source_T + row)
+        plain, out = _row(hidden_RE, source, hidden_weight_E, hidden_size, eps, HIDDEN_NORM, BLOCK_E)
         tl.store(pair + token_size + e, out.to(pair_TC.dtype.element_ty), mask=e < hidden_size)
         tl.store(hidden_TE + row * hidden_size + e, plain.to(hidden_TE.dtype.element_ty), mask=e < hidden_size)
 
@@ -56,12 +60,12 @@ def draft_input(
     embedding_VA: Tensor,
     tokens_T: Tensor,
     hidden_RE: Tensor,
-    source_T: Tensor,
+    source_T: Tensor | None,
     token_weight_A: Tensor | None,
     hidden_weight_E: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(pair [T, A + E], hidden [T, E])."""
+    """(pair [T, A + E], hidden [T, E]); without sources row t reads state t."""
     rows, token_size, hidden_size = len(tokens_T), embedding_VA.shape[1], hidden_RE.shape[1]
     assert embedding_VA.is_contiguous(), "rows lie behind each other"
     hidden_RE = hidden_RE.contiguous()
@@ -72,7 +76,7 @@ def draft_input(
             embedding_VA,
             tokens_T,
             hidden_RE,
-            source_T,
+            tokens_T if source_T is None else source_T,
             embedding_VA if token_weight_A is None else token_weight_A,
             hidden_RE if hidden_weight_E is None else hidden_weight_E,
             pair_TC,
@@ -82,6 +86,7 @@ def draft_input(
             eps,
             TOKEN_NORM=token_weight_A is not None,
             HIDDEN_NORM=hidden_weight_E is not None,
+            SOURCES=source_T is not None,
             BLOCK_A=triton.next_power_of_2(token_size),
             BLOCK_E=triton.next_power_of_2(hidden_size),
             num_warps=8,

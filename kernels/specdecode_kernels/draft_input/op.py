@@ -13,14 +13,14 @@ def draft_input(
     embedding_VA: Tensor,
     tokens_T: Tensor,
     hidden_RE: Tensor,
-    source_T: Tensor,
+    source_T: Tensor | None = None,
     *,
     token_weight_A: Tensor | None = None,
     hidden_weight_E: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As reference.draft_input."""
-    if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64:
+    if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64 or dispatch.learns(hidden_RE, embedding_VA):
         return reference.draft_input(
             embedding_VA,
             tokens_T,

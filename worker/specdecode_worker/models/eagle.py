@@ -8,9 +8,9 @@ Layers and names are cnets1.py's: the first layer has no norm on its input.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.draft_config import EagleConfig
 from specdecode_worker.models.layers import Attend, Block
 from specdecode_worker.models.llama import Llama
@@ -47,7 +47,7 @@ class EagleHead(nn.Module):
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Features for the next slot [T, E]. ``positions_T`` are the slots'; ``attend`` is called for every layer."""
         embed_tokens = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        x_TE: Tensor = self.fc(torch.cat((embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE), dim=-1))
+        x_TE: Tensor = self.fc(draft_input(embed_tokens.weight, tokens_T, hidden_TE)[0])
         rope = self.rope.at(positions_T, hidden_TE.dtype)
         for layer, block in enumerate(self.layers):
             x_TE = block(layer, x_TE, rope, attend)

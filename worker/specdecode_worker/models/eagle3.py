@@ -8,9 +8,13 @@ layers, where a head has them, are ordinary ones (vLLM's llama_eagle3.py). Param
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels import dispatch
+from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.draft_config import Eagle3Config
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.reads import Reads
@@ -29,13 +33,48 @@ class Midlayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
-        normed_TE = self.hidden_norm(hidden_TE)
-        residual_TE = normed_TE if self.norm_before_residual else hidden_TE
-        pair = torch.cat((self.input_layernorm(embedding_TE), normed_TE), dim=-1)
+    def forward(
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+    ) -> Tensor:
+        pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
         attended_TE = self.self_attn(0, pair, rope, attend)
         normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, residual_TE)
         return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
+
+    def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [T, 2 E], and what the layer adds to [T, E]. On a GPU one launch; elsewhere norms may be
+        compiled ones."""
+        if not dispatch.on_gpu(hidden_TE):
+            return normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+        token, hidden = self.input_layernorm, self.hidden_norm
+        pair, plain_TE = draft_input(
+            embed_tokens.weight,
+            tokens_T,
+            hidden_TE,
+            token_weight_A=token.weight,
+            hidden_weight_E=hidden.weight,
+            eps=hidden.eps,
+        )
+        return pair, pair[:, -plain_TE.shape[1] :].contiguous() if self.norm_before_residual else plain_TE
+
+
+class Paired(Protocol):
+    """A layer that reads two states, each under a norm of its own."""
+
+    norm_before_residual: bool
+
+    @property
+    def input_layernorm(self) -> nn.Module: ...
+
+    @property
+    def hidden_norm(self) -> nn.Module: ...
+
+
+def normed_pair(layer: Paired, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """(what attention reads, what the layer adds to)."""
+    normed_TE: Tensor = layer.hidden_norm(hidden_TE)
+    pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
+    return pair, normed_TE if layer.norm_before_residual else hidden_TE
 
 
 class Eagle3Head(nn.Module):
@@ -85,9 +124,8 @@ class Eagle3Head(nn.Module):
         ``positions_T`` are the slots'; ``attend`` is called for layers 0 to num_hidden_layers - 1.
         """
         embed_tokens = self._shared_embedding[0] if self.embed_tokens is None else self.embed_tokens
-        embedding_TE = embed_tokens(tokens_T).to(hidden_TE.dtype)
         rope = self.rope.at(positions_T, hidden_TE.dtype)
-        x_TE: Tensor = self.midlayer(embedding_TE, hidden_TE, rope, attend)
+        x_TE: Tensor = self.midlayer(embed_tokens, tokens_T, hidden_TE, rope, attend)
         for layer, block in enumerate(self.layers.values(), start=1):
             x_TE = block(layer, x_TE, rope, attend)
         return self.norm(x_TE) if self.config.norm_output else x_TE

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu.native import library
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
-from specdecode_worker.models.eagle3 import Midlayer
+from specdecode_worker.models.eagle3 import Midlayer, normed_pair
 from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.rope import Turns
 
@@ -68,10 +68,10 @@ class NativeMidlayer(nn.Module):
         self._entry = _entry(origin.self_attn, None)
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
-    def forward(self, embedding_TE: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
-        normed_TE = self.hidden_norm(hidden_TE)
-        residual_TE = normed_TE if self.norm_before_residual else hidden_TE
-        pair = torch.cat((self.input_layernorm(embedding_TE), normed_TE), dim=-1)
+    def forward(
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+    ) -> Tensor:
+        pair, residual_TE = normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
         return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
 
 
