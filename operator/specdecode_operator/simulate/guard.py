@@ -15,12 +15,12 @@ ENOUGH = 24
 LOSES = ((96, 1.02), (ENOUGH, 1.08), (8, 1.3), (4, 2.0))
 WINS = 0.98
 PROBE_EVERY, PROBE_STEPS = 400, 24
-CHECK_STEPS = 24
+CHECK_STEPS = 16
 PROBE_SHARE = 0.005
 MOST_PATIENCE = 16
 BY_FAR = LOSES[2:]
 FEWEST = BY_FAR[-1][0]
-DECAY = 0.99
+LONG, SHORT = 0.99, 0.97
 ASSUMED = 10.0
 _EARLY = tuple(steps for steps, _ in reversed(BY_FAR))
 
@@ -29,14 +29,15 @@ _EARLY = tuple(steps for steps, _ in reversed(BY_FAR))
 class Pace:
     """Seconds per token of one sequence, as a ratio of two decaying sums."""
 
+    keep: float = SHORT
     steps: int = 0
     _seconds: float = 0.0
     _tokens: float = 0.0
 
     def add(self, steps: int, seconds: float, tokens: float) -> None:
         """``seconds`` and ``tokens`` (of one sequence) are of all ``steps`` together."""
-        kept = DECAY**steps
-        weight = (1 - kept) / (1 - DECAY) / steps
+        kept = self.keep**steps
+        weight = (1 - kept) / (1 - self.keep) / steps
         self.steps += steps
         self._seconds = kept * self._seconds + weight * seconds
         self._tokens = kept * self._tokens + weight * tokens
@@ -57,7 +58,8 @@ class Pace:
 
 @dataclass(slots=True)
 class Watch:
-    speculative: Pace = field(default_factory=Pace)
+    speculative: Pace = field(default_factory=lambda: Pace(LONG))
+    lately: Pace = field(default_factory=Pace)
     suppressed: bool = False
     since_verdict: int = 0
     patience: int = PROBE_EVERY
@@ -69,6 +71,7 @@ class Watch:
             self.probe = self.probe or Pace()
             self.probe.add(steps, seconds, tokens)
         self.speculative.add(steps, seconds, tokens)
+        self.lately.add(steps, seconds, tokens)
 
     def judge(self, plain: Pace) -> None:
         without = plain.pace
@@ -78,9 +81,12 @@ class Watch:
             self._judge_stop(self.check, plain)
         elif self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without, LOSES):
+        elif not self.suppressed and self._loses(without):
             self.suppressed, self.since_verdict, self.check = True, 0, Pace()
-            self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
+            self.patience = max(PROBE_EVERY, _wait(self.lately, without))
+
+    def _loses(self, without: float) -> bool:
+        return _loses(self.lately, without, LOSES[1:]) or _loses(self.speculative, without, LOSES[:1])
 
     def until_verdict(self) -> int:
         """Steps that may pass before the next verdict could fall."""
@@ -97,7 +103,7 @@ class Watch:
         if without is None:
             return
         self.check = None
-        speculative = self.speculative.after(1)
+        speculative = self.lately.after(1)
         if speculative is not None and speculative < without:
             self.suppressed, self.patience = False, PROBE_EVERY
             plain.take(check)
@@ -105,7 +111,9 @@ class Watch:
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
         if won is not None and won <= WINS * without:
-            self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
+            self.suppressed, self.patience = False, PROBE_EVERY
+            for pace in (self.speculative, self.lately):
+                pace.take(probe)
         elif won is not None or _loses(probe, without, BY_FAR):
             wait = max(2 * self.patience, _wait(probe, without))
             self.patience = min(wait, MOST_PATIENCE * PROBE_EVERY)

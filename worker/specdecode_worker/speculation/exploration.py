@@ -51,7 +51,6 @@ class Exploration:
     _since_burst: int = BURST_STEPS
     _total_seconds: float = 0.0
     _usual: dict[int, Pace] = field(default_factory=dict)
-    _usual_step: dict[int, Pace] = field(default_factory=dict)  # of one token, whatever the steps brought
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
@@ -87,16 +86,12 @@ class Exploration:
         self, concurrency: int, seconds: float, tokens: float, *, in_burst: bool, shadow_seconds: float = 0.0
     ) -> None:
         """A step without prefill took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
-        ``tokens`` per sequence. A burst pays what it lost by the usual pace; a shadow what its step took beyond a usual
-        one, for reading and scoring it takes time too, but never less than its passes."""
+        ``tokens`` per sequence; a burst pays what it lost by the usual pace."""
         self._total_seconds += seconds
-        usual, step = self._usual.setdefault(concurrency, Pace()), self._usual_step.setdefault(concurrency, Pace())
-        if in_burst:
-            self.bursts.pay(seconds - tokens * usual.seconds if usual.seconds is not None else 0.0)
-            return
-        self._since_burst += 1
-        usual.add(seconds - shadow_seconds, tokens)
-        if shadow_seconds:
-            self.shadow.pay(max(shadow_seconds, seconds - step.seconds if step.seconds is not None else 0.0))
-        else:
-            step.add(seconds, 1.0)
+        self.shadow.pay(shadow_seconds)
+        usual = self._usual.setdefault(concurrency, Pace())
+        if not in_burst:
+            self._since_burst += 1
+            usual.add(seconds - shadow_seconds, tokens)
+        elif usual.seconds is not None:
+            self.bursts.pay(seconds - tokens * usual.seconds)

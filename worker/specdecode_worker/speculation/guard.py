@@ -15,12 +15,13 @@ ENOUGH = 24
 """Steps of either kind before a verdict."""
 LOSES = ((96, 1.02), (ENOUGH, 1.08), (8, 1.3), (4, 2.0))
 """(steps, ratio): behind so many steps speculation stops if its time per token is so much above plain decoding's. The
-more a shape loses the sooner that is told from noise; what loses little costs little until it is."""
+more a shape loses the sooner that is told from noise; what loses little costs little until it is. The first is asked of
+a long memory, the others of a short one, which sees a change soon."""
 WINS = 0.98
 """Below it a probe brings speculation back."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
 """While stopped: after this many steps the plan's shape runs for this many."""
-CHECK_STEPS = 24
+CHECK_STEPS = 16
 """Plain steps right behind a stop that have to bear it out: a machine that has become slower looks like a draft that
 loses, until plain decoding is timed on it too."""
 PROBE_SHARE = 0.005
@@ -30,7 +31,8 @@ MOST_PATIENCE = 16
 BY_FAR = LOSES[2:]
 """These end a probe early, too."""
 FEWEST = BY_FAR[-1][0]
-_DECAY = 0.99
+LONG, SHORT = 0.99, 0.97
+"""Of a pace's sums, kept from step to step."""
 _ASSUMED = 10.0
 """Plain steps that what was measured at start weighs as much as."""
 
@@ -39,14 +41,15 @@ _ASSUMED = 10.0
 class Pace:
     """Time per token of one sequence, as a ratio of two decaying sums."""
 
+    keep: float = SHORT
     steps: int = 0
     _seconds: float = 0.0
     _tokens: float = 0.0
 
     def add(self, seconds: float, tokens_per_sequence: float) -> None:
         self.steps += 1
-        self._seconds = _DECAY * self._seconds + seconds
-        self._tokens = _DECAY * self._tokens + tokens_per_sequence
+        self._seconds = self.keep * self._seconds + seconds
+        self._tokens = self.keep * self._tokens + tokens_per_sequence
 
     @property
     def seconds(self) -> float | None:
@@ -66,10 +69,11 @@ class Pace:
 
 @dataclass(slots=True)
 class Watch:
-    """One shape at one load: its pace and the verdict; ``probe`` is the pace of a probe under way, ``check`` that of
-    plain decoding since a stop which it has not borne out yet."""
+    """One shape at one load: its pace, in a long memory and ``lately``, and the verdict; ``probe`` is the pace of a
+    probe under way, ``check`` that of plain decoding since a stop which it has not borne out yet."""
 
-    speculative: Pace = field(default_factory=Pace)
+    speculative: Pace = field(default_factory=lambda: Pace(LONG))
+    lately: Pace = field(default_factory=Pace)
     suppressed: bool = False
     since_verdict: int = 0
     patience: int = PROBE_EVERY
@@ -81,6 +85,7 @@ class Watch:
             self.probe = self.probe or Pace()
             self.probe.add(seconds, tokens)
         self.speculative.add(seconds, tokens)
+        self.lately.add(seconds, tokens)
 
     def judge(self, plain: Pace) -> None:
         """Nothing is said before both paces are known."""
@@ -91,16 +96,19 @@ class Watch:
             self._judge_stop(self.check, plain)
         elif self.probe is not None:
             self._judge_probe(self.probe, without)
-        elif not self.suppressed and _loses(self.speculative, without, LOSES):
+        elif not self.suppressed and self._loses(without):
             self.suppressed, self.since_verdict, self.check = True, 0, Pace()
-            self.patience = max(PROBE_EVERY, _wait(self.speculative, without))
+            self.patience = max(PROBE_EVERY, _wait(self.lately, without))
+
+    def _loses(self, without: float) -> bool:
+        return _loses(self.lately, without, LOSES[1:]) or _loses(self.speculative, without, LOSES[:1])
 
     def _judge_stop(self, check: Pace, plain: Pace) -> None:
         without = check.after(CHECK_STEPS)
         if without is None:
             return
         self.check = None
-        speculative = self.speculative.after(1)
+        speculative = self.lately.after(1)
         if speculative is not None and speculative < without:
             self.suppressed, self.patience = False, PROBE_EVERY
             plain.take(check)
@@ -108,7 +116,9 @@ class Watch:
     def _judge_probe(self, probe: Pace, without: float) -> None:
         won = probe.after(PROBE_STEPS)
         if won is not None and won <= WINS * without:
-            self.suppressed, self.speculative, self.patience = False, probe, PROBE_EVERY
+            self.suppressed, self.patience = False, PROBE_EVERY
+            for pace in (self.speculative, self.lately):
+                pace.take(probe)
         elif won is not None or _loses(probe, without, BY_FAR):
             wait = max(2 * self.patience, _wait(probe, without))
             self.patience = min(wait, MOST_PATIENCE * PROBE_EVERY)

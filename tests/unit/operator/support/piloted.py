@@ -96,7 +96,8 @@ class PilotedWorker:
             self.left[index] = self.answer if self.left[index] <= 0 else self.left[index] - tokens
         passes = max(tree.drafted_depth for tree in trees)
         seconds = self.truth.step_time(count, max(tree.depth for tree in trees), 200.0)
-        seconds = seconds * (1 + abs(self.random.gauss(0, self.truth.noise))) + PREFILL_SECONDS * prefill
+        shadow = choice.shadow_passes * self.pass_seconds
+        seconds = (seconds + shadow) * (1 + abs(self.random.gauss(0, self.truth.noise))) + PREFILL_SECONDS * prefill
         self.clock += seconds
         size = StepSize(
             sequences=count,
@@ -108,7 +109,7 @@ class PilotedWorker:
         if choice.counted or prefill:
             self.statistics.costs.add(choice.context, size, emitted, seconds, seconds)
         if not prefill:
-            self.pilot.measured(choice, seconds, emitted / count, self.pass_seconds)
+            self.pilot.measured(choice, seconds, emitted / count, shadow)
 
     def _walk(self, verified: int, drafted: int) -> int:
         """Accepted tokens; what was drafted beyond is scored in the shadow."""

@@ -104,15 +104,13 @@ def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
     assert [account.shadows(0.1) for _ in range(3)] == [False] * 3
 
 
-@pytest.mark.parametrize(("seconds", "paid"), [(0.016, 0.006), (0.011, 0.004), (0.009, 0.004)])
-def test_a_shadow_pays_what_its_step_took_and_its_passes_at_least(seconds: float, paid: float) -> None:
-    """Usual steps take 10 ms, whatever they bring; 4 ms of this one were shadow passes."""
+def test_a_shadow_pays_its_passes_and_is_no_part_of_the_usual_pace() -> None:
     account = Exploration()
-    for index in range(ENOUGH):
-        account.passed(0, 0.01, 1.0 + index % 3, in_burst=False)
-    account.passed(0, seconds, 1.0, in_burst=False, shadow_seconds=0.004)
-    assert account.shadow.spent_seconds == pytest.approx(paid)
-    assert account.bursts.spent_seconds == 0
+    for _ in range(ENOUGH):
+        account.passed(0, 0.014, 1.0, in_burst=False, shadow_seconds=0.004)
+    assert account.shadow.spent_seconds == pytest.approx(0.004 * ENOUGH)
+    account.passed(0, 0.03, 1.0, in_burst=True)
+    assert account.bursts.spent_seconds == pytest.approx(0.03 - 0.01)
 
 
 def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
