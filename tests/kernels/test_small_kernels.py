@@ -157,7 +157,7 @@ BUGS: dict[str, tuple[ModuleType, str, str]] = {
     "values go to the keys": (rope_cache, "cache_at = v_NPKD", "cache_at = k_NPKD"),
     "a slot is a position of block 0": (rope_cache, "(slot // PAGE) * block_stride", "0 * block_stride"),
     "the last head of the keys is lost": (rope_cache, "(key_head < kv_heads)", "(key_head < 1)"),
-    "the state of the row itself": (draft_input, "tl.load(source_T + row), hidden", "row % 4, hidden"),
+    "the state of the row itself": (draft_input, "source = tl.load(source_T + row)", "source = row % 4"),
     "the halves overlap": (draft_input, "pair + token_size + e", "pair + token_size - 1 + e"),
     "the residual is normed": (draft_input, "plain.to(", "out.to("),
     "a half is not normed": (draft_input, "TOKEN_NORM, BLOCK_A)", "False, BLOCK_A)"),
