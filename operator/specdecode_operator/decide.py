@@ -136,14 +136,20 @@ def _children(deployment: Deployment, plan: Plan, template: TemplateMemory, repl
 def _published(
     deployment: Deployment, observed: Observed, memory: Memory, plan: Plan, found: Buckets, now: float
 ) -> tuple[Figures | None, Memory]:
-    """Figures for status, at most every half minute."""
-    if now - memory.published_at < PUBLISH_SECONDS or not memory.window:
+    """Figures for status, at most every half minute; at once when knobs were turned on or off, which says how to
+    read them."""
+    if not memory.window:
+        return None, memory
+    synthetic = any(report.synthetic is not None for report in observed.reports)
+    told = deployment.status.traffic
+    turned = told is not None and any(observed.reports) and synthetic != bool(told.synthetic)
+    if now - memory.published_at < PUBLISH_SECONDS and not turned:
         return None, memory
     figures = planning.figures(
         memory.window,
         memory.kept.costs,
         planned.task_depths(deployment, plan, memory.kept, found),
-        synthetic=any(report.synthetic is not None for report in observed.reports),
+        synthetic=synthetic,
     )
     return figures, replace(memory, published_at=now)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from fleet import Truth, best_depth, linear_time, loop_over
 
-from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
 from specdecode_operator.memory import Kept, Memory, state_data
+from specdecode_worker.contract import SyntheticKnobs
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
@@ -159,6 +160,23 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
     plain = truth.step_time(1, 0, truth.context)
     assert figures.speed.speedup == pytest.approx(plain / drafted, rel=0.08)
     assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
+
+
+def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> None:
+    """What was measured with knobs on must not be read as what was measured."""
+    loop = loop_over()
+    published = [loop.poll().figures for _ in range(24)]
+    assert sum(figures is not None for figures in published) <= 5
+    while (figures := loop.poll().figures) is None:
+        pass
+    for knobs in (SyntheticKnobs(acceptance=(0.1,)), None):
+        told = TrafficStatus(running=1, waiting=0, tokens_per_second=1, synthetic=figures.synthetic)
+        loop.deployment = replace(loop.deployment, status=Status(traffic=told))
+        loop.worker.synthetic = knobs
+        now = loop.poll().figures
+        assert now is not None
+        assert now.synthetic == (knobs is not None)
+        figures = now
 
 
 def test_the_memory_stays_small() -> None:

@@ -19,6 +19,7 @@ from specdecode_worker.contract import (
     Report,
     RequestCell,
     StepCell,
+    SyntheticKnobs,
     TrafficCell,
     TreeShape,
 )
@@ -59,6 +60,7 @@ class SimulatedWorker:
     steps: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     ranks: dict[int, list[int]] = field(default_factory=dict)
     request: list[int] = field(default_factory=lambda: [0] * 6)
+    synthetic: SyntheticKnobs | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -97,6 +99,7 @@ class SimulatedWorker:
                 buckets=self.plan.buckets,
             ),
             max_num_seqs=16,
+            synthetic=self.synthetic,
             running=self.truth.sequences,
             running_request_seconds=self.counters.get("running_seconds", 0),
             waiting_request_seconds=self.counters.get("waiting_seconds", 0),
