@@ -10,7 +10,7 @@ from harness.endpoint import Endpoint
 from harness.traffic import Traffic
 from kube import Manifest, wait_for
 
-from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs
+from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs, TreeShape
 
 MAX_DEPTH = 4
 CONCURRENCY = 2
@@ -47,14 +47,19 @@ def auto(endpoint: Endpoint) -> Iterator[None]:
     endpoint.turn_knobs(None)
 
 
+def planned(endpoint: Endpoint) -> TreeShape:
+    """The shape of our load's row in the plan that the worker has; its guard may hold it back."""
+    plan = endpoint.plan()
+    row = plan.row(BUCKET, 0)
+    return row.shape if row else plan.initial
+
+
 def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
     """The depth of our load's row in the plan that the worker runs, once it is one of ``depths``."""
 
     def look() -> list[int]:
-        plan = endpoint.plan()
-        row = plan.row(BUCKET, 0)
-        depth = row.shape.depth if row else plan.initial.depth
-        assert depth in depths, f"depth {depth} by plan {plan.version}"
+        depth = planned(endpoint).depth
+        assert depth in depths, f"depth {depth} is planned"
         return [depth]
 
     return wait_for(what, look, timeout_s=SETTLED_SECONDS, every_s=2)[0]
@@ -149,7 +154,7 @@ def test_advisory_tells_and_touches_nothing(endpoint: Endpoint, url: str, model:
             )
             assert children_versions(endpoint) == before
             assert endpoint.plan().version == version
-            assert endpoint.speculation()["depth"] > 0, "what runs is not what is recommended"
+            assert planned(endpoint).depth > 0, "what is planned is not what is recommended"
         finally:
             endpoint.turn_knobs(None)
             endpoint.patch({"speculation": {"mode": "Auto"}})
