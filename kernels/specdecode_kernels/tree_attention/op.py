@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_kernels import dispatch
+from specdecode_kernels.transfer import to_device
 from specdecode_kernels.tree_attention.reference import CAUSAL
 
 if TYPE_CHECKING:
@@ -189,9 +190,9 @@ def _planned(
 
     starts = list(accumulate(query_counts, initial=0))
     return plan(
-        query_start=torch.tensor(starts, device=block_table_BM.device),
+        query_start=to_device(starts, block_table_BM.device),
         prefix_len_B=prefix_len_B,
-        key_start_B=torch.tensor(key_starts, dtype=torch.int64, device=block_table_BM.device),
+        key_start_B=to_device(key_starts, block_table_BM.device, dtype=torch.int64),
         ancestors_T=ancestors_T,
         block_table_BM=block_table_BM,
         block_size=block_size,

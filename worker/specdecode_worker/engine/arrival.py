@@ -1,4 +1,4 @@
-"""Copies that nobody waits for: the host's numbers on their way to the device, results on their way back."""
+"""Results on their way back to the host: copies that only their reader waits for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ class Arrival:
         """Waits for these copies alone, and not for what was queued since."""
         if self.event is not None:
             self.event.synchronize()
-
-
-def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """[N] int64. From memory that the device cannot copy from by itself, a copy would wait for all that is queued."""
-    held = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return held.to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[list[Tensor], Arrival]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.arrival import Arrival, to_host
 from specdecode_worker.engine.drafts.roster import Roster
 from specdecode_worker.engine.graphs.graphs import Graphs
@@ -127,7 +128,7 @@ class Launcher:
 
     def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
         requests = [row.request for row in choosing]
-        slots_C = torch.tensor([request.slot for request in requests], dtype=torch.int64, device=self._device)
+        slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
         bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
         texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
         return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
@@ -144,7 +145,7 @@ class Launcher:
         """A row's tokens are what the pass has just read."""
         tokens_BN = torch.full_like(forest.parents_BN, -2)
         tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
-        kept_B = torch.tensor(kept_depths, device=logits_RV.device) if self.synthetic.cuts else None
+        kept_B = to_device(kept_depths, logits_RV.device) if self.synthetic.cuts else None
         at = step.batch_R, step.node_R, step.depth_R
         return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.blocks import BLOCK_SIZE
 
 
@@ -62,7 +63,7 @@ def spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
         return torch.zeros(counts[0], dtype=torch.int64, device=device), torch.arange(counts[0], device=device)
     sequence = [b for b, count in enumerate(counts) for _ in range(count)]
     row = [i for count in counts for i in range(count)]
-    sequence_T, row_T = torch.tensor([sequence, row], device=device)
+    sequence_T, row_T = to_device([sequence, row], device)
     return sequence_T, row_T
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES
-from specdecode_worker.engine.arrival import to_device
 from specdecode_worker.engine.blocks import BLOCK_SIZE, PADDING_BLOCK
 
 RING = 64
@@ -95,7 +95,7 @@ class DeviceState:
             start = end - len(aux_TA)
             whole = blocks[start // BLOCK_SIZE : end // BLOCK_SIZE]
             last_rows = aux_TA[BLOCK_SIZE - 1 - start % BLOCK_SIZE :: BLOCK_SIZE]
-            self.block_aux_NA[torch.tensor(whole, dtype=torch.int64, device=aux_TA.device)] = last_rows
+            self.block_aux_NA[to_device(whole, aux_TA.device, dtype=torch.int64)] = last_rows
 
     def aux(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
         """[T, A] kept aux states; valid for the last RING positions."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.packed import Packed, Tables, slots_of, spread
 from specdecode_worker.engine.scheduler import Row
@@ -79,7 +80,7 @@ class Target:
         """Chunks read their tokens from the prompt, trees theirs from behind the root, both by slot and index."""
         state, device = self._state, self._state.length_S.device
         counts = tuple(row.count for row in rows)
-        slots_B = torch.tensor([row.request.slot for row in rows], device=device)
+        slots_B = to_device([row.request.slot for row in rows], device)
         sequence_T, row_T = spread(counts, device)
         length_B = state.length_S[slots_B]
         index_T = length_B[sequence_T] + row_T
@@ -104,14 +105,14 @@ class Target:
             for begin, row in zip(packed.query_start, rows, strict=False)
             if row.chooses
         ]
-        return Pass(packed, slots_B, torch.tensor(root_rows, device=device), logit_rows, batch, node, depth)
+        return Pass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
 
     def roots(self, choosing: Sequence[Row]) -> Tensor:
         """[C] index of the last committed token of every row that chooses."""
         lengths, device = self._state.length_S, self._state.length_S.device
         ahead = [row.count - 1 if row.is_chunk else 0 for row in choosing]
         slots_C = [row.request.slot for row in choosing]
-        slots, ahead_C = torch.tensor([slots_C, ahead], dtype=torch.int64, device=device)
+        slots, ahead_C = to_device([slots_C, ahead], device, dtype=torch.int64)
         roots_C: Tensor = lengths[slots] + ahead_C
         return roots_C
 
@@ -127,7 +128,7 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
         else:
             depths += row.tree.depths[: row.count]
             ancestors += row.tree.ancestors[: row.count]
-    depth_T, ancestors_T = torch.tensor([depths, ancestors], device=device)
+    depth_T, ancestors_T = to_device([depths, ancestors], device)
     return depth_T, ancestors_T
 
 
@@ -140,5 +141,5 @@ def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tens
         elif row.chooses:
             found += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
         begin += row.count
-    columns = torch.tensor(found, dtype=torch.int64, device=device).reshape(-1, 4).unbind(1)
+    columns = to_device(found, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
     return columns[0], columns[1], columns[2], columns[3]

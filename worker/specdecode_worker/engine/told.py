@@ -1,7 +1,7 @@
 """Logprobs, for requests that ask: of emitted tokens along the accepted path, and of prompts chunk by chunk.
 
-They are of the target's raw logits, before any processor (vLLM's ``raw_logprobs``), and stay on the device until
-`collect`. The logits behind a node are those of plain decoding, so speculation changes none of them.
+They are of the target's raw logits, before any processor (vLLM's ``raw_logprobs``), and start for the host behind the
+pass. The logits behind a node are those of plain decoding, so speculation changes none of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.arrival import Arrival, to_host
 from specdecode_worker.engine.messages import Logprobs
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.speculation.accept import Outcome, nodes_of
@@ -26,16 +28,19 @@ _TOP = 20
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """[T] of some tokens, on the device: their ids, log-probabilities and ranks; [T, K] the best beside them."""
+    """[T] of some tokens: their ids, log-probabilities and ranks; [T, K] the best beside them. The host's, once they
+    have arrived."""
 
     tokens_T: Tensor
     logprob_T: Tensor
     rank_T: Tensor
     top_tokens_TK: Tensor
     top_logprobs_TK: Tensor
+    arrival: Arrival
 
     def read(self, tops: Sequence[int]) -> list[Logprobs]:
-        """Waits for the device. Of token t the best ``tops[t]`` are told."""
+        """Waits for these copies. Of token t the best ``tops[t]`` are told."""
+        self.arrival.wait()
         columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
         return [
             Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
@@ -68,8 +73,8 @@ def tell_emitted(
     if not tops or outcome is None:
         return None
     first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
-    asked_A = torch.tensor(list(tops), device=logits_RV.device)
-    first_A1 = torch.tensor([[first[b]] for b in tops], device=logits_RV.device)
+    asked_A = to_device(list(tops), logits_RV.device)
+    first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
     rows_T = (first_A1 + nodes_of(outcome.path_BD[asked_A])).flatten()
     emitted_AD = outcome.emitted_BD[asked_A].clamp(min=0)
     told = _told(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
@@ -94,8 +99,8 @@ def tell_prompts(
         places += range(begin, begin + len(tokens[-1]))
     if not places:
         return None
-    wanted_T = torch.tensor([token for chunk in tokens for token in chunk], device=hidden_TE.device)
-    places_T = torch.tensor(places, device=hidden_TE.device)
+    wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
+    places_T = to_device(places, hidden_TE.device)
     told = _told(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
     return ToldRows(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), told)
 
@@ -105,8 +110,9 @@ def _told(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tenso
     for start in range(0, len(rows_T), _ROWS_AT_ONCE):
         here = slice(start, start + _ROWS_AT_ONCE)
         pieces.append(_piece(logits_of(rows_T[here]), tokens_T[here], max(top, _TOP)))
-    logprob, rank, top_tokens, top_logprobs = (torch.cat(column) for column in zip(*pieces, strict=True))
-    return Told(tokens_T, logprob, rank, top_tokens, top_logprobs)
+    columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+    (tokens, logprob, rank, top_tokens, top_logprobs), arrival = to_host([tokens_T, *columns])
+    return Told(tokens, logprob, rank, top_tokens, top_logprobs, arrival)
 
 
 def _piece(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.speculation.law import Law
 
 
@@ -28,11 +29,11 @@ class Columns:
 
     @cached_property
     def seed_B(self) -> Tensor:
-        return torch.tensor([law.seed for law in self._laws], device=self._device)
+        return to_device([law.seed for law in self._laws], self._device)
 
     @cached_property
     def top_k_B(self) -> Tensor:
-        return torch.tensor([law.top_k for law in self._laws], device=self._device)
+        return to_device([law.top_k for law in self._laws], self._device)
 
     @cached_property
     def top_p_B(self) -> Tensor:
@@ -56,11 +57,11 @@ class Columns:
 
     @cached_property
     def prompt_tokens_B(self) -> Tensor:
-        return torch.tensor([law.prompt_tokens for law in self._laws], device=self._device)
+        return to_device([law.prompt_tokens for law in self._laws], self._device)
 
     @cached_property
     def min_tokens_B(self) -> Tensor:
-        return torch.tensor([law.min_tokens if law.blocks else 0 for law in self._laws], device=self._device)
+        return to_device([law.min_tokens if law.blocks else 0 for law in self._laws], self._device)
 
     @cached_property
     def bias_BK(self) -> tuple[Tensor, Tensor] | None:
@@ -69,7 +70,7 @@ class Columns:
         if not longest:
             return None
         rows = [[*law.logit_bias, *[(0, 0.0)] * (longest - len(law.logit_bias))] for law in self._laws]
-        tokens = torch.tensor([[token for token, _ in row] for row in rows], device=self._device)
+        tokens = to_device([[token for token, _ in row] for row in rows], self._device)
         return tokens, self._floats([[value for _, value in row] for row in rows])
 
     @cached_property
@@ -79,10 +80,10 @@ class Columns:
         if not any(law.blocks for law in self._laws):
             return None
         longest = max(map(len, rows))
-        return torch.tensor([[*row, *row[:1] * (longest - len(row))] for row in rows], device=self._device)
+        return to_device([[*row, *row[:1] * (longest - len(row))] for row in rows], self._device)
 
     def _penalty(self, values: list[float], neutral: float) -> Tensor | None:
         return None if all(value == neutral for value in values) else self._floats(values)
 
     def _floats(self, values: list[float] | list[list[float]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return to_device(values, self._device, dtype=torch.float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.top_k.op import top_k
+from specdecode_kernels.transfer import to_device
 from specdecode_kernels.verify.op import choose
 from specdecode_worker.speculation.accept import Outcome, accept
 from specdecode_worker.speculation.history import Texts
@@ -134,10 +135,10 @@ def _first(scores_RV: Tensor) -> Tensor:
 def _noise(laws: Sequence[Law], roots_B: Tensor, depth: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """([B] the row of a sampled sequence, [S, D, V] noise behind the nodes of each depth of the S sampled ones)."""
     rows = [b for b, law in enumerate(laws) if not law.greedy]
-    sampled = torch.tensor(rows, device=roots_B.device)
+    sampled = to_device(rows, roots_B.device)
     row_of_B = torch.zeros(len(laws), dtype=torch.int64, device=roots_B.device)
     row_of_B[sampled] = torch.arange(len(rows), device=roots_B.device)
-    seed = torch.tensor([laws[b].seed for b in rows], device=roots_B.device)
+    seed = to_device([laws[b].seed for b in rows], roots_B.device)
     position = roots_B[sampled, None] + 1 + torch.arange(depth + 1, device=roots_B.device)
     noise = gumbel(seed[:, None].expand_as(position).flatten(), position.flatten(), vocab_size)
     return row_of_B, noise.view(*position.shape, vocab_size)

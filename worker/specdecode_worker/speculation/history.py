@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.speculation.rows import Nodes
 from specdecode_worker.speculation.trees import Forest, paths_of
 
@@ -54,7 +55,7 @@ class History:
     def _roots(self) -> tuple[Tensor, Tensor]:
         """[P, V] whether a token stands in the prompt, and how often in the answer up to the root."""
         texts = self._texts
-        which_P = torch.tensor(self._counting, device=texts.roots_B.device)
+        which_P = to_device(self._counting, texts.roots_B.device)
         tokens_PL = texts.tokens_SP[texts.slots_B[which_P], : texts.bound]
         index_L = torch.arange(tokens_PL.shape[1], device=tokens_PL.device)
         begin_P1, root_P1 = self._prompt_tokens_B[which_P, None], texts.roots_B[which_P, None]
@@ -70,6 +71,6 @@ class History:
     @cached_property
     def _row_B(self) -> Tensor:
         row_B = torch.zeros_like(self._texts.roots_B)
-        which_P = torch.tensor(self._counting, device=row_B.device)
+        which_P = to_device(self._counting, row_B.device)
         row_B[which_P] = torch.arange(len(which_P), device=row_B.device)
         return row_B

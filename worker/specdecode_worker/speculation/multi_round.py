@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import PROPOSAL_STREAM
+from specdecode_kernels.transfer import to_device
 from specdecode_kernels.verify.op import multi_round
 from specdecode_worker.speculation.accept import Outcome, outcome
 from specdecode_worker.speculation.coupling import Coupling
@@ -34,7 +35,7 @@ class MultiRound:
         greedy = [law if law.greedy else replace(law, temperature=0.0) for law in laws]
         self._greedy = Coupling(greedy, texts, forest, vocab_size)
         self._roots_B, self._size = texts.roots_B, vocab_size
-        self._seed_B = torch.tensor([law.seed for law in laws], device=texts.roots_B.device)
+        self._seed_B = to_device([law.seed for law in laws], texts.roots_B.device)
         self._width = max(max(tree.ranks) for tree in forest.trees) + 1
         self._drawn: list[tuple[Nodes, Tensor, Tensor | None]] = []
 

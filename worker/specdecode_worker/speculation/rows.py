@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -53,7 +55,7 @@ class Group:
 
     def __init__(self, members: Sequence[bool], device: torch.device) -> None:
         self.any, self.all = any(members), all(members)
-        self._mask_B = torch.tensor(members, device=device) if self.any and not self.all else None
+        self._mask_B = to_device(members, device) if self.any and not self.all else None
 
     def of(self, batch_R: Tensor) -> Part:
         if self._mask_B is None:

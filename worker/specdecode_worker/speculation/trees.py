@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES, TreeShape
 from specdecode_worker.speculation.rows import Nodes
 
@@ -140,7 +141,7 @@ def forest_of(trees: tuple[Tree, ...], device: torch.device) -> Forest:
     return Forest(
         trees=trees,
         levels=levels,
-        parents_BN=torch.tensor(padded, device=device),
+        parents_BN=to_device(padded, device),
         depth=max(tree.depth for tree in trees),
         all_chains=all(tree.is_chain for tree in trees),
     )
@@ -156,7 +157,7 @@ def paths_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
         [[*path, *[0] * (depth - len(path))] for path in (*tree.paths, *[()] * (nodes - len(tree.parents)))]
         for tree in trees
     ]
-    return torch.tensor(rows, dtype=torch.int64, device=device).view(len(trees), nodes, depth)
+    return to_device(rows, device, dtype=torch.int64).view(len(trees), nodes, depth)
 
 
 def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
@@ -171,7 +172,7 @@ def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
     ]
 
     def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return to_device(values, device, dtype=torch.int64)
 
     return Level(
         counts=tuple(len(tree.expanded[depth]) if depth < tree.drafted_depth else 0 for tree in trees),

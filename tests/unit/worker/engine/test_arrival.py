@@ -1,15 +1,20 @@
-"""Results start for the host as soon as they are there: before the draft follows a prompt, and never overwritten."""
+"""Results start for the host as soon as they are there: before the draft follows a prompt, and never overwritten. The
+host's numbers reach the device without anybody waiting."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_llama import engine_of, networks, plan_of, submit
 
+import specdecode_worker
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine import launcher
-from specdecode_worker.engine.arrival import to_device, to_host
+from specdecode_worker.engine.arrival import to_host
 
 
 def test_a_first_token_leaves_before_the_draft_follows_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,26 @@ def test_what_will_be_overwritten_is_copied() -> None:
     assert kept.tolist() == [1, 2]
     assert same is static
     assert to_device([3, 4], torch.device("cpu")).tolist() == [3, 4]
+
+
+STEPS = ("engine", "speculation")
+"""Packages whose code runs in every step."""
+
+
+def waiting_copies(source: str) -> list[int]:
+    """Lines that make a tensor of the host's numbers on a device at once: such a copy waits for all that is queued."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    makers = {"torch.tensor", "torch.as_tensor"}
+    return [
+        call.lineno
+        for call in calls
+        if ast.unparse(call.func) in makers and any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+
+
+def test_steps_copy_from_pinned_memory_alone() -> None:
+    assert waiting_copies("def f(d):\n  return torch.tensor([1], device=d)") == [2], "the search finds what it is for"
+    package = Path(specdecode_worker.__file__).parent
+    sources = [path for name in STEPS for path in (package / name).rglob("*.py")]
+    assert len(sources) > 40
+    assert {str(path): lines for path in sources if (lines := waiting_copies(path.read_text()))} == {}

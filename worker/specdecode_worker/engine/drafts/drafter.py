@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.packed import Packed, Tables
@@ -106,7 +107,7 @@ def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand
     if not forest.levels:
         return None
     device = state.length_S.device
-    slots_B = torch.tensor([row.request.slot for row in rows], device=device)
+    slots_B = to_device([row.request.slot for row in rows], device)
     nodes = max(len(tree.parents) for tree in forest.trees)
     ranked_BNK = torch.full((len(rows), nodes, MAX_RANKS), -1, device=device)
     for depth, level in enumerate(forest.levels):

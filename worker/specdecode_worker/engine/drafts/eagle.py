@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
@@ -63,8 +64,8 @@ class EagleDrafter(PagedDrafter):
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """The first slot of a chunk needs the state before the chunk, which the ring has kept."""
-        slots = torch.tensor([row.request.slot for row in rows], device=aux_TA.device)
-        starts = torch.tensor([row.start for row in rows], device=aux_TA.device)
+        slots = to_device([row.request.slot for row in rows], aux_TA.device)
+        starts = to_device([row.start for row in rows], aux_TA.device)
         before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
         parts, counts, firsts, end = [], [], [], 0
         for b, row in enumerate(rows):
@@ -77,7 +78,7 @@ class EagleDrafter(PagedDrafter):
             kept = [
                 (row.request, count, first) for row, count, first in zip(rows, counts, firsts, strict=True) if count
             ]
-            first_B = torch.tensor([first for *_, first in kept], device=aux_TA.device)
+            first_B = to_device([first for *_, first in kept], aux_TA.device)
             requests = [request for request, *_ in kept]
             packed = causal_pass(
                 self._state, requests, [count for _, count, _ in kept], first_B, self.last_position, first_slot=1

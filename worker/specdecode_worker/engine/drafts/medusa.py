@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
@@ -52,7 +53,7 @@ class MedusaDrafter:
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         if not forest.levels:
             return None
-        slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)
+        slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
         parents_B = (self._state.length_S[slots_B] - 1).clamp(min=0)
         logits_DBV = self._heads.logits(self.columns.of(self._state.aux(slots_B, parents_B)))
         for row, tree in zip(rows, forest.trees, strict=True):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.cache import PagedCache
 from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
 from specdecode_worker.engine.drafts.features import Columns
@@ -46,7 +46,7 @@ class ModelDrafter(PagedDrafter):
         return request.cached_least <= self.last_position
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        first_B = torch.tensor([row.start for row in rows], device=self._state.length_S.device)
+        first_B = to_device([row.start for row in rows], self._state.length_S.device)
         self._run([row.request for row in rows], [row.count for row in rows], first_B)
         for row in rows:
             if row.request.draft.lag > 1:  # it did not follow the prompt so far

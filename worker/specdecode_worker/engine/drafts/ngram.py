@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.engine.drafts.drafter import grow
 from specdecode_worker.engine.drafts.features import Columns
@@ -47,7 +48,7 @@ class NgramDrafter:
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
         if not forest.levels:
             return None
-        slots_B = torch.tensor([row.request.slot for row in rows], device=self._state.length_S.device)
+        slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
         length_B = self._state.length_S[slots_B]
         most = max(row.request.cached_bound for row in rows) + 1
 
@@ -64,7 +65,7 @@ class NgramDrafter:
             _back(trees[b], node, self._longest)
             for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
         ]
-        offset_RN = torch.tensor(back, device=length_B.device)
+        offset_RN = to_device(back, length_B.device)
         index_RN = (length_B[level.batch_R, None] + offset_RN).clamp(min=0)
         return self._state.tokens_SP[slots_B[level.batch_R, None], index_RN]
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.packed import Packed, slots_of, spread
 from specdecode_worker.engine.request import Request
@@ -30,7 +31,7 @@ def causal_pass(
 ) -> Packed:
     """``counts[b]`` consecutive slots from ``first_B[b]`` on; the draft's own slots begin at ``first_slot``."""
     device = first_B.device
-    slots_B = torch.tensor([request.slot for request in requests], device=device)
+    slots_B = to_device([request.slot for request in requests], device)
     sequence_T, row_T = spread(tuple(counts), device)
     index_T = first_B[sequence_T] + row_T
     table_BM = state.block_table_SM[slots_B]
@@ -67,7 +68,7 @@ def level_pass(
     running = [b for b, count in enumerate(level.counts) if count]
     requests = [rows[b].request for b in running]
     counts = tuple(level.counts[b] for b in running)
-    slots_B = torch.tensor([request.slot for request in requests], device=level.node_R.device)
+    slots_B = to_device([request.slot for request in requests], level.node_R.device)
     sequence_R, _ = spread(counts, slots_B.device)
     length_B = state.length_S[slots_B]
     length_R = length_B[sequence_R]
@@ -96,17 +97,17 @@ def catch_up_runs(
     state: DeviceState, requests: Sequence[Request], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the ``counts[b]`` slots that end at each root: (first slots [B], indices [T], sequences' slots [T])."""
-    slots_B = torch.tensor([request.slot for request in requests], device=state.length_S.device)
-    first_B = state.length_S[slots_B] + 1 - torch.tensor(counts, device=slots_B.device)
+    slots_B = to_device([request.slot for request in requests], state.length_S.device)
+    first_B = state.length_S[slots_B] + 1 - to_device(counts, slots_B.device)
     sequence_T, row_T = spread(tuple(counts), slots_B.device)
     return first_B, first_B[sequence_T] + row_T, slots_B[sequence_T]
 
 
 def roots_of(out_TE: Tensor, counts: Sequence[int], drafting: Sequence[int], rows: int) -> Tensor:
     """[B, E]: each drafting row's last state of a causal pass; zeros for rows that did not draft."""
-    last = torch.tensor(counts, device=out_TE.device).cumsum(0) - 1
+    last = to_device(counts, out_TE.device).cumsum(0) - 1
     if len(drafting) == rows:
         return out_TE[last]
     roots_BE = out_TE.new_zeros(rows, out_TE.shape[-1])
-    roots_BE[torch.tensor(drafting, device=out_TE.device)] = out_TE[last]
+    roots_BE[to_device(drafting, out_TE.device)] = out_TE[last]
     return roots_BE
