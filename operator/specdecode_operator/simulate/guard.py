@@ -66,8 +66,12 @@ class Watch:
     probe: Pace | None = None
     check: Pace | None = None
 
+    @property
+    def probes(self) -> bool:
+        return self.suppressed and self.since_verdict >= self.patience
+
     def add(self, steps: int, seconds: float, tokens: float) -> None:
-        if self.suppressed and self.since_verdict >= self.patience:
+        if self.probes:
             self.probe = self.probe or Pace()
             self.probe.add(steps, seconds, tokens)
         self.speculative.add(steps, seconds, tokens)
@@ -95,7 +99,7 @@ class Watch:
         if self.probe is not None:
             return _until(self.probe.steps, (*_EARLY, PROBE_STEPS))
         if self.suppressed:
-            return max(1, self.patience - self.since_verdict) if self.since_verdict < self.patience else FEWEST
+            return FEWEST if self.probes else max(1, self.patience - self.since_verdict)
         return _until(self.speculative.steps, tuple(steps for steps, _ in reversed(LOSES)))
 
     def _judge_stop(self, check: Pace, plain: Pace) -> None:
@@ -158,7 +162,11 @@ class Guard:
         if form.nodes == 0:
             return True
         watch = self.watches.setdefault((cell, form), Watch())
-        return not watch.suppressed or watch.since_verdict >= watch.patience
+        return not watch.suppressed or watch.probes
+
+    def probes(self, cell: Cell, form: Form) -> bool:
+        watch = self.watches.get((cell, form))
+        return watch is not None and watch.probes
 
     def assume(self, cell: Cell, plain_seconds: float) -> None:
         """What plain decoding took in the calibration at start; where it is known, it stays."""

@@ -55,13 +55,13 @@ class Exploration:
         return self.since_shadow >= SHADOW_STEPS and self.shadow_spent < share / 2 * self.total
 
     def passed(
-        self, concurrency: int, steps: int, seconds: float, tokens: float, *, in_burst: bool, shadow: float = 0.0
+        self, concurrency: int, steps: int, seconds: float, tokens: float, *, explores: bool, shadow: float = 0.0
     ) -> None:
         """``shadow``: seconds for shadow passes, which here cost nothing else."""
         self.total += seconds
         self.shadow_spent += shadow
         usual = self.usual.setdefault(concurrency, Pace())
-        if not in_burst:
+        if not explores:
             self.since_burst += steps
             usual.add(steps, seconds - shadow, tokens)
         elif usual.pace is not None:
@@ -146,8 +146,11 @@ class PlanPilot:
             self.exploration.since_shadow += outcome.steps
         full = self._full(outcome.sequences, self._bucket)
         seconds, shadow = full * outcome.seconds, full * extra
-        bucket, in_burst = self._bucket, segment.in_burst
-        self.exploration.passed(bucket, outcome.steps, seconds, tokens, in_burst=in_burst, shadow=shadow)
+        explores = segment.in_burst or (
+            self.plan.guard
+            and any(self.guard.probes((self._bucket, group.context), form) for group, form in segment.forms.items())
+        )
+        self.exploration.passed(self._bucket, outcome.steps, seconds, tokens, explores=explores, shadow=shadow)
         same = set(segment.forms.values())
         if len(same) == 1 and len({group.context for group in segment.forms}) == 1:
             self.guard.measured(cell, same.pop(), outcome.steps, seconds - shadow, tokens)

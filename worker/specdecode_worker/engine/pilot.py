@@ -24,14 +24,14 @@ _PLAIN_SHAPE = TreeShape(())
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was picked for a step of ``sequences`` decoding requests. ``shape`` is set when all of them run the same at
-    the same context; ``counted`` is False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond
-    the shape."""
+    the same context; ``explores``: in a burst, or while the guard probes; ``counted`` is False for the warming steps of
+    a burst; ``shadow_passes`` are draft passes beyond the shape."""
 
     sequences: int = 0
     concurrency: int = 0
     context: int = 0
     shape: TreeShape | None = None
-    in_burst: bool = False
+    explores: bool = False
     counted: bool = True
     shadow_passes: int = 0
 
@@ -122,7 +122,8 @@ class Pilot:
         # A batch of which some could not be drafted for says nothing about the shape that it should have run.
         alike = len(set(shapes)) == 1 and len(set(contexts)) == 1 and (all(ready) or not shapes[0].nodes)
         shape = shapes[0] if alike else None
-        self.choice = Choice(len(requests), concurrency, max(contexts), shape, burst is not None, counted, passes)
+        explores = burst is not None or self._probes(concurrency, contexts, shapes)
+        self.choice = Choice(len(requests), concurrency, max(contexts), shape, explores, counted, passes)
         return trees
 
     def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
@@ -132,7 +133,7 @@ class Pilot:
             return
         edge = self._edge(choice.concurrency)
         full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
-        self._exploration.passed(choice.concurrency, full, tokens, in_burst=choice.in_burst, shadow_seconds=shadow)
+        self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
         if choice.shape is not None and choice.counted:
             self._guard.measured(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 
@@ -145,6 +146,10 @@ class Pilot:
         shape = self._dispatcher.shape(Load(concurrency, context, request.submit.task))
         stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
         return _PLAIN_SHAPE if stopped else shape
+
+    def _probes(self, concurrency: int, contexts: Sequence[int], shapes: Sequence[TreeShape]) -> bool:
+        found = set(zip(contexts, shapes, strict=True))
+        return self.plan.guard and any(self._guard.probes(concurrency, context, shape) for context, shape in found)
 
     def _shadow_depth(self) -> int:
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0

@@ -38,7 +38,8 @@ class Purse:
 
 @dataclass(slots=True)
 class Exploration:
-    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere.
+    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere. What a probe
+    of the guard loses is paid like a burst: whoever has just tried again what does not pay need not try it twice.
 
     Whatever it costs, half of the steps stay as the plan has them: what the plan runs must be timed above all, and
     exploration that happens to be faster than the plan would be free without end.
@@ -83,14 +84,14 @@ class Exploration:
         return self.burst
 
     def passed(
-        self, concurrency: int, seconds: float, tokens: float, *, in_burst: bool, shadow_seconds: float = 0.0
+        self, concurrency: int, seconds: float, tokens: float, *, explores: bool, shadow_seconds: float = 0.0
     ) -> None:
         """A step without prefill took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
-        ``tokens`` per sequence; a burst pays what it lost by the usual pace."""
+        ``tokens`` per sequence; one that ``explores`` pays what it lost by the usual pace."""
         self._total_seconds += seconds
         self.shadow.pay(shadow_seconds)
         usual = self._usual.setdefault(concurrency, Pace())
-        if not in_burst:
+        if not explores:
             self._since_burst += 1
             usual.add(seconds - shadow_seconds, tokens)
         elif usual.seconds is not None:

@@ -80,8 +80,13 @@ class Watch:
     probe: Pace | None = None
     check: Pace | None = None
 
+    @property
+    def probes(self) -> bool:
+        """Whether the shape has waited long enough to be tried again."""
+        return self.suppressed and self.since_verdict >= self.patience
+
     def add(self, seconds: float, tokens: float) -> None:
-        if self.suppressed and self.since_verdict >= self.patience:
+        if self.probes:
             self.probe = self.probe or Pace()
             self.probe.add(seconds, tokens)
         self.speculative.add(seconds, tokens)
@@ -146,7 +151,12 @@ class Guard:
         if shape.nodes == 0:
             return True
         watch = self._watches.setdefault(((concurrency, context), shape), Watch())
-        return not watch.suppressed or watch.since_verdict >= watch.patience
+        return not watch.suppressed or watch.probes
+
+    def probes(self, concurrency: int, context: int, shape: TreeShape) -> bool:
+        """Whether ``shape`` runs, if it does, to be tried again after it had lost."""
+        watch = self._watches.get(((concurrency, context), shape))
+        return watch is not None and watch.probes
 
     def assume(self, concurrency: int, context: int, plain_seconds: float) -> None:
         """What plain decoding was measured to take per token before anybody was served. Where it is known, it stays."""

@@ -76,14 +76,14 @@ def test_bursts_take_the_share_that_the_workers_exploration_takes() -> None:
             left = 16 if depth is not None else 0
             burst_depth = depth
         running = burst_depth if left and burst_depth is not None else 2
-        modelled.passed(0, 1, cost[running], 1.0, in_burst=left > 0)
+        modelled.passed(0, 1, cost[running], 1.0, explores=left > 0)
         counts["modelled"][running] += 1
         left = max(0, left - 1)
         burst = real.burst_for(0, TreeShape.chain(2), TreeShape.chain(2), 5, 0.05)
         running = burst.shape.depth if burst else 2
         if burst:
             burst.done += 1
-        real.passed(0, cost[running], 1.0, in_burst=burst is not None)
+        real.passed(0, cost[running], 1.0, explores=burst is not None)
         counts["real"][running] += 1
     assert counts["modelled"] == pytest.approx(counts["real"], rel=0.05, abs=64)
 

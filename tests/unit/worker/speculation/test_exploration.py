@@ -35,7 +35,7 @@ def run(
         seconds, tokens = cost((burst.shape if burst else running).depth)
         lost += max(seconds - tokens * usual, 0) if burst else 0
         total += seconds
-        account.passed(1, seconds, tokens, in_burst=burst is not None)
+        account.passed(1, seconds, tokens, explores=burst is not None)
     return account, bursts, (lost - BURST_STEPS * max(SECONDS.values())) / total
 
 
@@ -87,7 +87,7 @@ def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) ->
 def test_each_load_is_known_by_itself() -> None:
     account = Exploration()
     for _ in range(3 * ENOUGH + 5):
-        account.passed(0, 0.01, 1.0, in_burst=False)
+        account.passed(0, 0.01, 1.0, explores=False)
     assert account.burst_for(1, RUNNING, RUNNING, 5, 0.5) is None, "nothing is known of this load"
     assert account.burst_for(0, RUNNING, RUNNING, 5, 0.5) is not None
 
@@ -95,7 +95,7 @@ def test_each_load_is_known_by_itself() -> None:
 def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
     account = Exploration()
     assert not account.shadows(0.1), "nothing has been earned yet"
-    account.passed(1, 10.0, 1.0, in_burst=False)
+    account.passed(1, 10.0, 1.0, explores=False)
     assert account.shadows(0.1)
     assert not account.shadows(0.1), "the next step stays as the plan has it"
     account.shadow.pay(0.49)
@@ -107,9 +107,9 @@ def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
 def test_a_shadow_pays_its_passes_and_is_no_part_of_the_usual_pace() -> None:
     account = Exploration()
     for _ in range(ENOUGH):
-        account.passed(0, 0.014, 1.0, in_burst=False, shadow_seconds=0.004)
+        account.passed(0, 0.014, 1.0, explores=False, shadow_seconds=0.004)
     assert account.shadow.spent_seconds == pytest.approx(0.004 * ENOUGH)
-    account.passed(0, 0.03, 1.0, in_burst=True)
+    account.passed(0, 0.03, 1.0, explores=True)
     assert account.bursts.spent_seconds == pytest.approx(0.03 - 0.01)
 
 
@@ -132,6 +132,6 @@ def test_a_burst_waits_until_what_it_may_lose_is_saved() -> None:
     """Half of its steps, at half of the share: a worker that has just started explores nothing on users' time."""
     account, share, steps = Exploration(), 0.1, 0
     while account.burst_for(0, RUNNING, RUNNING, 5, share) is None:
-        account.passed(0, 0.01, 1.0, in_burst=False)
+        account.passed(0, 0.01, 1.0, explores=False)
         steps += 1
     assert steps == pytest.approx(EXPECTED_LOSS * BURST_STEPS / (share / 2), abs=1)
