@@ -28,6 +28,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     kept = kept.model_copy(update={"pods": planning.learn_pods(kept, deltas, present=present, now=now)})
     memory, delta = readings.together(observed, replace(memory, kept=kept), deltas, now)
     kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
+    kept = planning.meet(kept, readings.met(observed, observed.memory), found, now=now)
     kept = history.realised(kept, delta, found) if delta else kept
     before = kept
     kept, pin, problem = steering.pinned(deployment, kept)

@@ -8,7 +8,7 @@ from specdecode_operator import planning, silence
 from specdecode_operator.measurements import Delta, difference, fleet
 from specdecode_operator.memory import WINDOW_SECONDS, Baseline, Kept, Memory
 from specdecode_operator.records import Observed, Worker
-from specdecode_worker.contract import Buckets
+from specdecode_worker.contract import Buckets, Report
 
 LEAST_READING_SECONDS = 2.0
 """Readings closer together than this wait for the next: events cause looks at any time."""
@@ -26,6 +26,15 @@ def read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[p
             if delta is not None and worker.report is not None:
                 deltas.append((worker.uid, worker.report.boot_id, delta))
     return replace(memory, baselines=baselines), deltas
+
+
+def met(observed: Observed, memory: Memory) -> tuple[Report, ...]:
+    """Reports of workers of which none was read before; ``memory`` as it was before this look."""
+    return tuple(
+        worker.report
+        for worker in observed.workers
+        if worker.report and not worker.leaving and worker.uid not in memory.baselines
+    )
 
 
 def together(

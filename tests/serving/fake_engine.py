@@ -23,6 +23,7 @@ from specdecode_worker.contract import (
     Report,
     SyntheticKnobs,
     TrafficCell,
+    TreeShape,
     WorkerConfig,
 )
 from specdecode_worker.engine.messages import Loaded, Logprobs, Submit, Tokens
@@ -41,6 +42,8 @@ CRASH, SILENT, REFUSED = 7, 8, 9
 
 class FakeEngine:
     """Byte b of TEXT is the token that the byte tokenizer of the tests gives to b."""
+
+    max_model_len = MAX_MODEL_LEN
 
     def __init__(self, text_ids: tuple[int, ...]) -> None:
         self._text = text_ids
@@ -99,7 +102,13 @@ class FakeEngine:
     def calibration_loads(self) -> tuple[int, ...]:
         return ()
 
-    def run_plainly(self, plainly: bool) -> None:
+    def calibration_shapes(self) -> tuple[TreeShape, ...]:
+        return ()
+
+    def run_only(self, shape: TreeShape | None) -> None:
+        pass
+
+    def forget_costs(self) -> None:
         pass
 
     def assume_plain(self, sequences: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from specdecode_operator.planning.figures import figures, first_acceptance
 from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.loads import buckets, present_row
 from specdecode_operator.planning.look import Change
+from specdecode_operator.planning.meet import meet
 from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
 from specdecode_operator.planning.pods import SLOW_SECONDS, PodDelta, expectation, learn_pods, relative_pace, suspected
@@ -25,6 +26,7 @@ __all__ = [
     "follows",
     "learn",
     "learn_pods",
+    "meet",
     "next_plan",
     "pace",
     "plans",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from specdecode_operator.simulate.guard import Cell, Guard, Pace
@@ -86,13 +86,24 @@ class PlanPilot:
         plan = self.plan
         return PlanState(uid=plan.uid, version=plan.version, draft=plan.draft, buckets=plan.buckets)
 
+    def calibration(self, most: int) -> Iterator[tuple[int, int]]:
+        """(sequences, depth) of what the engine times before it serves: plain steps, and the shallowest and deepest
+        chain, at the loads of the plan."""
+        deepest = self.plan.max_depth
+        depths = {0, 1, deepest} if deepest and self.plan.explore else {0}
+        for count in self._loads(most):
+            yield from ((count, depth) for depth in sorted(depths))
+
     def calibrate(self, plain_seconds: Callable[[int], float], most: int) -> None:
-        """As the engine does before it serves: a plain step at the loads of the plan, with next to no context."""
-        for count in sorted({*(edge for edge in self.plan.buckets.concurrency if edge <= most), most}):
+        """What plain steps took before it served, with next to no context."""
+        for count in self._loads(most):
             seconds = plain_seconds(count)
             self._plain.append((count, seconds))
             bucket = bisect_left(self.plan.buckets.concurrency, count)
             self.guard.assume((bucket, 0), seconds * self._full(count, bucket))
+
+    def _loads(self, most: int) -> list[int]:
+        return sorted({*(edge for edge in self.plan.buckets.concurrency if edge <= most), most})
 
     def take(self, plan: Plan) -> None:
         """A newer plan; an older one is refused in silence, as the next report shows."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from specdecode_operator.simulate.walks import Form
 
@@ -70,3 +70,11 @@ class Pilot(Protocol):
     def next(self, load: Load) -> Segment: ...
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None: ...
+
+
+@runtime_checkable
+class Calibrates(Protocol):
+    """A pilot whose engine times steps before it serves."""
+
+    def calibration(self, most: int) -> Iterable[tuple[int, int]]:
+        """(sequences, at most ``most``; depth of a chain) of such steps."""

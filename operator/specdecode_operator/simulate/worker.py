@@ -14,12 +14,13 @@ import numpy as np
 
 from specdecode_operator.simulate.counters import Counters, Features, Moment
 from specdecode_operator.simulate.job import Job, Limits, Truth
-from specdecode_operator.simulate.segment import Group, Load, Outcome, Pilot, Segment
+from specdecode_operator.simulate.segment import Calibrates, Group, Load, Outcome, Pilot, Segment
 from specdecode_operator.simulate.walks import MOST_STEPS, Form
 
 Array = Any
 LEAST_SECONDS = 0.25
 """A segment is not cut shorter than this for an arrival."""
+CALIBRATION_STEPS, CALIBRATION_CONTEXT = 6, 20.0
 _ROOT, _LEFT, _CONTEXT, _ACCEPTED, _DRAFTS, _CODE, _JOB = range(7)
 _KINDS = 64
 """Codes are label x this + kind."""
@@ -63,6 +64,19 @@ class Worker:
     @property
     def kv_used(self) -> int:
         return int(self._m[_CONTEXT, : self._n].sum()) + sum(job.context for job in self.prefilling)
+
+    def calibrate(self) -> None:
+        """As the engine does before it serves: steps of a few shapes at the loads of the plan, timed on made-up
+        requests. They are told as steps, and nothing else of them is."""
+        if not isinstance(self.pilot, Calibrates):
+            return
+        table, factor = self.truth.table, self.truth.factor(self.born)
+        for count, depth in self.pilot.calibration(self.limits.max_num_seqs):
+            x = Features(float(count), float(count * (depth + 1)), CALIBRATION_CONTEXT * count, depth, 0.0)
+            seconds = table.seconds(count, x.verify_tokens, depth, x.kv_tokens) * factor
+            mean, squares = table.noisy(self._next_offset(CALIBRATION_STEPS), CALIBRATION_STEPS)
+            total, of_squares = seconds * mean * CALIBRATION_STEPS, seconds**2 * squares * CALIBRATION_STEPS
+            self.counters.timed(x, 0, CALIBRATION_STEPS, total, of_squares, CALIBRATION_STEPS * count)
 
     def offer(self, job: Job) -> None:
         job.queued = job.arrived if job.tries == 0 else self.clock

@@ -179,6 +179,7 @@ class Fleet:
             counters = Counters(names, np.random.default_rng([self.seed, 78, index]))
             offset = int(np.random.default_rng([self.seed, 79, index]).integers(1 << 16))
             worker = Worker(index, truth, self.trace.limits, controller.pilot(self, index), counters, ready_at, offset)
+            worker.calibrate()
             self.pods.append(Pod(index, worker, self.now, ready_at))
 
     def _named(self) -> Names:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs
+from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
+from specdecode_worker.engine.costs import StepCosts
 from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
 from specdecode_worker.engine.graphs.graphs import Graphs
 from specdecode_worker.engine.launched import Launched
@@ -121,7 +122,7 @@ class Engine:
         self._pilot.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
         if self._graphs is not None and self.idle and not len(self._graphs):
-            self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows)})
+            self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows), *self.calibration_shapes()})
 
     @torch.inference_mode()
     def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
@@ -143,11 +144,22 @@ class Engine:
         most = self.identity.max_num_seqs
         return tuple(sorted({min(edge, most) for edge in self._pilot.plan.buckets.concurrency}))
 
-    def run_plainly(self, plainly: bool) -> None:
-        self._pilot.plainly = plainly
+    def calibration_shapes(self) -> tuple[TreeShape, ...]:
+        """The deepest and the shallowest chain, where the plan lets shapes be tried: what lies between follows."""
+        plan = self._pilot.plan
+        depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
+        return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
+
+    def run_only(self, shape: TreeShape | None) -> None:
+        """This shape in all steps, whatever the plan says; None follows the plan again."""
+        self._pilot.only = shape
 
     def assume_plain(self, sequences: int, seconds: float) -> None:
         self._pilot.assume_plain(sequences, seconds)
+
+    def forget_costs(self) -> None:
+        """Counts what steps cost from here on."""
+        self._recorder.statistics.costs = StepCosts()
 
     def forget_traffic(self) -> None:
         """Counts requests from here on. What steps cost stays known."""

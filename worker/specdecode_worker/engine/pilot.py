@@ -57,8 +57,8 @@ class Pilot:
 
     def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
         self.choice = Choice()
-        self.plainly = False
-        """Everything is plain, whatever the plan says: while step times are calibrated."""
+        self.only: TreeShape | None = None
+        """Everything runs this, whatever the plan says: while step times are calibrated."""
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
@@ -104,9 +104,11 @@ class Pilot:
         """Trees of the decoding requests, in order; remembers the choice for `measured`."""
         concurrency = self._dispatcher.load(len(requests))
         contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
-        if not self._drafts or self.plainly:
-            self.choice = Choice(len(requests), concurrency, max(contexts), _PLAIN_SHAPE)
-            return [PLAIN] * len(requests)
+        if not self._drafts or self.only is not None:
+            only = self.only if self._drafts and self.only is not None else _PLAIN_SHAPE
+            self.choice = Choice(len(requests), concurrency, max(contexts), only)
+            tree = tree_of(only, 0)
+            return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
         shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
         planned = self._dispatcher.shape(Load(concurrency, contexts[0], requests[0].submit.task))
         burst = self._exploration.burst_for(concurrency, shapes[0], planned, self.plan.max_depth, self.plan.explore)
@@ -128,8 +130,8 @@ class Pilot:
 
     def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
         """A step of decoding alone took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
-        ``tokens`` per sequence. Nothing is learnt of traffic from steps that were plain by order."""
-        if self.plainly:
+        ``tokens`` per sequence. Nothing is learnt of traffic from steps that ran by order."""
+        if self.only is not None:
             return
         edge = self._edge(choice.concurrency)
         full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))

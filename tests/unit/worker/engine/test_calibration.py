@@ -1,4 +1,4 @@
-"""Calibration: loads are timed plainly on made-up requests, of which nothing stays but what steps cost."""
+"""Calibration: steps are timed on made-up requests, of which nothing stays but what steps cost."""
 
 from __future__ import annotations
 
@@ -20,6 +20,39 @@ def test_every_load_is_timed_and_nothing_else_stays() -> None:
     assert (report.traffic, report.acceptance, report.drafts, report.plain_steps) == ((), (), 0, 0)
     assert {cell.draft_passes for cell in report.steps} == {0}
     assert sum(cell.count for cell in report.steps) >= 3 * 5
+
+
+def test_the_first_report_tells_what_drafting_costs() -> None:
+    """The deepest chain and the shallowest at every load, and nothing of the way up, when the process was cold."""
+    engine = small_engine(max_num_seqs=4)
+    plan = plan_of("chain:3", guard=True, max_depth=3, explore=0.01)
+    engine.set_plan(plan)
+    calibrate(engine, 60)
+    report = engine.report()
+    decoding = [cell for cell in report.steps if not cell.prefill]
+    steps = {passes: sum(cell.count for cell in decoding if cell.draft_passes == passes) for passes in (0, 1, 3)}
+    assert {cell.draft_passes for cell in decoding} == {0, 1, plan.max_depth}
+    assert steps[0] == pytest.approx(3 * 13, abs=6)
+    assert min(steps[1], steps[3]) >= 3 * 6
+    assert {round(cell.x[1] / cell.count) for cell in decoding if cell.draft_passes == 3} == {1, 2, 4}
+    assert (report.acceptance, report.drafts, report.accepted_tokens, report.requests) == ((), 0, 0, ())
+    engine.add(submit("a", max_tokens=8))
+    drain(engine)
+    assert engine.report().drafts > 0, "the plan is followed again"
+
+
+def test_shapes_are_not_timed_where_none_may_be_tried() -> None:
+    engine = small_engine(max_num_seqs=2)
+    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0))
+    calibrate(engine, 60)
+    assert {cell.draft_passes for cell in engine.report().steps} == {0}
+
+
+def test_a_short_model_is_calibrated_all_the_same() -> None:
+    engine = small_engine(max_num_seqs=2, max_model_len=24)
+    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0.01))
+    assert list(calibrate(engine, 60)) == [1, 2]
+    engine.check()
 
 
 def test_the_guard_knows_what_plain_decoding_takes_before_it_has_seen_any() -> None:

@@ -1,0 +1,51 @@
+"""What steps cost by the first report of a worker: what it timed before it served, or ran before we came.
+
+Only kinds of steps that nobody has told of yet are taken from there: a first report sums all that was since the
+worker's boot, and what is measured from poll to poll is newer and knows its own spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specdecode_operator.measurements import CellKey, Moments
+from specdecode_operator.memory import CostMemory, Kept
+from specdecode_operator.planning.change import LEAST_STEPS
+from specdecode_operator.planning.steptime import LEAST_SECONDS
+from specdecode_worker.contract import Buckets, Report
+
+MOST_STEPS = 24.0
+"""Weight of what a first report says, in steps: so much as a poll or two, and gone as soon."""
+
+
+def meet(kept: Kept, reports: Iterable[Report], found: Buckets, *, now: float) -> Kept:
+    """``kept`` with what the first ``reports`` of workers know of costs. Synthetic ones, and steps with another draft,
+    say nothing."""
+    known = {CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket) for cell in kept.costs}
+    fresh: dict[CellKey, Moments] = {}
+    for report in reports:
+        if report.synthetic is None and report.plan.buckets == found:
+            for key, moments in _told(report, kept.draft):
+                if key not in known:
+                    fresh[key] = fresh[key].plus(moments) if key in fresh else moments
+    if not fresh:
+        return kept
+    costs = sorted((*kept.costs, *(_cost(key, moments, now) for key, moments in fresh.items())), key=_order)
+    return kept.model_copy(update={"costs": tuple(costs)})
+
+
+def _told(report: Report, draft: str) -> Iterable[tuple[CellKey, Moments]]:
+    for cell in report.steps:
+        timed = cell.count >= LEAST_STEPS and cell.t > LEAST_SECONDS * cell.count
+        if timed and not cell.prefill and (not cell.draft_passes or report.draft.hash == draft):
+            key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+            yield key, Moments.of_cell(cell)
+
+
+def _cost(key: CellKey, moments: Moments, now: float) -> CostMemory:
+    light = moments.times(min(1.0, MOST_STEPS / moments.count))
+    return CostMemory(**key._asdict(), values=light.values, at=now, spell_at=now)
+
+
+def _order(cell: CostMemory) -> tuple[int, int, bool, int]:
+    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket

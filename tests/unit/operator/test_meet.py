@@ -1,0 +1,87 @@
+"""First reports: what a worker knows of costs is taken from there where nobody has told yet, and from nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fleet import SimulatedWorker, Truth, linear_time, loop_over
+
+from specdecode_operator import planning
+from specdecode_operator.memory import Kept
+from specdecode_operator.planning.meet import MOST_STEPS
+from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
+
+BUCKETS = Buckets()
+
+
+def first_report(*depths: int, steps: int = 40, **fields: object) -> Report:
+    """Of a worker that has run chains of these depths."""
+    worker = SimulatedWorker(Truth(), plan=Plan(initial=TreeShape.chain(3)))
+    for depth in depths:
+        for _ in range(steps):
+            worker._step(depth)
+    return worker.report().model_copy(update=fields)
+
+
+def of_draft(report: Report) -> Kept:
+    return Kept(uid="u", draft=report.draft.hash)
+
+
+def test_kinds_that_nobody_told_of_are_taken_at_little_weight() -> None:
+    report = first_report(0, 3)
+    kept = planning.meet(of_draft(report), [report], BUCKETS, now=50.0)
+    assert {cell.draft_passes for cell in kept.costs} == {0, 3}
+    for cell in kept.costs:
+        count, seconds = cell.values[:2]
+        assert count == pytest.approx(MOST_STEPS)
+        assert seconds / count == pytest.approx(linear_time(1, cell.draft_passes, Truth().context), rel=0.1)
+        assert (cell.at, cell.polls, cell.spells) == (50.0, 1, 1)
+
+
+def test_several_workers_are_told_of_together() -> None:
+    reports = [first_report(0, steps=8), first_report(0, steps=8)]
+    (cell,) = planning.meet(of_draft(reports[0]), reports, BUCKETS, now=0).costs
+    assert cell.values[0] == 16
+
+
+def test_what_is_known_stays() -> None:
+    report = first_report(0, 3)
+    kept = planning.meet(of_draft(report), [first_report(0)], BUCKETS, now=1)
+    again = planning.meet(kept, [report], BUCKETS, now=2)
+    assert [(cell.draft_passes, cell.at) for cell in again.costs] == [(0, 1), (3, 2)]
+    assert planning.meet(again, [report], BUCKETS, now=3) is again
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        first_report(0, synthetic=SyntheticKnobs(acceptance=(0.5,))),
+        first_report(0, steps=3),
+        first_report(0).model_copy(update={"plan": first_report().plan.model_copy(update={"buckets": None})}),
+        first_report(),
+    ],
+    ids=["synthetic", "too-few-steps", "other-buckets", "nothing-ran"],
+)
+def test_what_says_nothing_is_left(report: Report) -> None:
+    kept = of_draft(report)
+    assert planning.meet(kept, [report], BUCKETS, now=0) is kept
+
+
+def test_of_another_draft_only_plain_steps_count() -> None:
+    report = first_report(0, 3)
+    kept = planning.meet(Kept(uid="u", draft="another"), [report], BUCKETS, now=0)
+    assert {cell.draft_passes for cell in kept.costs} == {0}
+
+
+def test_the_loop_meets_a_worker_once() -> None:
+    loop = loop_over(Truth(chances=[0.2] * 5), explore=0.0)
+    loop.worker.plan = Plan(initial=TreeShape.chain(3), buckets=planning.buckets(16))
+    for depth in (0, 1, 5):
+        for _ in range(8):
+            loop.worker._step(depth)
+    loop.poll()
+    assert {cell.draft_passes for cell in loop.memory.kept.costs} == {0, 1, 3, 5}
+    loop.memory = replace(loop.memory, kept=loop.memory.kept.model_copy(update={"costs": ()}))
+    loop.poll()
+    assert {cell.draft_passes for cell in loop.memory.kept.costs} == {3}
