@@ -6,7 +6,7 @@ Reads no clock: what steps took is told to `measured`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,23 +109,28 @@ class Pilot:
             self.choice = Choice(len(requests), concurrency, max(contexts), only)
             tree = tree_of(only, 0)
             return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
-        shapes = [self._shape(concurrency, c, request) for c, request in zip(contexts, requests, strict=True)]
-        planned = self._dispatcher.shape(Load(concurrency, contexts[0], requests[0].submit.task))
-        burst = self._exploration.burst_for(concurrency, shapes[0], planned, self.plan.max_depth, self.plan.explore)
+        # Requests of one context and task run alike; a large batch is looked through once.
+        kinds = [Load(concurrency, c, request.submit.task) for c, request in zip(contexts, requests, strict=True)]
+        shapes = {kind: self._shape(kind) for kind in set(kinds)}
+        first, planned = shapes[kinds[0]], self._dispatcher.shape(kinds[0])
+        burst = self._exploration.burst_for(concurrency, first, planned, self.plan.max_depth, self.plan.explore)
         counted = True
         if burst is not None and self.plan.max_depth:
             burst.done += 1
             counted = burst.done > DROPPED_STEPS
-            shapes = [burst.shape] * len(requests)
+            shapes = dict.fromkeys(shapes, burst.shape)
         shadow = self._shadow_depth() if burst is None else 0
+        tree_by_kind = {kind: tree_of(shape, shadow) for kind, shape in shapes.items()}
         ready = [self._drafts.ready(request) for request in requests]
-        trees = [tree_of(shape, shadow) if can else PLAIN for shape, can in zip(shapes, ready, strict=True)]
+        trees = [tree_by_kind[kind] if can else PLAIN for kind, can in zip(kinds, ready, strict=True)]
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
         # A batch of which some could not be drafted for says nothing about the shape that it should have run.
-        alike = len(set(shapes)) == 1 and len(set(contexts)) == 1 and (all(ready) or not shapes[0].nodes)
-        shape = shapes[0] if alike else None
-        explores = burst is not None or self._probes(concurrency, contexts, shapes)
-        self.choice = Choice(len(requests), concurrency, max(contexts), shape, explores, counted, passes)
+        shape = shapes[kinds[0]]
+        alike = len(set(shapes.values())) == 1 and len(set(contexts)) == 1 and (all(ready) or not shape.nodes)
+        explores = burst is not None or self._probes(shapes)
+        self.choice = Choice(
+            len(requests), concurrency, max(contexts), shape if alike else None, explores, counted, passes
+        )
         return trees
 
     def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
@@ -144,14 +149,14 @@ class Pilot:
         edges = self.plan.buckets.concurrency
         return edges[min(bucket, len(edges) - 1)] if edges else 1
 
-    def _shape(self, concurrency: int, context: int, request: Request) -> TreeShape:
-        shape = self._dispatcher.shape(Load(concurrency, context, request.submit.task))
-        stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
+    def _shape(self, load: Load) -> TreeShape:
+        shape = self._dispatcher.shape(load)
+        stopped = self.plan.guard and not self._guard.allows(load.concurrency, load.context, shape)
         return _PLAIN_SHAPE if stopped else shape
 
-    def _probes(self, concurrency: int, contexts: Sequence[int], shapes: Sequence[TreeShape]) -> bool:
-        found = set(zip(contexts, shapes, strict=True))
-        return self.plan.guard and any(self._guard.probes(concurrency, context, shape) for context, shape in found)
+    def _probes(self, shapes: Mapping[Load, TreeShape]) -> bool:
+        guard = self._guard
+        return self.plan.guard and any(guard.probes(at.concurrency, at.context, shape) for at, shape in shapes.items())
 
     def _shadow_depth(self) -> int:
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
