@@ -141,9 +141,9 @@ def _published(
     read them."""
     if not memory.window:
         return None, memory
-    synthetic = any(report.synthetic is not None for report in observed.reports)
-    told = deployment.status.traffic
-    turned = told is not None and any(observed.reports) and synthetic != bool(told.synthetic)
+    reports, told = observed.reports, deployment.status.traffic
+    synthetic = any(report.synthetic is not None for report in reports)
+    turned = bool(reports) and told is not None and synthetic != bool(told.synthetic)
     if now - memory.published_at < PUBLISH_SECONDS and not turned:
         return None, memory
     figures = planning.figures(

@@ -159,7 +159,7 @@ def _per_token(costs: Iterable[CostMemory], shape: TreeShape, context: int, sequ
     points = []
     for cell in costs:
         moments = Moments(cell.values)
-        key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+        key = CellKey.of(cell)
         if cell.context_bucket == context and _runs(key, moments, shape):
             mean = moments.mean_x[_SEQUENCES]
             points.append(Point(mean, moments.seconds * mean / moments.emitted))

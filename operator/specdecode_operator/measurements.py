@@ -10,13 +10,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import zip_longest
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from specdecode_worker.contract import FEATURES, Buckets, Report, StepCell
 
 K = len(FEATURES)
 PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
 """Positions of the upper triangle of x x', row by row, as StepCell sums it."""
+
+
+class Kind(Protocol):
+    """What says of which kind its steps are: a StepCell of a report, or what is remembered of such cells."""
+
+    @property
+    def tokens_bucket(self) -> int: ...
+    @property
+    def draft_passes(self) -> int: ...
+    @property
+    def prefill(self) -> bool: ...
+    @property
+    def context_bucket(self) -> int: ...
 
 
 class CellKey(NamedTuple):
@@ -26,6 +39,10 @@ class CellKey(NamedTuple):
     draft_passes: int
     prefill: bool
     context_bucket: int
+
+    @classmethod
+    def of(cls, cell: Kind) -> Self:
+        return cls(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +309,7 @@ def _loaded(report: Report) -> set[str]:
     return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
 
 
-def _summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
+def summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
     """Several cells of one key are added up."""
     found: dict[Key, Sum] = {}
     for key, value in cells:
@@ -301,7 +318,7 @@ def _summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
 
 
 def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
-    return _summed(
+    return summed(
         ((cell.task, cell.depth), Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1]))))
         for cell in report.acceptance
         if cell.draft in drafts and cell.parent == parent
@@ -309,7 +326,7 @@ def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int]
 
 
 def _traffic(report: Report) -> dict[str, TrafficSums]:
-    return _summed(
+    return summed(
         (
             cell.task,
             TrafficSums(cell.arrivals, cell.finished, cell.prompt_tokens, cell.cached_tokens, cell.output_tokens),
@@ -324,7 +341,7 @@ def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
 
 
 def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
-    return _summed(
+    return summed(
         (cell.task, RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd))
         for cell in report.requests
         if cell.draft in drafts
@@ -333,18 +350,14 @@ def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
 
 def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
     """Between two polls a worker runs few of the kinds of steps that it has ever run: the others are not looked at."""
-    counts = {_key(cell): cell.count for cell in before.steps}
-    moved = {_key(cell) for cell in after.steps if counts.get(_key(cell)) != cell.count}
+    counts = {CellKey.of(cell): cell.count for cell in before.steps}
+    moved = {CellKey.of(cell) for cell in after.steps if counts.get(CellKey.of(cell)) != cell.count}
     found = _difference(_cells(before, moved), _cells(after, moved))
     return {key: moments for key, moments in found.items() if moments.count > 0}
 
 
 def _cells(report: Report, keys: set[CellKey]) -> dict[CellKey, Moments]:
-    return _summed((_key(cell), Moments.of_cell(cell)) for cell in report.steps if _key(cell) in keys)
-
-
-def _key(cell: StepCell) -> CellKey:
-    return CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+    return summed((CellKey.of(cell), Moments.of_cell(cell)) for cell in report.steps if CellKey.of(cell) in keys)
 
 
 def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:

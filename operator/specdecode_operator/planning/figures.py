@@ -67,10 +67,7 @@ def _speed(total: Delta, costs: Iterable[CostMemory]) -> Speed | None:
 
 def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[CostMemory]) -> float | None:
     """None when no speculative step has plain steps to be compared with."""
-    remembered = {
-        CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket): Moments(cell.values)
-        for cell in costs
-    }
+    remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
     plain_seconds = speculative_seconds = 0.0
     for key, moments in steps.items():
         if key.prefill or moments.count < 1 or moments.emitted < 1 or not _speculative(moments):

@@ -216,7 +216,7 @@ def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:
 
 def _costs(kept: Kept, delta: Delta, now: float) -> Iterable[CostMemory]:
     """Steps without prefill alone: plans are made for decoding."""
-    cells = {_key(cell): cell for cell in kept.costs}
+    cells = {CellKey.of(cell): cell for cell in kept.costs}
     changed = partial(cost_changed, wander=kept.wander)
     for key, fresh in delta.steps.items():
         if not key.prefill and fresh.count > 0 and fresh.seconds > LEAST_SECONDS * fresh.count:
@@ -249,7 +249,7 @@ def _cost(
 
 def _wander(kept: Kept, delta: Delta) -> float:
     """Moves by what this poll's means were off; a step of cost is no wandering and counts for little of its size."""
-    known = {_key(cell): Moments(cell.values) for cell in kept.costs}
+    known = {CellKey.of(cell): Moments(cell.values) for cell in kept.costs}
     found = [
         (_off(known[key], fresh), fresh.seconds)
         for key, fresh in delta.steps.items()
@@ -290,10 +290,6 @@ def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:
 
 def _kept_share(count: float, seconds: float, half_life: float) -> float:
     return float(max(0.5 ** (count / half_life), 0.5 ** (max(0.0, seconds) / HALF_LIFE_SECONDS)))
-
-
-def _key(cell: CostMemory) -> CellKey:
-    return CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
 
 
 def _short(value: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_operator.measurements import CellKey, Moments
+from specdecode_operator.measurements import CellKey, Moments, summed
 from specdecode_operator.memory import CostMemory, Kept
 from specdecode_operator.planning.change import LEAST_STEPS
 from specdecode_operator.planning.steptime import LEAST_SECONDS
@@ -21,31 +21,26 @@ MOST_STEPS = 24.0
 def meet(kept: Kept, reports: Iterable[Report], found: Buckets, *, now: float) -> Kept:
     """``kept`` with what the first ``reports`` of workers know of costs. Synthetic ones, and steps with another draft,
     say nothing."""
-    known = {CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket) for cell in kept.costs}
-    fresh: dict[CellKey, Moments] = {}
-    for report in reports:
-        if report.synthetic is None and report.plan.buckets == found:
-            for key, moments in _told(report, kept.draft):
-                if key not in known:
-                    fresh[key] = fresh[key].plus(moments) if key in fresh else moments
-    if not fresh:
+    told = summed(
+        pair
+        for report in reports
+        if report.synthetic is None and report.plan.buckets == found
+        for pair in _told(report, kept.draft)
+    )
+    if not told:
         return kept
-    costs = sorted((*kept.costs, *(_cost(key, moments, now) for key, moments in fresh.items())), key=_order)
-    return kept.model_copy(update={"costs": tuple(costs)})
+    known = {CellKey.of(cell) for cell in kept.costs}
+    fresh = [_cost(key, moments, now) for key, moments in told.items() if key not in known]
+    return kept.model_copy(update={"costs": tuple(sorted((*kept.costs, *fresh), key=CellKey.of))}) if fresh else kept
 
 
 def _told(report: Report, draft: str) -> Iterable[tuple[CellKey, Moments]]:
     for cell in report.steps:
         timed = cell.count >= LEAST_STEPS and cell.t > LEAST_SECONDS * cell.count
         if timed and not cell.prefill and (not cell.draft_passes or report.draft.hash == draft):
-            key = CellKey(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
-            yield key, Moments.of_cell(cell)
+            yield CellKey.of(cell), Moments.of_cell(cell)
 
 
 def _cost(key: CellKey, moments: Moments, now: float) -> CostMemory:
     light = moments.times(min(1.0, MOST_STEPS / moments.count))
     return CostMemory(**key._asdict(), values=light.values, at=now, spell_at=now)
-
-
-def _order(cell: CostMemory) -> tuple[int, int, bool, int]:
-    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket

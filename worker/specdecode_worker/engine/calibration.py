@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from itertools import product
 from statistics import median
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.messages import Sampling, Submit, Tokens
 
 TIMED_STEPS, DROPPED_STEPS = 10, 3
-TIMED_STEPS_OF_SHAPE, DROPPED_STEPS_OF_SHAPE = 6, 1
+STEPS_OF_SHAPE = 7
 PROMPT_TOKENS = 16
 PLAIN = TreeShape(())
+
+T = TypeVar("T")
 
 
 class Calibrated(Protocol):
@@ -52,34 +55,30 @@ def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
     """
     found: dict[int, float] = {}
     loads = engine.calibration_loads()
-    began = time.monotonic()
-    for index, count in enumerate((*loads, *reversed(loads))):
+    for index, count in _in_time(enumerate((*loads, *reversed(loads))), most_seconds):
         if index == len(loads):
             engine.forget_costs()
-        before = time.monotonic()
         found[count] = min(_plain_step_seconds(engine, count), found.get(count, math.inf))
-        now = time.monotonic()
-        if now - began + 2 * (now - before) > most_seconds:  # the next load takes up to twice as long
-            break
     for count, seconds in found.items():
         engine.assume_plain(count, seconds)
-    _time_shapes(engine, sorted(found), most_seconds)
+    # What these steps take stays in the engine's costs.
+    for count, shape in _in_time(product(sorted(found), engine.calibration_shapes()), most_seconds):
+        engine.run_only(shape)
+        _steps(engine, count, shape.depth, STEPS_OF_SHAPE)
     engine.run_only(None)
     engine.forget_traffic()
     return found
 
 
-def _time_shapes(engine: Calibrated, loads: Sequence[int], most_seconds: float) -> None:
-    """What these steps take stays in the engine's costs."""
+def _in_time(items: Iterable[T], most_seconds: float) -> Iterator[T]:
+    """Items, until time could run out: each may take up to twice as long as the one before."""
     began = time.monotonic()
-    for count in loads:
-        for shape in engine.calibration_shapes():
-            before = time.monotonic()
-            engine.run_only(shape)
-            _steps(engine, count, shape.depth, DROPPED_STEPS_OF_SHAPE + TIMED_STEPS_OF_SHAPE)
-            now = time.monotonic()
-            if now - began + 2 * (now - before) > most_seconds:
-                return
+    for item in items:
+        before = time.monotonic()
+        yield item
+        now = time.monotonic()
+        if now - began + 2 * (now - before) > most_seconds:
+            return
 
 
 def _plain_step_seconds(engine: Calibrated, count: int) -> float:

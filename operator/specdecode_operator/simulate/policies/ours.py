@@ -15,6 +15,7 @@ from specdecode_operator.records import Decision, Defaults, Deployment, Observed
 from specdecode_operator.records import Worker as Seen
 from specdecode_operator.simulate.pilot import PlanPilot
 from specdecode_operator.simulate.traces import Trace
+from specdecode_operator.simulate.worker import CALIBRATION_CONTEXT
 from specdecode_operator.simulate.world import Fleet, Pod
 from specdecode_worker.contract import Plan
 
@@ -90,7 +91,9 @@ class Ours:
             return table.pass_seconds[min(running.bit_length() - 1, last)]
 
         found = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds)
-        found.calibrate(lambda count: table.seconds(count, count, 0, 20.0 * count), self.trace.limits.max_num_seqs)
+        found.calibrate(
+            lambda count: table.seconds(count, count, 0, CALIBRATION_CONTEXT * count), self.trace.limits.max_num_seqs
+        )
         return found
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
