@@ -162,5 +162,6 @@ def _per_token(costs: Iterable[CostMemory], shape: TreeShape, context: int, sequ
         key = CellKey.of(cell)
         if cell.context_bucket == context and _runs(key, moments, shape):
             mean = moments.mean_x[_SEQUENCES]
-            points.append(Point(mean, moments.seconds * mean / moments.emitted))
+            answering = moments.mean_seconds * (moments.count - cell.made_up)
+            points.append(Point(mean, answering * mean / moments.emitted))
     return interpolated(sorted(points), sequences)

@@ -106,6 +106,9 @@ class Moments:
     def times(self, factor: float) -> Moments:
         return Moments(tuple(value * factor for value in self.values))
 
+    def with_emitted(self, tokens: float) -> Moments:
+        return Moments((*self.values[:3], tokens, *self.values[4:]))
+
 
 class Hits(NamedTuple):
     """How often the draft's first choice was the target's token, of how many; and how often a later choice was."""

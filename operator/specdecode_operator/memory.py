@@ -81,6 +81,8 @@ class CostMemory(Lasting):
     """The same of minutes: how often the weather of the machine may have changed meanwhile."""
     spell_at: float = 0
     """When the last of them began."""
+    made_up: float = 0
+    """Decayed number of the steps that a worker made up to time them: what they emitted is no answer, and left out."""
 
 
 class RowMemory(Lasting):

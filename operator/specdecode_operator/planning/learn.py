@@ -244,6 +244,7 @@ def _cost(
         polls=_short(1 + left * polls),
         spells=_short(max(1.0, is_new_spell + left * spells)),
         spell_at=now if is_new_spell else spell_at,
+        made_up=_short(left * known.made_up) if known else 0,
     )
 
 

@@ -77,7 +77,11 @@ class Look:
 
     def may_move(self, row: RowMemory) -> bool:
         rested = self.now - row.since >= self._dwell(row) and (row.depth or self.now >= row.off_until)
-        return bool(rested) and len(self._moves(row)) < self.speculation.hysteresis.max_changes_per_hour
+        return bool(rested) and self.has_moves_left(row)
+
+    def has_moves_left(self, row: RowMemory) -> bool:
+        """Of those that an hour allows."""
+        return len(self._moves(row)) < self.speculation.hysteresis.max_changes_per_hour
 
     def _dwell(self, row: RowMemory) -> float:
         """Seconds that a row stands. Evidence only gathers while nothing changes, so every further move is likelier

@@ -43,4 +43,8 @@ def _told(report: Report, draft: str) -> Iterable[tuple[CellKey, Moments]]:
 
 def _cost(key: CellKey, moments: Moments, now: float) -> CostMemory:
     light = moments.times(min(1.0, MOST_STEPS / moments.count))
-    return CostMemory(**key._asdict(), values=light.values, at=now, spell_at=now)
+    if not key.draft_passes:
+        return CostMemory(**key._asdict(), values=light.values, at=now, spell_at=now)
+    # How many drafted tokens are accepted of made-up text says nothing; a plain step emits what it always does.
+    silent = light.with_emitted(0.0)
+    return CostMemory(**key._asdict(), values=silent.values, at=now, spell_at=now, made_up=light.count)

@@ -1,4 +1,5 @@
-"""What moves the rows of one load: a stop, a gain, a trial, a probe, in this order. Pure; reads planning.look."""
+"""What moves the rows of one load: a stop, a retreat, a gain, a trial, a probe, in this order. Pure; reads
+planning.look."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ LONGEST_PATIENCE_SECONDS = 3600.0
 LEAST_LOSS = 0.02
 """Relative loss against plain decoding below which nothing is stopped: it would come back with the next easy answer."""
 LOSES = "speculation loses against plain decoding; "
+HELD_BACK = "the guards run this load plainly; "
 
 
 def changes(look: Look) -> list[Change]:
@@ -22,7 +24,8 @@ def changes(look: Look) -> list[Change]:
         return []  # nobody has been at this load: what other loads cost is no reason to move
     if any(row.trial for row in rows):
         return _stopped(look, rows) or trials.ended(look, rows)
-    return _stopped(look, rows) or _improved(look, rows) or trials.begun(look, rows) or trials.probes(look, rows)
+    retreat = _stopped(look, rows) or _retreated(look, rows)
+    return retreat or _improved(look, rows) or trials.begun(look, rows) or trials.probes(look, rows)
 
 
 # --- speculation that loses -----------------------------------------------------------------------------------------
@@ -63,6 +66,30 @@ def _patient(look: Look, change: Change) -> Change:
         patience = min(LONGEST_PATIENCE_SECONDS, 2 * before.patience)
     waiting = row.model_copy(update={"patience": patience, "off_until": look.now + patience})
     return replace(change, row=waiting)
+
+
+# --- speculation that is held back ----------------------------------------------------------------------------------
+
+
+def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
+    """What the guards hold back does not run, whatever the row says, so the best shape with fewer passes takes its
+    place without having waited for the dwell: a shape that loses says nothing against a smaller one, and the guards
+    watch that as well."""
+    group = [row for row in rows if row.depth and look.has_moves_left(row)]
+    if not look.held or not group:
+        return []
+    options, around = look.options(group)
+    plain, now = options.by_shapes[around.plain()], options.by_shapes[look.shapes]
+    smaller = [one for one, option in options.by_shapes.items() if with_drafts(one) and option.passes < now.passes]
+    better = [one for one in smaller if options.by_shapes[one].rank < plain.rank]
+    best = min(
+        filter(look.fast_enough(options, around.plain()), better),
+        key=lambda one: options.by_shapes[one].rank,
+        default=None,
+    )
+    if best is None:
+        return []
+    return [look.counted(change) for change in look.to(group, best, options, cause="loses", why=HELD_BACK)]
 
 
 # --- a gain ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import pytest
 from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator import planning
+from specdecode_operator.history import _per_token
+from specdecode_operator.measurements import Moments
 from specdecode_operator.memory import Kept
 from specdecode_operator.planning.meet import MOST_STEPS
 from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
@@ -37,6 +39,29 @@ def test_kinds_that_nobody_told_of_are_taken_at_little_weight() -> None:
         assert count == pytest.approx(MOST_STEPS)
         assert seconds / count == pytest.approx(linear_time(1, cell.draft_passes, Truth().context), rel=0.1)
         assert (cell.at, cell.polls, cell.spells) == (50.0, 1, 1)
+
+
+def test_what_made_up_text_emits_is_no_pace() -> None:
+    """Plain steps emit what they always do."""
+    report = first_report(0, 3)
+    plain, drafted = planning.meet(of_draft(report), [report], BUCKETS, now=50.0).costs
+    assert Moments(plain.values).emitted == pytest.approx(plain.values[0])
+    assert (Moments(drafted.values).emitted, drafted.made_up) == (0, pytest.approx(MOST_STEPS))
+
+
+def test_the_pace_of_a_shape_is_told_by_real_answers_alone() -> None:
+    truth = Truth(chances=[0.6] * 5)
+    loop = loop_over(replace(truth, chances=[1.0] * 5), explore=0.0)
+    loop.worker.plan = Plan(initial=TreeShape.chain(3), buckets=planning.buckets(16))
+    for _ in range(40):
+        loop.worker._step(3)  # made-up text, all of it accepted
+    loop.worker.truth = truth
+    loop.polls(2)
+    (cell,) = (cell for cell in loop.memory.kept.costs if cell.draft_passes == 3)
+    assert 0 < cell.made_up < MOST_STEPS
+    tokens = 1 + 0.6 + 0.6**2 + 0.6**3
+    pace = _per_token([cell], TreeShape.chain(3), 0, 1)
+    assert pace == pytest.approx(linear_time(1, 3, truth.context) / tokens, rel=0.1)
 
 
 def test_several_workers_are_told_of_together() -> None:

@@ -116,6 +116,28 @@ def test_a_guard_that_holds_back_stops_what_loses_and_not_what_is_even(slower: f
     assert chosen.rows[0].depth == depth
 
 
+@pytest.mark.parametrize(("held", "moves", "depth"), [(False, 0, 3), (True, 0, 1), (True, 12, 3)])
+def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
+    held: bool, moves: int, depth: int
+) -> None:
+    """Unless the hour has no changes left."""
+    one = spec(hysteresis={"minDwellSeconds": 600, "maxChangesPerHour": 12})
+    costs = (cost(1, 0, 0.02), cost(1, 1, 0.025), cost(1, 3, 0.04))
+    row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
+    kept = Kept(acceptance=chances(0.6), costs=costs, rows=(row,))
+    guards = {(0, 0)} if held else set()
+    chosen = choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
+    assert chosen.rows[0].depth == depth
+    assert [change.cause for change in chosen.changes] == (["loses"] if depth == 1 else [])
+
+
+def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
+    one = spec(hysteresis={"minDwellSeconds": 600})
+    row = RowMemory(concurrency=0, context=0, task="other", depth=1, since=1990)
+    kept = Kept(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
+    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
+
+
 def test_speculation_that_comes_back_untimed_is_on_trial() -> None:
     good = tuple(cell.model_copy(update={"hits": (950.0 if cell.depth <= 2 else 10.0)}) for cell in chances(0.5))
     costs = [cost(1, depth, truth(1, depth)) for depth in (0, 5)]
