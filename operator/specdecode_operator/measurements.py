@@ -106,6 +106,12 @@ class Moments:
     def times(self, factor: float) -> Moments:
         return Moments(tuple(value * factor for value in self.values))
 
+    def taking(self, factor: float) -> Moments:
+        """The same steps, had each taken ``factor`` times as long."""
+        count, seconds, squared, emitted = self.values[:4]
+        sums = (count, factor * seconds, factor**2 * squared, emitted)
+        return Moments((*sums, *self.x, *(factor * value for value in self.xt), *self.xx))
+
     def with_emitted(self, tokens: float) -> Moments:
         return Moments((*self.values[:3], tokens, *self.values[4:]))
 
@@ -198,6 +204,10 @@ class Delta:
         """Whether nobody asked for anything and nothing was tried meanwhile."""
         traffic = any(any(sums) for sums in self.traffic.values())
         return not (self.steps or self.drafts or self.plain_steps or self.output_tokens or self.running or traffic)
+
+    def taking(self, factor: float) -> Delta:
+        """The same, had every step taken ``factor`` times as long."""
+        return replace(self, steps={key: moments.taking(factor) for key, moments in self.steps.items()})
 
     def without_acceptance(self) -> Delta:
         """Load and cost alone."""

@@ -40,10 +40,11 @@ def met(observed: Observed, memory: Memory) -> tuple[Report, ...]:
 def together(
     observed: Observed, memory: Memory, deltas: list[planning.PodDelta], now: float
 ) -> tuple[Memory, Delta | None]:
-    """The fleet's delta, None when nobody has a new reading, and the window with it. What drafts of a suspected pod
-    bring says nothing about the others'."""
+    """The fleet's delta, None when nobody has a new reading, and the window with it; steps are those of the median
+    pod. What drafts of a suspected pod bring says nothing about the others'."""
     strange = planning.suspected(memory.kept)
-    counted = [delta.without_acceptance() if uid in strange else delta for uid, _, delta in deltas]
+    evened = planning.evened(memory.kept.pods, deltas)
+    counted = [delta.without_acceptance() if uid in strange else delta for uid, _, delta in evened]
     total = fleet(counted, at=now, draft=draft_of(observed, memory.kept)) if counted else None
     window = (*memory.window, *([total] if total else []))
     recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)

@@ -8,7 +8,15 @@ from specdecode_operator.planning.look import Change
 from specdecode_operator.planning.meet import meet
 from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
-from specdecode_operator.planning.pods import SLOW_SECONDS, PodDelta, expectation, learn_pods, relative_pace, suspected
+from specdecode_operator.planning.pods import (
+    SLOW_SECONDS,
+    PodDelta,
+    evened,
+    expectation,
+    learn_pods,
+    relative_pace,
+    suspected,
+)
 from specdecode_operator.planning.rows import Chosen, choose
 
 __all__ = [
@@ -20,6 +28,7 @@ __all__ = [
     "Request",
     "buckets",
     "choose",
+    "evened",
     "expectation",
     "figures",
     "first_acceptance",

@@ -37,6 +37,8 @@ SLOW = 1.5
 """Times the pace of the peers."""
 SLOW_SECONDS = 60.0
 HALF_LIFE_PACE_SECONDS = 20.0
+MOST_PACE = math.log(8)
+"""No device is held to be faster or slower than the others by more."""
 FORGET_SECONDS = 900.0
 """A pod that was not seen for so long does not come back."""
 
@@ -78,6 +80,17 @@ def relative_pace(pod: PodMemory, pods: Iterable[PodMemory]) -> float | None:
     """Seconds of this pod's steps over those of its peers' median, for steps of the same kind; None without peers."""
     others = [other.pace for other in pods if other.uid != pod.uid and other.pace is not None]
     return None if pod.pace is None or not others else math.exp(pod.pace - median(others))
+
+
+def evened(pods: Iterable[PodMemory], found: Iterable[PodDelta]) -> list[PodDelta]:
+    """``found`` with steps as long as the median pod would have taken for them. What a step costs is told by several
+    pods together: were they of different devices, or had one a noisy neighbour, shapes would differ by who ran them."""
+    paces = {pod.uid: pod.pace for pod in pods if pod.pace is not None}
+    deltas = list(found)
+    here = [paces[uid] for uid, _, _ in deltas if uid in paces]
+    middle = median(here) if here else 0.0
+    factors = {uid: math.exp(max(-MOST_PACE, min(MOST_PACE, middle - pace))) for uid, pace in paces.items()}
+    return [(uid, boot, delta.taking(factors[uid]) if uid in factors else delta) for uid, boot, delta in deltas]
 
 
 def _of_boot(pod: PodMemory, boot: str, draft: str) -> PodMemory:

@@ -70,6 +70,10 @@ class Watch:
     def probes(self) -> bool:
         return self.suppressed and self.since_verdict >= self.patience
 
+    @property
+    def holds(self) -> bool:
+        return self.suppressed and self.check is None
+
     def add(self, steps: int, seconds: float, tokens: float) -> None:
         if self.probes:
             self.probe = self.probe or Pace()
@@ -199,7 +203,7 @@ class Guard:
                 context=cell[1],
                 speculative=watch.speculative.after(FEWEST),
                 plain=self.plain.get(cell, Pace()).pace,
-                suppressed=watch.suppressed,
+                suppressed=watch.holds,
             )
             for (cell, _), watch in sorted(self.watches.items(), key=lambda item: item[0][0])
         )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decide import decide
-from specdecode_operator.measurements import Delta, Hits, RequestSums
+from specdecode_operator.measurements import Delta, Hits, Moments, RequestSums
 from specdecode_operator.measurements import fleet as together
 from specdecode_operator.memory import Kept, Memory
 from specdecode_operator.planning.learn import learn
@@ -128,6 +128,30 @@ def test_a_slow_pod_is_told_and_left_alone() -> None:
     assert last.suspects[0].pace == pytest.approx(2, rel=0.2)
     assert not last.own_plans
     assert not last.recycle
+
+
+def of_both(kept: Kept, depth: int) -> float:
+    """Mean seconds of the steps that the fleet remembers of one depth."""
+    found = [Moments(cell.values) for cell in kept.costs if cell.draft_passes == depth]
+    return sum(moments.seconds for moments in found) / sum(moments.count for moments in found)
+
+
+def test_what_steps_cost_does_not_depend_on_which_device_ran_them() -> None:
+    """Two fast devices, and one that takes three times as long and is the only one that explores: of what it alone
+    timed the fleet knows what the others would take."""
+
+    def slow(sequences: float, depth: int, context: float) -> float:
+        return 3 * linear_time(sequences, depth, context)
+
+    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD), Truth(chances=GOOD, step_time=slow)])
+    for name in ("p0", "p1"):
+        fleet.workers[name].explore = 0.0
+    fleet.polls(40)
+    kept, running = fleet.memory.kept, fleet.workers["p0"].depth
+    explored = {cell.draft_passes for cell in kept.costs} - {running}
+    assert explored
+    for depth in explored:
+        assert of_both(kept, depth) == pytest.approx(linear_time(1, depth, 500), rel=0.15)
 
 
 @pytest.mark.parametrize(("recycle", "times"), [("Never", 0), ("OnCollapse", 1)])

@@ -111,6 +111,7 @@ class GuardCell(Received):
     speculative: float | None
     plain: float | None
     suppressed: bool
+    """Speculation was stopped, and plain steps behind the stop have borne it out."""
 
 
 class PlanState(Received):

@@ -85,6 +85,11 @@ class Watch:
         """Whether the shape has waited long enough to be tried again."""
         return self.suppressed and self.since_verdict >= self.patience
 
+    @property
+    def holds(self) -> bool:
+        """Whether plain decoding has borne out the stop: until then it may have been the machine's doing."""
+        return self.suppressed and self.check is None
+
     def add(self, seconds: float, tokens: float) -> None:
         if self.probes:
             self.probe = self.probe or Pace()
@@ -188,7 +193,7 @@ class Guard:
                 context=cell[1],
                 speculative=watch.speculative.after(FEWEST),
                 plain=self._plain.get(cell, Pace()).seconds,
-                suppressed=watch.suppressed,
+                suppressed=watch.holds,
             )
             for (cell, _), watch in sorted(self._watches.items(), key=lambda item: item[0][0])
         )
