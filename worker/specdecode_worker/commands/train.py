@@ -37,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dense layers; one that --draft lacks is put behind its own (default: %(default)s)",
     )
     parser.add_argument(
+        "--copiers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="groups of attention heads to add to an EAGLE-3 layer that begin by finding where the last 1 to N tokens "
+        "stood before (default: none)",
+    )
+    parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="everything goes there; OUT/head at last"
     )
     source = parser.add_mutually_exclusive_group()
@@ -111,6 +119,7 @@ def _plan(args: argparse.Namespace, target: Llama, folder: Path) -> Plan:
         method=args.method,
         draft_vocab=args.draft_vocab,
         layers=args.layers,
+        copiers=args.copiers,
         origin=origin,
         parent=parent,
         normalise=not args.no_normalisers,

@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.drafts import Draft, WeightMethod
+from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.models.weights import weights_hash
 from specdecode_worker.training import lineage, vocabulary
 from specdecode_worker.training.calibration import write_calibration
 from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.copying import with_copiers
 from specdecode_worker.training.data import DataSet
+from specdecode_worker.training.errors import CannotContinue
 from specdecode_worker.training.export import Names, write_draft
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.going_on import continued
@@ -36,7 +39,7 @@ from specdecode_worker.training.peers import Peers
 from specdecode_worker.training.questions import PromptLine, TrainingQuestions
 from specdecode_worker.training.recording import answer_tokens, record, text_conversations
 from specdecode_worker.training.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.shards import shard_paths
+from specdecode_worker.training.shards import read_shard, shard_paths
 from specdecode_worker.training.start import new_draft_model, new_eagle, new_head, new_medusa
 from specdecode_worker.training.students import vocabulary_of
 from specdecode_worker.training.trainer import Trainer, TrainSettings
@@ -67,6 +70,8 @@ class Plan:
     method: WeightMethod = "eagle3"
     draft_vocab: int = 8192
     layers: int = 1
+    copiers: int = 0
+    """Groups of attention heads to add that begin as copiers; see ``copying``."""
     origin: Draft | None = None
     parent: tuple[str, Path] | None = None
     normalise: bool = True
@@ -98,6 +103,8 @@ def train_draft(
     peers.wait()
     draft = _draft(target, plan, out, settings)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
+    if plan.copiers:
+        draft = _with_copiers(draft, target, recorded, plan)
     trainer = Trainer(draft, output_VE, data, settings, peers)
     if trainer.restore(out):
         tell(f"train: going on from step {trainer.progress.step}")
@@ -126,6 +133,13 @@ def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Dra
             return new_medusa(target, known, settings.depth)
         case "draft-model":
             return new_draft_model(target, max(2, plan.layers))
+
+
+def _with_copiers(draft: Draft, target: Llama, recorded: Path, plan: Plan) -> Draft:
+    """Fitted on the first shard alone: a run that goes on finds the same."""
+    if not isinstance(draft, Eagle3Head):
+        raise CannotContinue(f"copiers are heads of an EAGLE-3 layer; --method {plan.method} has none")
+    return with_copiers(draft, target, list(read_shard(shard_paths(recorded)[0])), plan.copiers)
 
 
 def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
@@ -178,7 +192,9 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> 
     masses = vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
         size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
-        write_json(path, vocabulary.choose(masses, size).tolist())
+        known = plan.origin.target_ids if isinstance(plan.origin, Eagle3Head) else None
+        keeps = known is not None and len(known) == size
+        write_json(path, (known if keeps and known is not None else vocabulary.choose(masses, size)).tolist())
     lacking = vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
     tell(f"vocabulary: probability of what the draft cannot say, by domain: {lacking}")
     write_json(told, lacking)

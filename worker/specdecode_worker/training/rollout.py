@@ -2,7 +2,8 @@
 
 Every step feeds one token to each conversation, whether it is a token of a question or one just drawn; a conversation
 that ends makes room for the next at once, so the matrices never run half empty. For training, text is cut where it
-begins to repeat itself: a small model loops, and a draft that learns loops looks better than it is.
+begins to repeat itself: a small model loops, and a draft that learns loops looks better than it is. Some repeats stay:
+what a draft never sees repeated it does not learn to copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.questions import Question
 from specdecode_worker.training.shards import Conversation
 
-LOOP_NGRAM, LOOP_COUNT = 10, 3
+LOOP_NGRAM, LOOP_COUNT = 10, 6
 SHORTEST_ANSWER = 12
 HOPELESS = 200
 """Answers dropped one after another, after which a target has nothing to teach."""

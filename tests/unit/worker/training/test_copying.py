@@ -1,0 +1,126 @@
+"""Copiers: they look at what came next where the text stood before, say nothing at first, and run in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.config import LlamaConfig
+from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.llama import Llama
+from specdecode_worker.training.copying import with_copiers
+from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.recording import read_states
+from specdecode_worker.training.replay import ranks
+from specdecode_worker.training.shards import Conversation
+from specdecode_worker.training.start import new_head
+from specdecode_worker.training.unroll import UnrolledAttention
+
+PERIOD = 20
+
+
+@pytest.fixture(scope="module")
+def wide() -> Llama:
+    """Wide enough to tell its tokens apart in a few dimensions."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_ids=(0,),
+    )
+    return Llama(config).requires_grad_(False)
+
+
+def said(target: Llama, tokens: Tensor) -> Conversation:
+    return Conversation(tokens.int(), *read_states(target, tokens), answer_start=1, temperature=0.0, domain="code")
+
+
+@pytest.fixture(scope="module")
+def recorded(wide: Llama) -> list[Conversation]:
+    generator = torch.Generator().manual_seed(1)
+    return [said(wide, torch.randint(1, 96, (60,), generator=generator)) for _ in range(40)]
+
+
+class Weights(UnrolledAttention):
+    """Keeps the attention weights of the last query head."""
+
+    seen_LL: Tensor
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        scores_LL = q_THD[:, -1] @ k_TKD[:, -1].T / q_THD.shape[-1] ** 0.5
+        hidden = torch.ones_like(scores_LL, dtype=torch.bool).triu(1)
+        self.seen_LL = scores_LL.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        return super().__call__(layer, q_THD, k_TKD, v_TKD)
+
+
+def looked_at(head: Eagle3Head, text: Conversation) -> Tensor:
+    """[slots, slots]: how much the last head looks from where to where. Slot s has token s + 1."""
+    tokens_L = text.tokens_N[1:].long()
+    attend = Weights(torch.arange(len(tokens_L))[None])
+    head(head.fuse(text.aux_NA[:-1].float()), tokens_L, torch.arange(len(tokens_L)) + 1, attend)
+    return attend.seen_LL
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_they_look_at_what_came_next(wide: Llama, recorded: list[Conversation], groups: int) -> None:
+    head = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, groups)
+    generator = torch.Generator().manual_seed(5)
+    right = total = 0
+    for _ in range(5):
+        once = torch.randperm(95, generator=generator)[:PERIOD] + 1
+        with torch.no_grad():
+            weights_LL = looked_at(head, said(wide, torch.cat((once, once))))
+        for slot in range(PERIOD, 2 * PERIOD - 1):
+            right += int(weights_LL[slot].argmax()) == slot - PERIOD + 1
+            total += 1
+    assert right > 0.8 * total
+
+
+def test_where_nothing_came_back_they_look_at_nothing_much(wide: Llama, recorded: list[Conversation]) -> None:
+    head = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, 1)
+    once = torch.randperm(95, generator=torch.Generator().manual_seed(6))[: 2 * PERIOD] + 1
+    twice = torch.cat((once[:PERIOD], once[:PERIOD]))
+    with torch.no_grad():
+        new, again = (
+            looked_at(head, said(wide, tokens))[PERIOD:-1].max(dim=-1).values.mean() for tokens in (once, twice)
+        )
+    assert again > 1.5 * new
+
+
+def test_they_say_nothing_at_first(wide: Llama, recorded: list[Conversation]) -> None:
+    """Their output is zero: what is drafted is what it was, but for the directions of the state that they took."""
+    head = new_head(wide, torch.arange(96))
+    wider = with_copiers(head, wide, recorded, 2)
+    assert (wider.config.num_attention_heads, wider.config.num_key_value_heads) == (6, 3)
+    output = wider.midlayer.self_attn.o_proj.weight
+    assert torch.equal(output[:, :64], head.midlayer.self_attn.o_proj.weight)
+    assert not output[:, 64:].any()
+    before, after = (torch.cat(ranks(one, recorded[:6], wide.lm_head.weight, 2)) for one in (head, wider))
+    assert (before == after).float().mean() > 0.5
+
+
+def test_a_head_that_was_widened_is_widened_again(wide: Llama, recorded: list[Conversation]) -> None:
+    once = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, 1)
+    assert with_copiers(once, wide, recorded, 1).config.num_key_value_heads == 3
+
+
+def test_what_they_cannot_be_added_to_is_refused_by_name(wide: Llama, recorded: list[Conversation]) -> None:
+    head = new_head(wide, torch.arange(96))
+    with pytest.raises(CannotContinue, match="recorded text"):
+        with_copiers(head, wide, [], 1)
+    head.config = replace(head.config, qk_norm=True)
+    with pytest.raises(CannotContinue, match=r"norms of its queries; leave --copiers out"):
+        with_copiers(head, wide, recorded, 1)
