@@ -138,11 +138,12 @@ class Engine:
         return found
 
     def calibration_loads(self) -> tuple[int, ...]:
-        """Edges of the plan's concurrency buckets that this engine can reach; none where nothing is ever drafted."""
+        """Edges of the plan's concurrency buckets that this engine can reach, and a full batch; none where nothing is
+        ever drafted."""
         if not self._drafts:
             return ()
         most = self.identity.max_num_seqs
-        return tuple(sorted({min(edge, most) for edge in self._pilot.plan.buckets.concurrency}))
+        return tuple(sorted({most, *(min(edge, most) for edge in self._pilot.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
         """The deepest and the shallowest chain, where the plan lets shapes be tried: what lies between follows."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from small_llama import engine_of, networks
 
 from specdecode_operator.simulate.guard import Guard, Pace
 from specdecode_operator.simulate.pilot import Exploration, PlanPilot
@@ -95,6 +97,22 @@ def test_buckets_are_entered_and_left_as_the_worker_does() -> None:
     for _ in range(500):
         running = max(1, min(14, running + coins.choice((-2, -1, 0, 1, 2))))
         assert pilot._concurrency(running) == real.load(running)
+
+
+@pytest.mark.parametrize("edges", [(1, 2, 4, 8), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("deepest", "explore"), [(5, 0.01), (1, 0.01), (5, 0.0), (0, 0.01)])
+def test_what_is_timed_before_anybody_is_served_is_what_the_engine_times(
+    edges: tuple[int, ...], deepest: int, explore: float
+) -> None:
+    plan = Plan(uid="u", version=1, buckets=Buckets(concurrency=edges), max_depth=deepest, explore=explore)
+    engine = engine_of(networks(torch.float32), max_num_seqs=4)
+    engine.set_plan(plan)
+    timed = [
+        (count, depth)
+        for count in engine.calibration_loads()
+        for depth in sorted({0, *(shape.depth for shape in engine.calibration_shapes())})
+    ]
+    assert list(PlanPilot(("other",), plan, lambda running: 0.0).calibration(4)) == timed
 
 
 def test_an_older_plan_is_not_taken() -> None:

@@ -56,9 +56,12 @@ def test_nothing_is_stopped_before_both_are_known() -> None:
     assert guard.allows(0, 0, CHAIN)
 
 
-def test_what_loses_is_stopped_and_reported() -> None:
+def test_what_loses_is_stopped_and_reported_once_that_is_borne_out() -> None:
     guard = losing()
     assert not guard.allows(0, 0, CHAIN)
+    (cell,) = guard.cells()
+    assert (cell.suppressed, cell.plain) == (False, 1.0)
+    run(guard, PLAIN, CHECK_STEPS, 1.0)
     (cell,) = guard.cells()
     assert (cell.suppressed, cell.plain) == (True, 1.0)
     assert cell.speculative == pytest.approx(1.8 / 1.5)
