@@ -43,7 +43,7 @@ def run(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
     )
-    for chatty in ("httpx", "kopf.objects", "aiohttp.access"):
+    for chatty in ("kopf.objects", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     kopf.run(
         registry=register(settings),

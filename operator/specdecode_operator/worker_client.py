@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import httpx
+import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
@@ -40,20 +40,32 @@ class Unchanged:
 
 
 class Workers:
-    """A client of all workers' admin ports, through ``proxy`` where pods cannot be reached directly."""
+    """A client of all workers' admin ports, through ``proxy`` where pods cannot be reached directly.
 
-    def __init__(self, http: httpx.AsyncClient | None = None, *, proxy: str | None = None) -> None:
+    Made on the event loop. It keeps no connection: most workers are asked once a minute, ten thousand open sockets
+    would wait for that, and a server closes them sooner.
+    """
+
+    def __init__(self, *, proxy: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         # A proxy of the environment is not used: it knows nothing of pod addresses.
-        self._http = http or httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, proxy=proxy)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_seconds, sock_read=timeout_seconds),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            trust_env=False,
+            proxy=proxy,
+        )
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def report(self, address: str, token: str, known: str = "") -> Reading | Unchanged:
         """``known`` is the tag of the last reading. Raises WorkerUnreachable or BadReport."""
         headers = {"If-None-Match": known} if known else {}
         response, body = await self._call("GET", address, Route.report, token, headers=headers)
-        if known and response.status_code == 304:
+        if known and response.status == 304:
             return Unchanged(_clock(response))
         return Reading(read_report(body), response.headers.get("ETag", "")[:MAX_TAG])
 
@@ -70,22 +82,25 @@ class Workers:
         *,
         content: bytes | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[httpx.Response, bytes]:
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Raises WorkerError for everything but success, and but the 304 that ``headers`` ask for."""
         host = f"[{address}]" if ":" in address else address
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **headers}
         url = f"http://{host}:{Port.admin}{route}"
         try:
-            async with self._http.stream(method, url, headers=headers, content=content) as response:
+            # A redirect is not followed: the token is for this worker alone.
+            async with self._http.request(
+                method, url, headers=headers, data=content, allow_redirects=False
+            ) as response:
                 body = await _bounded(response)
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WorkerUnreachable(f"{address}: {error!r}") from error
-        if response.status_code >= 300 and response.status_code != 304:
-            raise WorkerError(f"{address}: {method} {route} answered {response.status_code}: {body[:200]!r}")
+        if response.status >= 300 and response.status != 304:
+            raise WorkerError(f"{address}: {method} {route} answered {response.status}: {body[:200]!r}")
         return response, body
 
 
-def _clock(response: httpx.Response) -> float:
+def _clock(response: aiohttp.ClientResponse) -> float:
     """The clock of a worker whose report is unchanged. Raises BadReport."""
     text = response.headers.get(Header.clock_seconds, "")
     try:
@@ -97,14 +112,14 @@ def _clock(response: httpx.Response) -> float:
     return seconds
 
 
-async def _bounded(response: httpx.Response) -> bytes:
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     """A body of at most MAX_REPORT_BYTES; the rest is not even read."""
-    body = b""
-    async for chunk in response.aiter_bytes():
+    body = bytearray()
+    async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > MAX_REPORT_BYTES:
             raise BadReport(f"the report has more than {MAX_REPORT_BYTES} bytes")
-    return body
+    return bytes(body)
 
 
 def read_report(body: bytes) -> Report:

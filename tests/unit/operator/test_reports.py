@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
-import httpx
 import pytest
+from aiohttp import web
 from fleet import SimulatedWorker, Truth, deployment_with
 
 from specdecode_operator.cluster import Cluster
@@ -42,6 +45,7 @@ def test_what_is_unknown_comes_from_a_newer_worker(good: dict[str, Any]) -> None
     [
         ({"drafts": -1}, "drafts"),
         ({"drafts": "many"}, "drafts"),
+        ({"drafts": 10**400}, "drafts"),
         ({"clock_seconds": None}, "clock_seconds"),
         ({"boot_id": 7}, "boot_id"),
         ({"running_request_seconds": 1e999}, "running_request_seconds"),
@@ -68,50 +72,73 @@ def test_what_is_no_report_at_all(body: bytes) -> None:
         read_report(body)
 
 
-def answering(answer: httpx.Response | Exception) -> Workers:
-    def handle(request: httpx.Request) -> httpx.Response:
-        assert request.headers["Authorization"] == "Bearer secret"
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+@asynccontextmanager
+async def serving(handle: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> AsyncIterator[Workers]:
+    """A client of workers that answer by ``handle``, whatever their address."""
+    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    workers = Workers(proxy=f"http://{host}:{port}", timeout_seconds=0.3)
+    try:
+        yield workers
+    finally:
+        await workers.close()
+        await runner.cleanup()
 
-    return Workers(httpx.AsyncClient(transport=httpx.MockTransport(handle)))
+
+def answering(status: int, body: bytes = b"", **headers: str) -> AbstractAsyncContextManager[Workers]:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        return web.Response(status=status, body=body, headers=headers)
+
+    return serving(handle)
 
 
 async def test_a_report_that_never_ends_is_cut_off() -> None:
-    with pytest.raises(BadReport, match=str(MAX_REPORT_BYTES)):
-        await answering(httpx.Response(200, content=b"x" * (MAX_REPORT_BYTES * 20))).report("10.0.0.1", "secret")
+    async with answering(200, b"x" * (MAX_REPORT_BYTES * 20)) as workers:
+        with pytest.raises(BadReport, match=str(MAX_REPORT_BYTES)):
+            await workers.report("10.0.0.1", "secret")
 
 
-def knowing(tag: str, body: bytes, **headers: str) -> Workers:
+async def test_nobody_is_sent_elsewhere_with_the_token() -> None:
+    async with answering(307, Location="http://10.0.0.2:1/v1/report") as workers:
+        with pytest.raises(WorkerError, match="answered 307"):
+            await workers.report("10.0.0.1", "secret")
+
+
+def knowing(tag: str, body: bytes, **headers: str) -> AbstractAsyncContextManager[Workers]:
     """Workers whose report has that tag; who names it gets 304 with ``headers``."""
 
-    def handle(request: httpx.Request) -> httpx.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         if request.headers.get("If-None-Match") == tag:
-            return httpx.Response(304, headers={name.replace("_", "-"): value for name, value in headers.items()})
-        return httpx.Response(200, content=body, headers={"ETag": tag})
+            return web.Response(status=304, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        return web.Response(body=body, headers={"ETag": tag})
 
-    return Workers(httpx.AsyncClient(transport=httpx.MockTransport(handle)))
+    return serving(handle)
 
 
 async def test_a_report_that_is_known_is_not_sent_again(good: dict[str, Any]) -> None:
-    workers = knowing('"t"', json.dumps(good).encode(), **{Header.clock_seconds: "77.5"})
-    first = await workers.report("10.0.0.1", "secret")
-    assert isinstance(first, Reading)
-    assert first.tag == '"t"'
-    assert isinstance(await workers.report("10.0.0.1", "secret", '"older"'), Reading)
-    assert await workers.report("10.0.0.1", "secret", first.tag) == Unchanged(77.5)
+    async with knowing('"t"', json.dumps(good).encode(), **{Header.clock_seconds: "77.5"}) as workers:
+        first = await workers.report("10.0.0.1", "secret")
+        assert isinstance(first, Reading)
+        assert first.tag == '"t"'
+        assert isinstance(await workers.report("10.0.0.1", "secret", '"older"'), Reading)
+        assert await workers.report("10.0.0.1", "secret", first.tag) == Unchanged(77.5)
 
 
 @pytest.mark.parametrize("clock", ["", "soon", "nan", "-1", "inf"])
 async def test_a_known_report_needs_a_clock(clock: str) -> None:
-    with pytest.raises(BadReport, match=Header.clock_seconds):
-        await knowing('"t"', b"", **{Header.clock_seconds: clock}).report("10.0.0.1", "secret", '"t"')
+    async with knowing('"t"', b"", **{Header.clock_seconds: clock}) as workers:
+        with pytest.raises(BadReport, match=Header.clock_seconds):
+            await workers.report("10.0.0.1", "secret", '"t"')
 
 
 async def test_a_304_that_nobody_asked_for_is_no_report() -> None:
-    with pytest.raises(BadReport):
-        await answering(httpx.Response(304)).report("10.0.0.1", "secret")
+    async with answering(304) as workers:
+        with pytest.raises(BadReport):
+            await workers.report("10.0.0.1", "secret")
 
 
 def test_a_packed_reading_is_what_it_was_but_for_its_clock(good: dict[str, Any]) -> None:
@@ -150,11 +177,23 @@ async def test_memory_is_written_for_decisions_and_for_what_was_learnt_alone() -
 
 
 async def test_silence_is_unreachable() -> None:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async with serving(handle) as workers:
+        with pytest.raises(WorkerUnreachable):
+            await workers.report("10.0.0.1", "secret")
+
+
+async def test_who_is_gone_is_unreachable() -> None:
+    workers = Workers()
     with pytest.raises(WorkerUnreachable):
-        await answering(httpx.ReadTimeout("2 s")).report("10.0.0.1", "secret")
+        await workers.report("127.0.0.1", "secret")
+    await workers.close()
 
 
 async def test_a_refused_plan_says_what_the_worker_said() -> None:
-    answer = httpx.Response(409, json={"error": {"message": "another uid"}})
-    with pytest.raises(WorkerError, match="another uid"):
-        await answering(answer).push("fd00::1", "secret", Plan())
+    async with answering(409, json.dumps({"error": {"message": "another uid"}}).encode()) as workers:
+        with pytest.raises(WorkerError, match="another uid"):
+            await workers.push("fd00::1", "secret", Plan())
