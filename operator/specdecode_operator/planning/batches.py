@@ -7,7 +7,7 @@ sequence meets, the others in them being drawn by the shares of the running sequ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from specdecode_operator.planning.situation import Shapes
@@ -36,26 +36,40 @@ class Met(NamedTuple):
 
 def batches(shapes: Shapes, shares: Mapping[str, float], sequences: float) -> list[Met]:
     """By task; the weights of each task sum to 1."""
+    others = max(0.0, sequences - 1)
     found: list[Met] = []
-    for name, shape in shapes:
-        met = list(_met(name, shape.depth, shape.nodes, shapes, shares, sequences))
+    sizes = [(shape.depth, shape.nodes, shares[task]) for task, shape in shapes]
+    bounds = [_no_deeper(depth, sizes, others) for depth in sorted({depth for depth, _, _ in sizes})]
+    for (name, _), (depth, nodes, _) in zip(shapes, sizes, strict=True):
+        met = list(_met(name, depth, nodes, bounds, others))
         often = [one for one in met if one.weight >= LEAST_WEIGHT] or met
         total = sum(one.weight for one in often)
-        found += [one._replace(weight=one.weight / total) for one in often]
+        found += [Met(one.task, one.batch, one.weight / total) for one in often]
     return found
 
 
-def _met(
-    name: str, own: int, nodes: int, shapes: Shapes, shares: Mapping[str, float], sequences: float
-) -> Iterator[Met]:
+class _Bound(NamedTuple):
+    """The others of a sequence, as far as they are no deeper than ``depth``."""
+
+    depth: int
+    chance: float
+    """That all of them are."""
+    nodes: float
+    """Of one of them, on average."""
+
+
+def _no_deeper(depth: int, sizes: Iterable[tuple[int, int, float]], others: float) -> _Bound:
+    inside = [(share, nodes) for other, nodes, share in sizes if other <= depth]
+    share = min(1.0, sum(weight for weight, _ in inside))
+    mean = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
+    return _Bound(depth, share**others, mean)
+
+
+def _met(name: str, own: int, nodes: int, bounds: Iterable[_Bound], others: float) -> Iterator[Met]:
     """Batches by their deepest shape: all others are no deeper, and one of them is as deep, or this one is."""
-    others = max(0.0, sequences - 1)
     below = 0.0
-    for depth in sorted({shape.depth for _, shape in shapes if shape.depth >= own}):
-        inside = [(shares[task], shape.nodes) for task, shape in shapes if shape.depth <= depth]
-        share = min(1.0, sum(weight for weight, _ in inside))
-        chance = share**others
-        mean = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
-        verified = 1 + (nodes + others * mean) / (1 + others)
-        yield Met(name, Batch(depth, round(verified, DIGITS)), chance - below)
-        below = chance
+    for bound in bounds:
+        if bound.depth >= own:
+            verified = 1 + (nodes + others * bound.nodes) / (1 + others)
+            yield Met(name, Batch(bound.depth, round(verified, DIGITS)), bound.chance - below)
+            below = bound.chance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 Matrix = list[list[float]]
 
@@ -21,7 +22,9 @@ def product(matrix: Matrix, vector: Sequence[float]) -> list[float]:
 
 
 def dot(one: Sequence[float], two: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, two, strict=True))
+    """Of two of one length."""
+    total: float = sum(map(mul, one, two))
+    return total
 
 
 def _cholesky(matrix: Sequence[Sequence[float]]) -> Matrix:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ AT_ONCE_SECONDS = 60.0
 """Steps that were timed no further apart met the same weather."""
 ALIKE = 0.3
 """Correlation of the errors of one task's chances."""
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Options:
 
     situation: Situation
     by_shapes: dict[Shapes, Option]
+    known: dict[tuple[str, Shapes], dict[Parameter, float]] = field(default_factory=dict)
+    """Slopes by task and shapes: each candidate is held against the same present shapes."""
 
     def gain(self, before: Shapes, after: Shapes) -> float:
         """Expected relative fall of the time per token: 0.1 is a tenth more tokens in the same time. Where a promise
@@ -83,7 +86,7 @@ class Options:
         one, two = self.by_shapes[before], self.by_shapes[after]
         spread = math.sqrt(self._time_variance(one, two) + self._tokens_variance(one, two))
         distance = math.log(1 + self.gain(before, after)) - self._moving(one, two) * math.log(1 + least)
-        return NormalDist().cdf(distance / spread) if spread > 0 else float(distance > 0)
+        return _NORMAL.cdf(distance / spread) if spread > 0 else float(distance > 0)
 
     def surest(self, before: Shapes, least: float, among: Iterable[Shapes], certainty: float) -> Shapes | None:
         """The best of those that are surely better than ``before``."""
@@ -102,7 +105,7 @@ class Options:
         return sum(
             slope**2 * task.rates.chance(parameter).variance
             for task in self.situation.tasks
-            for parameter, slope in _weighted(task, option).items()
+            for parameter, slope in self._weighted(task, option).items()
         )
 
     def price(self, shapes: Shapes) -> float:
@@ -114,8 +117,8 @@ class Options:
 
     def _moving(self, one: Option, two: Option) -> float:
         """Share of the tokens that the tasks which move have."""
-        moving = (task for task in self.situation.tasks if one.shape(task.name) != two.shape(task.name))
-        return sum(task.demand for task in moving)
+        pairs = zip(self.situation.tasks, one.shapes, two.shapes, strict=True)
+        return sum(task.demand for task, before, after in pairs if before != after)
 
     def _time_variance(self, one: Option, two: Option) -> float:
         """Of the logarithm of the ratio. Steps of one number of passes err together: of them it is enough to know
@@ -145,13 +148,19 @@ class Options:
 
     def _task_variance(self, task: Task, one: Option, two: Option) -> float:
         """The errors of a task's chances go together: who was lucky with easy answers was so at many depths."""
-        before, after = _weighted(task, one), _weighted(task, two)
+        before, after = self._weighted(task, one), self._weighted(task, two)
         errors = [
             (after.get(parameter, 0.0) - before.get(parameter, 0.0)) * math.sqrt(task.rates.chance(parameter).variance)
             for parameter in {*before, *after}
         ]
         apart = sum(error**2 for error in errors)
         return max(apart, ALIKE * sum(errors) ** 2 + (1 - ALIKE) * apart)
+
+    def _weighted(self, task: Task, option: Option) -> dict[Parameter, float]:
+        key = task.name, option.shapes
+        if key not in self.known:
+            self.known[key] = _weighted(task, option)
+        return self.known[key]
 
 
 def weigh(situation: Situation, candidates: Iterable[Shapes]) -> Options:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from specdecode_operator.measurements import PAIRS, Moments
@@ -99,10 +100,16 @@ class StepTimes:
     wander: float
     floor: float
     """No step is predicted to be faster than a tenth of the fastest seen."""
+    curves: dict[tuple[Load, int, int], Curve] = field(default_factory=dict)
+    """Those that were asked for: a load's shapes are weighed several times over in one look."""
+
+    @staticmethod
+    def fit(costs: Iterable[CostMemory], wander: float = 0) -> StepTimes | None:
+        """None when nothing was timed yet. ``wander`` is the relative variance of means from poll to poll."""
+        return _fitted(tuple(costs), wander)
 
     @classmethod
-    def fit(cls, costs: Iterable[CostMemory], wander: float = 0) -> Self | None:
-        """None when nothing was timed yet. ``wander`` is the relative variance of means from poll to poll."""
+    def of(cls, costs: Iterable[CostMemory], wander: float) -> Self | None:
         cells = tuple(
             _Cell.of(cost, wander)
             for cost in costs
@@ -127,6 +134,12 @@ class StepTimes:
 
     def curve(self, load: Load, passes: int, context_bucket: int) -> Curve:
         """Step times of one number of draft passes, by how much is verified."""
+        key = load, passes, context_bucket
+        if key not in self.curves:
+            self.curves[key] = self._curve(load, passes, context_bucket)
+        return self.curves[key]
+
+    def _curve(self, load: Load, passes: int, context_bucket: int) -> Curve:
         near = []
         for cell in self.cells:
             if cell.context_bucket == context_bucket and cell.draft_passes == passes:
@@ -172,6 +185,8 @@ class Curve:
     slope: float
     cells: tuple[tuple[float, _Cell], ...]
     """Verified tokens a sequence and steps timed at this load, the nearest in sequences first."""
+    known: dict[float, Seconds] = field(default_factory=dict)
+    """By verified tokens, those that were asked for."""
 
     def mean(self, verified: float) -> float:
         """Seconds alone: what a search over many shapes needs."""
@@ -181,6 +196,11 @@ class Curve:
 
     def seconds(self, verified: float) -> Seconds:
         """Seconds of a step that verifies ``verified`` tokens of every sequence, the root included, on average."""
+        if verified not in self.known:
+            self.known[verified] = self._seconds(verified)
+        return self.known[verified]
+
+    def _seconds(self, verified: float) -> Seconds:
         x = features(self.load, self.passes, verified)
         line = max(self.times.floor, self.plain + self.slope * (verified - 1))
         cell = self._own(verified)
@@ -215,6 +235,12 @@ class Curve:
         weight = count / (count + OWN_WEIGHT)
         shift = max(-mean / 3, min(mean / 3, line - self.times.linear(cell.mean_x)))
         return weight * (mean + shift) + (1 - weight) * line, weight, shift
+
+
+@lru_cache(maxsize=1)
+def _fitted(costs: tuple[CostMemory, ...], wander: float) -> StepTimes | None:
+    """Kept, for one look asks for it up to four times: the rows, the pace, and what a prompt takes."""
+    return StepTimes.of(costs, wander)
 
 
 def ordered(found: list[Seconds], sizes: Sequence[tuple[float, ...]] | None = None) -> list[Seconds]:

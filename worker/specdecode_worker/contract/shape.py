@@ -78,7 +78,7 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
     @property
     def depth(self) -> int:
-        return max(self.depths)
+        return self.depths[-1]  # breadth first: none lies deeper than the last
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,6 +96,13 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
     def children(self, node: int) -> Iterator[int]:
         return (child for child, parent in enumerate(self.root, start=1) if parent == node)
+
+    def __eq__(self, other: object) -> bool:
+        """As pydantic has it but for what a look of the planner cannot afford: shapes are its keys."""
+        return isinstance(other, TreeShape) and self.root == other.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
 
     def __str__(self) -> str:
         if not self.root:
