@@ -149,8 +149,10 @@ class WorkQueue:
         while (key := self._schedule.take(self._clock())) is None:
             self._woken.clear()
             due = self._schedule.next_due()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), None if due is None else max(0.0, due - self._clock()))
+            # Not wait_for, which in Python 3.11 forgets a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
+                    await self._woken.wait()
         return key
 
     async def _one(self, key: Key) -> None:

@@ -89,6 +89,22 @@ def test_the_longest_due_goes_first(schedule: Schedule) -> None:
     assert [schedule.take(3), schedule.take(3)] == [B, A]
 
 
+async def test_a_queue_ends_when_it_is_told_to_while_something_happens() -> None:
+    async def handle(key: tuple[str, str]) -> float | None:
+        return 100.0
+
+    for _ in range(50):
+        queue = WorkQueue(handle)
+        task = asyncio.create_task(queue.run())
+        queue.add(A)
+        await asyncio.sleep(0.001)
+        queue.add(B)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task}, timeout=1)
+        assert task.done()
+
+
 async def test_keys_run_side_by_side_but_never_with_themselves() -> None:
     running: set[tuple[str, str]] = set()
     most, runs = 0, 0
