@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -26,6 +28,8 @@ class Pace:
     """Least time between the ends of one run and the start of the next of the same key."""
     head_start: float = 30.0
     """What happened goes before resyncs that are due for less than this: thousands of them may be late at once."""
+    change_head_start: float = 600.0
+    """The same of what somebody changed and waits for, which goes before what merely happened too."""
     first_retry: float = 1.0
     last_retry: float = 60.0
 
@@ -40,22 +44,23 @@ class Schedule:
 
     pace: Pace = field(default_factory=Pace)
     _due: dict[Key, float] = field(default_factory=dict)
-    _asked: set[Key] = field(default_factory=set)
-    """Due for something that happened, not for a resync or a retry."""
+    _asked: dict[Key, float] = field(default_factory=dict)
+    """Due for something that happened, not for a resync or a retry; with the head start that it has."""
     _running: set[Key] = field(default_factory=set)
     _failures: dict[Key, int] = field(default_factory=dict)
     _ended: dict[Key, float] = field(default_factory=dict)
 
-    def add(self, key: Key, now: float) -> None:
-        """The key wants a look as soon as may be."""
+    def add(self, key: Key, now: float, *, changed: bool = False) -> None:
+        """The key wants a look as soon as may be; ``changed`` by somebody, who waits."""
         earliest = max(now, self._ended.get(key, now) + self.pace.debounce if key in self._ended else now)
         self._due[key] = min(earliest, self._due.get(key, earliest))
-        self._asked.add(key)
+        head_start = self.pace.change_head_start if changed else self.pace.head_start
+        self._asked[key] = max(head_start, self._asked.get(key, 0.0))
 
     def take(self, now: float) -> Key | None:
         """The key that has been due longest, where what happened has a head start; it runs from now on."""
         ready = [
-            (due - self.pace.head_start * (key in self._asked), key)
+            (due - self._asked.get(key, 0.0), key)
             for key, due in self._due.items()
             if due <= now and key not in self._running
         ]
@@ -63,16 +68,16 @@ class Schedule:
             return None
         _, key = min(ready)
         del self._due[key]
-        self._asked.discard(key)
+        self._asked.pop(key, None)
         self._running.add(key)
         return key
 
     def done(self, key: Key, now: float, *, again_in: float | None) -> None:
-        """The run went well; ``again_in`` seconds is the resync, None forgets the key."""
+        """The run went well; ``again_in`` seconds is the period of the resync, None forgets the key."""
         self._ends(key, now)
         self._failures.pop(key, None)
         if again_in is not None:
-            self._at(key, now + again_in, now)
+            self._at(key, turn(key, again_in, now), now)
         elif key not in self._due:
             self._ended.pop(key, None)
 
@@ -102,6 +107,18 @@ class Schedule:
         self._due[key] = due if asked is None else min(due, max(asked, now + self.pace.debounce))
 
 
+def turn(key: Key, period: float, now: float) -> float:
+    """When a key is next looked at every ``period``: in about one from now, at its own place within each.
+
+    All keys start together. Left as they are they would stay so, and whatever happened would come into the midst of
+    them once a period.
+    """
+    if period <= 0:
+        return now
+    place = period * zlib.crc32("/".join(key).encode()) / 2**32
+    return place + period * math.ceil((now + period / 2 - place) / period)
+
+
 Handle = Callable[[Key], Awaitable[float | None]]
 """Reconciles a key; returns the seconds until the next look, None when the key is gone."""
 
@@ -124,8 +141,8 @@ class WorkQueue:
         self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, key: Key) -> None:
-        self._schedule.add(key, self._clock())
+    def add(self, key: Key, *, changed: bool = False) -> None:
+        self._schedule.add(key, self._clock(), changed=changed)
         self._woken.set()
 
     def depth(self) -> int:

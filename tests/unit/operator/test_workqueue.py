@@ -39,19 +39,51 @@ def test_resync_comes_by_itself(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.take(0)
     schedule.done(A, 1, again_in=5)
-    assert schedule.next_due() == 6
-    assert schedule.take(6) == A
+    due = schedule.next_due()
+    assert due is not None
+    assert 3.5 <= due <= 8.5
+    for _ in range(3):
+        assert schedule.take(due - 0.1) is None
+        assert schedule.take(due) == A
+        schedule.done(A, due + 0.5, again_in=5)
+        assert schedule.next_due() == pytest.approx(due + 5)
+        due += 5
+
+
+def test_keys_that_started_together_come_in_turns(schedule: Schedule) -> None:
+    keys = [("ns", f"d{index}") for index in range(600)]
+    for key in keys:
+        schedule.add(key, 0)
+        schedule.take(0)
+        schedule.done(key, 0, again_in=60)
+    taken: list[tuple[str, str]] = []
+    for now in range(91):
+        before = len(taken)
+        while (key := schedule.take(now)) is not None:
+            taken.append(key)
+        assert len(taken) - before < 30, "ten a second"
+    assert sorted(taken) == sorted(keys)
 
 
 def test_what_happened_goes_before_resyncs_that_are_late_but_not_for_ever(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.take(0)
     schedule.done(A, 0, again_in=10)
-    schedule.add(B, 20)
-    assert schedule.take(20) == B
-    schedule.done(B, 20, again_in=None)
-    schedule.add(B, 10 + PACE.head_start + 1)
-    assert schedule.take(10 + PACE.head_start + 1) == A
+    due = schedule.next_due()
+    assert due is not None
+    schedule.add(B, due + 10)
+    assert schedule.take(due + 10) == B
+    schedule.done(B, due + 10, again_in=None)
+    schedule.add(B, due + PACE.head_start + 1)
+    assert schedule.take(due + PACE.head_start + 1) == A
+
+
+def test_what_somebody_changed_goes_before_what_happened(schedule: Schedule) -> None:
+    schedule.add(A, 0)
+    schedule.add(B, 10, changed=True)
+    schedule.add(B, 10)
+    assert schedule.take(10) == B, "and an event of a child takes nothing of that"
+    assert schedule.take(10) == A
 
 
 def test_failures_back_off_and_success_forgets_them(schedule: Schedule) -> None:
