@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ import kopf
 import prometheus_client
 
 from specdecode_operator import metrics
-from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP, PAUSED_ANNOTATION, PIN_ANNOTATION, PLURAL, VERSION
 from specdecode_operator.cluster import PODS, WORKLOADS, Cluster, Kind
 from specdecode_operator.errors import ClusterError
 from specdecode_operator.memory_store import MemoryStore
@@ -43,6 +43,8 @@ class Process:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     queue: WorkQueue | None = None
     early: list[Key] = field(default_factory=list)
+    seen: dict[Key, tuple[Any, ...]] = field(default_factory=dict)
+    """Of every deployment, what people say of it."""
 
     async def start(self) -> None:
         """Connects, and starts the queue and a watch for every kind of child in every namespace."""
@@ -64,21 +66,36 @@ class Process:
             for kind in (WORKLOADS, PODS):
                 self._spawn(watch_children(cluster, kind, namespace, self.queue.add))
         for key in self.early:
-            self.queue.add(key)
+            self.queue.add(key, changed=True)
 
     async def stop(self) -> None:
         await self.stack.aclose()
 
-    def add(self, key: Key) -> None:
+    def event(self, key: Key, event: str | None, metadata: Mapping[str, Any]) -> None:
+        """Of a deployment. One that says what the last one said is of the status, which we wrote ourselves."""
+        said = _said(metadata)
+        if event != "DELETED" and self.seen.get(key) == said:
+            return
+        if event == "DELETED":
+            self.seen.pop(key, None)
+        else:
+            self.seen[key] = said
         if self.queue is None:
             self.early.append(key)
         else:
-            self.queue.add(key)
+            self.queue.add(key, changed=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         task.add_done_callback(_must_not_end)
         self.stack.push_async_callback(_ended, task)
+
+
+def _said(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What people say of a deployment: a spec by its generation, pause and pin by annotations, and that it shall go."""
+    annotations = metadata.get("annotations") or {}
+    steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION))
+    return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp"), *steering
 
 
 def _must_not_end(task: asyncio.Task[None]) -> None:
@@ -133,8 +150,8 @@ def register(settings: Settings) -> kopf.OperatorRegistry:
     async def cleanup(**_: Any) -> None:
         await process.stop()
 
-    async def changed(namespace: str, name: str, **_: Any) -> None:
-        process.add((namespace, name))
+    async def changed(namespace: str, name: str, type: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+        process.event((namespace, name), type, meta)
 
     kopf.on.login(registry=registry)(_login)
     kopf.on.startup(registry=registry)(startup)
