@@ -6,10 +6,10 @@ later reading a baseline of its own and costs one poll of that worker, never the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import zip_longest
+from operator import add, sub
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from specdecode_worker.contract import FEATURES, Buckets, Report, StepCell
@@ -101,10 +101,13 @@ class Moments:
         return max(0.0, self.seconds_squared / self.count - self.mean_seconds**2)
 
     def plus(self, other: Moments) -> Moments:
-        return Moments(tuple(a + b for a, b in zip(self.values, other.values, strict=True)))
+        return Moments(tuple(map(add, self.values, other.values)))
+
+    def minus(self, other: Moments) -> Moments:
+        return Moments(tuple(map(sub, self.values, other.values)))
 
     def times(self, factor: float) -> Moments:
-        return Moments(tuple(value * factor for value in self.values))
+        return Moments(tuple([value * factor for value in self.values]))
 
     def taking(self, factor: float) -> Moments:
         """The same steps, had each taken ``factor`` times as long."""
@@ -132,6 +135,10 @@ class Hits(NamedTuple):
         ranks = tuple(mine + theirs for mine, theirs in zip_longest(self.ranks, other.ranks, fillvalue=0.0))
         return Hits(self.hits + other.hits, self.total + other.total, ranks)
 
+    def minus(self, other: Hits) -> Hits:
+        ranks = tuple(mine - theirs for mine, theirs in zip_longest(self.ranks, other.ranks, fillvalue=0.0))
+        return Hits(self.hits - other.hits, self.total - other.total, ranks)
+
     def times(self, factor: float) -> Hits:
         return Hits(self.hits * factor, self.total * factor, tuple(value * factor for value in self.ranks))
 
@@ -146,7 +153,10 @@ class TrafficSums(NamedTuple):
     output_tokens: float
 
     def plus(self, other: TrafficSums) -> TrafficSums:
-        return TrafficSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return TrafficSums(*map(add, self, other))
+
+    def minus(self, other: TrafficSums) -> TrafficSums:
+        return TrafficSums(*map(sub, self, other))
 
     def times(self, factor: float) -> TrafficSums:
         return TrafficSums(*(value * factor for value in self))
@@ -163,7 +173,10 @@ class RequestSums(NamedTuple):
     dd: float
 
     def plus(self, other: RequestSums) -> RequestSums:
-        return RequestSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return RequestSums(*map(add, self, other))
+
+    def minus(self, other: RequestSums) -> RequestSums:
+        return RequestSums(*map(sub, self, other))
 
     def times(self, factor: float) -> RequestSums:
         return RequestSums(*(value * factor for value in self))
@@ -254,12 +267,12 @@ def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
     found = list(deltas)
     if not found:
         return Delta(at=at, draft=draft)
-    total = reduce(_added, (delta for delta in found if delta.draft == draft), Delta(draft=draft))
     return replace(
-        total,
+        _added([delta for delta in found if delta.draft == draft]),
         at=at,
+        draft=draft,
         output_tokens=sum(delta.output_tokens for delta in found),
-        traffic=reduce(merged, (delta.traffic for delta in found), {}),
+        traffic=merged(delta.traffic for delta in found),
         running=sum(delta.running for delta in found),
         waiting=sum(delta.waiting for delta in found),
         seconds=sum(delta.seconds for delta in found) / len(found),
@@ -271,27 +284,28 @@ def over(window: Iterable[Delta]) -> Delta:
     found = list(window)
     seconds = sum(delta.seconds for delta in found)
     return replace(
-        reduce(_added, found, Delta()),
+        _added(found),
         running=sum(delta.running * delta.seconds for delta in found) / seconds if seconds else 0,
         waiting=sum(delta.waiting * delta.seconds for delta in found) / seconds if seconds else 0,
         seconds=seconds,
     )
 
 
-def _added(one: Delta, two: Delta) -> Delta:
+def _added(found: Sequence[Delta]) -> Delta:
+    """Counts and sums of all of them; the draft is the last one's that names any."""
     return Delta(
-        at=max(one.at, two.at),
-        draft=two.draft or one.draft,
-        drafts=one.drafts + two.drafts,
-        draft_tokens=one.draft_tokens + two.draft_tokens,
-        accepted_tokens=one.accepted_tokens + two.accepted_tokens,
-        plain_steps=one.plain_steps + two.plain_steps,
-        output_tokens=one.output_tokens + two.output_tokens,
-        acceptance=merged(one.acceptance, two.acceptance),
-        siblings=merged(one.siblings, two.siblings),
-        traffic=merged(one.traffic, two.traffic),
-        requests=merged(one.requests, two.requests),
-        steps=merged(one.steps, two.steps),
+        at=max((delta.at for delta in found), default=0),
+        draft=next((delta.draft for delta in reversed(found) if delta.draft), ""),
+        drafts=sum(delta.drafts for delta in found),
+        draft_tokens=sum(delta.draft_tokens for delta in found),
+        accepted_tokens=sum(delta.accepted_tokens for delta in found),
+        plain_steps=sum(delta.plain_steps for delta in found),
+        output_tokens=sum(delta.output_tokens for delta in found),
+        acceptance=merged(delta.acceptance for delta in found),
+        siblings=merged(delta.siblings for delta in found),
+        traffic=merged(delta.traffic for delta in found),
+        requests=merged(delta.requests for delta in found),
+        steps=merged(delta.steps for delta in found),
     )
 
 
@@ -299,12 +313,9 @@ Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments)
 Key = TypeVar("Key")
 
 
-def merged(one: Mapping[Key, Sum], two: Mapping[Key, Sum]) -> dict[Key, Sum]:
-    """Sums of both, key by key."""
-    found = dict(one)
-    for key, value in two.items():
-        found[key] = found[key].plus(value) if key in found else value
-    return found
+def merged(found: Iterable[Mapping[Key, Sum]]) -> dict[Key, Sum]:
+    """Sums of all, key by key."""
+    return summed(pair for sums in found for pair in sums.items())
 
 
 def _output(report: Report) -> int:
@@ -363,20 +374,22 @@ def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
 
 def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
     """Between two polls a worker runs few of the kinds of steps that it has ever run: the others are not looked at."""
-    counts = {CellKey.of(cell): cell.count for cell in before.steps}
-    moved = {CellKey.of(cell) for cell in after.steps if counts.get(CellKey.of(cell)) != cell.count}
-    found = _difference(_cells(before, moved), _cells(after, moved))
+    known = [(CellKey.of(cell), cell) for cell in before.steps]
+    cells = [(CellKey.of(cell), cell) for cell in after.steps]
+    counts = {key: cell.count for key, cell in known}
+    moved = {key for key, cell in cells if counts.get(key) != cell.count}
+    found = _difference(_cells(known, moved), _cells(cells, moved))
     return {key: moments for key, moments in found.items() if moments.count > 0}
 
 
-def _cells(report: Report, keys: set[CellKey]) -> dict[CellKey, Moments]:
-    return summed((CellKey.of(cell), Moments.of_cell(cell)) for cell in report.steps if CellKey.of(cell) in keys)
+def _cells(cells: Iterable[tuple[CellKey, StepCell]], keys: Collection[CellKey]) -> dict[CellKey, Moments]:
+    return summed((key, Moments.of_cell(cell)) for key, cell in cells if key in keys)
 
 
 def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
     """What ``after`` has more than ``before``; a cell that the worker dropped in between counts from zero, and one
     that fell says nothing."""
-    found = {key: value.plus(before[key].times(-1)) if key in before else value for key, value in after.items()}
+    found = {key: value.minus(before[key]) if key in before else value for key, value in after.items()}
     return {key: value for key, value in found.items() if _has_risen(value)}
 
 

@@ -211,7 +211,7 @@ def _prefill(known: tuple[float, ...], delta: Delta) -> tuple[float, ...]:
     fresh = reduce(Moments.plus, found)
     before = Moments(known) if known else fresh.times(0)
     keep = 0.5 ** (fresh.count / HALF_LIFE_PREFILL_STEPS)
-    return tuple(map(_short, before.times(keep).plus(fresh).values))
+    return _shorts(before.times(keep).plus(fresh).values)
 
 
 def _costs(kept: Kept, delta: Delta, now: float) -> Iterable[CostMemory]:
@@ -238,9 +238,9 @@ def _cost(
     is_new_spell = now - spell_at >= SPELL_SECONDS
     return CostMemory(
         **key._asdict(),
-        values=tuple(map(_short, after.values)),
+        values=_shorts(after.values),
         at=now,
-        new_values=tuple(map(_short, apart)),
+        new_values=_shorts(apart),
         polls=_short(1 + left * polls),
         spells=_short(max(1.0, is_new_spell + left * spells)),
         spell_at=now if is_new_spell else spell_at,
@@ -296,3 +296,8 @@ def _kept_share(count: float, seconds: float, half_life: float) -> float:
 def _short(value: float) -> float:
     """Six digits are more than was measured, and the memory must stay small."""
     return float(f"{value:.{DIGITS}g}")
+
+
+def _shorts(values: tuple[float, ...]) -> tuple[float, ...]:
+    """The same of many, written and read as one text: a look shortens a thousand."""
+    return tuple(map(float, ((f"%.{DIGITS}g " * len(values)) % values).split()))
