@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from specdecode_operator.cluster import CONFIG_MAPS, Cluster
 from specdecode_operator.manifests import state_config_map, state_name
-from specdecode_operator.memory import Kept, Memory, kept_of, state_data
+from specdecode_operator.memory import Kept, Memory, Resting, kept_of, state_data
 from specdecode_operator.records import Deployment
 
 WRITE_SECONDS = 60.0
@@ -25,7 +25,7 @@ class MemoryStore:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[str, Resting] = {}
         self._written: dict[str, tuple[bytes, float]] = {}
         """Digest and time of the last write; a thousand whole texts would be most of the process."""
         self._learnt: set[str] = set()
@@ -33,16 +33,19 @@ class MemoryStore:
 
     async def load(self, deployment: Deployment) -> Memory:
         """From the process, else from the ConfigMap, else a blank one."""
-        if deployment.uid not in self._memories:
-            self._memories[deployment.uid] = await self._read(deployment)
-        return self._memories[deployment.uid]
+        known = self._memories.get(deployment.uid)
+        if known is not None:
+            return known.memory
+        memory = await self._read(deployment)
+        self._memories[deployment.uid] = Resting.of(memory)
+        return memory
 
     async def save(
         self, deployment: Deployment, memory: Memory, *, urgent: bool, learnt: bool = True, now: float
     ) -> None:
         """Keeps ``memory``; writes it when it holds a decision, or something new and the last write is a minute ago."""
         uid = deployment.uid
-        self._memories[uid] = replace(memory, found=True)
+        self._memories[uid] = Resting.of(replace(memory, found=True))
         if learnt:
             self._learnt.add(uid)
         before, when = self._written.get(uid, (b"", 0.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fleet import loop_over
 
@@ -10,6 +12,7 @@ from specdecode_operator.memory import (
     MAX_STATE_BYTES,
     CostMemory,
     Kept,
+    Resting,
     RowMemory,
     TemplateMemory,
     kept_of,
@@ -60,6 +63,16 @@ def test_a_state_comes_back_as_it_was() -> None:
     loop = loop_over()
     loop.polls(8)
     assert kept_of(state_data(loop.memory.kept), "u1") == loop.memory.kept
+
+
+def test_a_memory_rests_and_comes_back_as_it_was() -> None:
+    loop = loop_over()
+    loop.polls(8)
+    kept = loop.memory.kept.model_copy(update={"template": crowded().template})
+    memory = replace(loop.memory, kept=kept, published_at=7.0, found=False)
+    resting = Resting.of(memory)
+    assert resting.memory == memory
+    assert len(resting.packed) < len(kept.model_dump_json()) / 3
 
 
 def test_a_namesake_of_another_uid_starts_afresh() -> None:
