@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import config
@@ -101,6 +103,10 @@ class Cluster:
             config.load_incluster_config(configuration)
         except config.ConfigException:
             await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+        # The session would ask the environment for a proxy and netrc for a password, in a thread, at every request:
+        # half of what a request takes.
+        configuration.client_session_kwargs = {"trust_env": False}
+        configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
         return cls(ApiClient(configuration))
 
     async def close(self) -> None:
@@ -251,6 +257,12 @@ class Cluster:
             raise translated(error, f"{method} {path}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
+
+
+def environment_proxy(url: str) -> str | None:
+    """The proxy that the environment names for ``url``, if any."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 def _ours(found: Mapping[str, Any]) -> int:
