@@ -32,7 +32,8 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     kept = history.realised(kept, delta, found) if delta else kept
     before = kept
     kept, pin, problem = steering.pinned(deployment, kept)
-    kept, plan, changes, recommended = planned.plan_of(deployment, observed, kept, pin, found, now)
+    chosen, standing = planned.chosen_of(deployment, observed, kept, found, now)
+    kept, plan, changes, recommended = planned.plan_of(deployment, observed, kept, chosen, pin, found, now)
     watched, kept = verdicts(deployment, observed, kept, plan, now=now)
     sized, kept = size(deployment, observed, kept, memory, delta, now=now)
     sized, kept = steering.advised(deployment, sized, before, kept)
@@ -41,7 +42,7 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
     kept = history.recorded(kept, changes, before.plan)
     template = _template(deployment, observed, kept, defaults)
     kept = kept.model_copy(update={"template": template})
-    memory = replace(memory, kept=kept)
+    memory = replace(memory, kept=kept, standing=standing)
     figures, memory = _published(deployment, observed, memory, plan, found, now)
     depth = planned.depth_in_use(deployment, observed, kept, plan, found)
     decision = Decision(

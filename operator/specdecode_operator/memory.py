@@ -296,6 +296,17 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """All loads were looked at and no row moved; none will, while nothing changes that rows are chosen by."""
+
+    basis: bytes
+    """Digest of that."""
+    since: float
+    until: float
+    """When the next wait is over, operator's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Everything remembered."""
 
@@ -308,6 +319,7 @@ class Memory:
     """By uid of the pod."""
     published_at: float = 0
     """When figures were last handed to status."""
+    standing: Standing | None = None
     found: bool = True
     """False when no state was stored: it may be new, or somebody deleted the ConfigMap."""
 

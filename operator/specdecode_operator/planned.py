@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from specdecode_operator import history, planning, steering
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.memory import Kept
+from specdecode_operator.memory import Kept, Standing
 from specdecode_operator.pins import Pin
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text
@@ -15,23 +15,37 @@ from specdecode_operator.sizing import kv_tokens
 from specdecode_worker.contract import Buckets, Plan, TreeShape
 
 
+def chosen_of(
+    deployment: Deployment, observed: Observed, kept: Kept, found: Buckets, now: float
+) -> tuple[Chosen, Standing | None]:
+    """The rows as they should be, and for how long that stands; what still does is not chosen again."""
+    speculation = deployment.spec.speculation
+    if not planning.plans(speculation):
+        return Chosen(rows=kept.rows, swept_at=kept.swept_at), None
+    most, cache = deployment.spec.workers.max_num_seqs, kv_tokens(observed)
+    held_back = _held_back(observed, kept.plan)
+    basis = planning.basis_of(speculation, kept, found, most, cache, sorted(held_back))
+    known = observed.memory.standing
+    if planning.stands(known, basis, now):
+        return planning.still(kept, now), known
+    chosen = planning.choose(
+        speculation,
+        kept,
+        found,
+        max_num_seqs=most,
+        now=now,
+        held_back=held_back,
+        kv_tokens=cache,
+        prompt=planning.prompt_of(kept),
+    )
+    return chosen, planning.standing(speculation, kept, chosen, basis, now)
+
+
 def plan_of(
-    deployment: Deployment, observed: Observed, kept: Kept, pin: Pin | None, found: Buckets, now: float
+    deployment: Deployment, observed: Observed, kept: Kept, chosen: Chosen, pin: Pin | None, found: Buckets, now: float
 ) -> tuple[Kept, Plan, tuple[DecisionRecord, ...], str | None]:
     """The kept rows and plan, and what changed. Advisory and a pause choose, tell, and change nothing."""
     speculation = deployment.spec.speculation
-    chosen = Chosen(rows=kept.rows, swept_at=kept.swept_at)
-    if planning.plans(speculation):
-        chosen = planning.choose(
-            speculation,
-            kept,
-            found,
-            max_num_seqs=deployment.spec.workers.max_num_seqs,
-            now=now,
-            held_back=_held_back(observed, kept.plan),
-            kv_tokens=kv_tokens(observed),
-            prompt=planning.prompt_of(kept),
-        )
     follows = planning.follows(speculation) and not deployment.paused
     rows = steering.unpinned(chosen.rows, kept.rows, pin) if follows else kept.rows
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)

@@ -18,6 +18,7 @@ from specdecode_operator.planning.pods import (
     suspected,
 )
 from specdecode_operator.planning.rows import Chosen, choose
+from specdecode_operator.planning.standing import basis_of, standing, stands, still
 
 __all__ = [
     "SLOW_SECONDS",
@@ -26,6 +27,7 @@ __all__ = [
     "Pace",
     "PodDelta",
     "Request",
+    "basis_of",
     "buckets",
     "choose",
     "evened",
@@ -43,5 +45,8 @@ __all__ = [
     "prompt_of",
     "relative_pace",
     "request_of",
+    "standing",
+    "stands",
+    "still",
     "suspected",
 ]
