@@ -6,6 +6,7 @@ reading of every worker, a minute of differences) lives in the process and is le
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -328,13 +329,14 @@ class Memory:
 class Resting:
     """A memory between two looks, nine tenths of it packed: a thousand are kept, and one is looked at once a poll.
 
-    Estimates and rows are hundreds of small objects, each with its names and its numbers.
+    Estimates, rows and differences are hundreds of small objects, each with its names and its numbers.
     """
 
     packed: bytes
     template: bytes
+    window: bytes
     rest: Memory
-    """All but ``kept``."""
+    """All else."""
 
     @classmethod
     def of(cls, memory: Memory) -> Resting:
@@ -342,7 +344,8 @@ class Resting:
         return cls(
             zlib.compress(memory.kept.model_dump_json(by_alias=True).encode(), 1),
             zlib.compress(template.model_dump_json().encode(), 1) if template else b"",
-            replace(memory, kept=_NOTHING),
+            zlib.compress(pickle.dumps(memory.window), 1),
+            replace(memory, kept=_NOTHING, window=()),
         )
 
     @property
@@ -351,7 +354,7 @@ class Resting:
         if self.template:
             template = TemplateMemory.model_validate_json(zlib.decompress(self.template))
             kept = kept.model_copy(update={"template": template})
-        return replace(self.rest, kept=kept)
+        return replace(self.rest, kept=kept, window=pickle.loads(zlib.decompress(self.window)))
 
 
 _NOTHING = Kept()
