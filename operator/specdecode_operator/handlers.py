@@ -26,6 +26,7 @@ from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.reconcile import Reconciler
 from specdecode_operator.records import Defaults, Key
 from specdecode_operator.settings import Settings
+from specdecode_operator.watched import WatchedPods
 from specdecode_operator.worker_client import Workers
 from specdecode_operator.workqueue import WorkQueue
 
@@ -56,15 +57,16 @@ class Process:
             worker_image=self.settings.worker_image,
             worker_image_pull_policy=self.settings.worker_image_pull_policy,
         )
+        pods = WatchedPods()
         reconciler = Reconciler(
-            cluster, workers, MemoryStore(cluster), defaults, poll_seconds=self.settings.poll_seconds
+            cluster, workers, MemoryStore(cluster), defaults, poll_seconds=self.settings.poll_seconds, pods=pods
         )
         self.queue = WorkQueue(reconciler.handle, concurrency=self.settings.concurrency)
         metrics.QUEUE_DEPTH.set_function(self.queue.depth)
         self._spawn(self.queue.run())
         for namespace in self.settings.watch_namespaces or (None,):
-            for kind in (WORKLOADS, PODS):
-                self._spawn(watch_children(cluster, kind, namespace, self.queue.add))
+            self._spawn(watch_children(cluster, WORKLOADS, namespace, self.queue.add))
+            self._spawn(watch_children(cluster, PODS, namespace, self.queue.add, pods))
         for key in self.early:
             self.queue.add(key, changed=True)
 
@@ -110,8 +112,12 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def watch_children(cluster: Cluster, kind: Kind, namespace: str | None, add: Callable[[Key], None]) -> None:
-    """Lists, then watches, for ever; after an error it lists again, with growing pauses while the API is away."""
+async def watch_children(
+    cluster: Cluster, kind: Kind, namespace: str | None, add: Callable[[Key], None], pods: WatchedPods | None = None
+) -> None:
+    """Lists, then watches, for ever; after an error it lists again, with growing pauses while the API is away. ``pods``
+    is told while a watch is on, and of what it sees."""
+    pods = pods or WatchedPods()
     pause = 1.0
     while True:
         try:
@@ -121,21 +127,30 @@ async def watch_children(cluster: Cluster, kind: Kind, namespace: str | None, ad
                     _add_parent(cluster, "ADDED", child, add)
                 version = page["metadata"]["resourceVersion"]
             pause = 1.0
+            # From ``version`` on every change comes, so lists that are asked for from now on hold until one does.
+            pods.begins(namespace)
             async for event, child in cluster.watch(kind, namespace, labels=CHILD_LABELS, version=version):
-                _add_parent(cluster, event, child, add)
+                parent = _add_parent(cluster, event, child, add)
+                if parent is not None:
+                    pods.changed(parent)
+            pods.ends(namespace)
         except ClusterError as error:
+            pods.ends(namespace)
             log.warning("watch of %s: %s", kind.plural, error)
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE_SECONDS, pause * 2)
 
 
-def _add_parent(cluster: Cluster, event: str, child: dict[str, Any], add: Callable[[Key], None]) -> None:
+def _add_parent(cluster: Cluster, event: str, child: dict[str, Any], add: Callable[[Key], None]) -> Key | None:
+    """The parent, which is added."""
     metadata = child["metadata"]
     if event == "DELETED":
         cluster.forget(metadata["namespace"], metadata["name"])
     name = metadata.get("labels", {}).get(f"{GROUP}/name")
-    if name:
-        add((metadata["namespace"], name))
+    if not name:
+        return None
+    add((metadata["namespace"], name))
+    return metadata["namespace"], name
 
 
 def register(settings: Settings) -> kopf.OperatorRegistry:

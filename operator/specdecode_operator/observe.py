@@ -21,6 +21,7 @@ from specdecode_operator.measurements import went_backwards
 from specdecode_operator.memory import Baseline
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.records import Deployment, Observed, Worker, Workload
+from specdecode_operator.watched import WatchedPods
 from specdecode_operator.worker_client import Unchanged, Workers
 from specdecode_worker.contract import Report
 
@@ -60,16 +61,17 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
         return Status()
 
 
-async def observe(deployment: Deployment, cluster: Cluster, workers: Workers, memories: MemoryStore) -> Observed:
-    """Reads the children, then all reports at once. A worker without a report carries the reason."""
-    labels = ",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items())
-    workload, pods, memory, token = await asyncio.gather(
+async def observe(
+    deployment: Deployment, cluster: Cluster, workers: Workers, memories: MemoryStore, pods: WatchedPods | None = None
+) -> Observed:
+    """Reads the children, then all reports at once. A worker without a report carries the reason. ``pods`` spares the
+    list of those that nothing happened to."""
+    workload, found, memory, token = await asyncio.gather(
         cluster.get(WORKLOADS, deployment.namespace, manifests.worker_name(deployment.name)),
-        cluster.list(PODS, deployment.namespace, labels=labels),
+        _workers(deployment, cluster, pods or WatchedPods()),
         memories.load(deployment),
         _admin_token(deployment, cluster),
     )
-    found = (worker_of(pod) for pod in pods["items"])
     asked = (_reported(worker, workers, token, memory.baselines.get(worker.uid)) for worker in found)
     return Observed(
         workload=workload_of(workload) if workload else None,
@@ -77,6 +79,17 @@ async def observe(deployment: Deployment, cluster: Cluster, workers: Workers, me
         memory=memory,
         token=token,
     )
+
+
+async def _workers(deployment: Deployment, cluster: Cluster, pods: WatchedPods) -> tuple[Worker, ...]:
+    known = pods.known(deployment.key)
+    if known is not None:
+        return known
+    labels = ",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items())
+    listed = await cluster.list(PODS, deployment.namespace, labels=labels)
+    found = tuple(worker_of(pod) for pod in listed["items"])
+    pods.listed(deployment.key, found)
+    return found
 
 
 async def _admin_token(deployment: Deployment, cluster: Cluster) -> str:

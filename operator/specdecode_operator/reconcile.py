@@ -19,6 +19,7 @@ from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.observe import deployment_of, find, observe, status_of_resource
 from specdecode_operator.records import Decision, Defaults, Deployment, Key, Outcome
 from specdecode_operator.status import failed_status, iso, status_of
+from specdecode_operator.watched import WatchedPods
 from specdecode_operator.worker_client import Workers
 from specdecode_worker.contract import Plan
 
@@ -32,13 +33,21 @@ class Reconciler:
     """What every reconcile needs, and the way from a key to a written status."""
 
     def __init__(
-        self, cluster: Cluster, workers: Workers, memories: MemoryStore, defaults: Defaults, *, poll_seconds: float
+        self,
+        cluster: Cluster,
+        workers: Workers,
+        memories: MemoryStore,
+        defaults: Defaults,
+        *,
+        poll_seconds: float,
+        pods: WatchedPods | None = None,
     ) -> None:
         self.cluster = cluster
         self.workers = workers
         self.memories = memories
         self.defaults = defaults
         self.poll_seconds = poll_seconds
+        self.pods = pods or WatchedPods()
         self._uids: dict[Key, str] = {}
 
     async def handle(self, key: Key) -> float | None:
@@ -74,7 +83,7 @@ class Reconciler:
 
     async def reconcile(self, deployment: Deployment, *, now: float) -> Status:
         """The whole loop of one deployment. Raises SpecError, or ClusterError worth another try."""
-        observed = await observe(deployment, self.cluster, self.workers, self.memories)
+        observed = await observe(deployment, self.cluster, self.workers, self.memories, self.pods)
         decision, memory = decide(deployment, observed, self.defaults, now=now)
         outcome = await self._apply(deployment, decision, memory, observed.token, now=now)
         status = status_of(deployment, observed, decision, outcome, now=now)
@@ -138,6 +147,7 @@ class Reconciler:
         if uid is None:
             return
         self.memories.forget(uid)
+        self.pods.changed(key)
         metrics.forget(*key)
         namespace, name = key
         for child in (name, manifests.worker_name(name), manifests.plan_name(name), manifests.state_name(name)):
