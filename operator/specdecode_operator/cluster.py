@@ -113,11 +113,15 @@ class Cluster:
         await self._api.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        """The object, or None when there is none."""
+        """The object, or None when there is none. One that stands as it was applied need not be asked for again."""
         try:
-            return await self._request("get", kind.path(namespace, name))
+            found = await self._request("get", kind.path(namespace, name))
         except NotFound:
             return None
+        known = self._applied.get((kind.kind, namespace, name))
+        if known is not None and _ours(found) == known.ours:
+            known.at = time.monotonic()
+        return found
 
     async def list(self, kind: Kind, namespace: str | None, *, labels: str) -> dict[str, Any]:
         """The List, with its resource version. ``namespace`` None lists all namespaces."""
