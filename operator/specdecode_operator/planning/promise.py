@@ -45,6 +45,8 @@ class Promise:
 
     def violation(self, step_seconds: float, tokens: Iterable[float]) -> float:
         """How far the worst promise is missed, as a share of it; 0 when all are kept. ``tokens`` of a step, by task."""
+        if self.is_empty:
+            return 0.0
         worst = 1.0
         if self.ttit_seconds is not None:
             worst = max(worst, step_seconds / min(tokens, default=1.0) / self.ttit_seconds)
