@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -43,6 +44,7 @@ def run(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
     )
+    _collect_seldom()
     for chatty in ("kopf.objects", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     kopf.run(
@@ -55,6 +57,13 @@ def run(settings: Settings) -> None:
         namespaces=settings.watch_namespaces,
         liveness_endpoint=f"http://{settings.listen_address}:{settings.port_health}/healthz",
     )
+
+
+def _collect_seldom() -> None:
+    """Nearly all that a look makes goes by reference counts, and several looks in flight are a growing heap to the
+    collector: it would go through every imported module again and again, a fifth of a busy operator's time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 if __name__ == "__main__":
