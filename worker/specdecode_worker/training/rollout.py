@@ -48,6 +48,13 @@ class Row:
     ngrams: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
+    def says_little(self) -> bool:
+        """Whether the answer is short but for what it says again."""
+        assert self.answer_start is not None
+        repeats = self.ngrams.total() - len(self.ngrams)
+        return len(self.tokens) - self.answer_start - repeats < SHORTEST_ANSWER
+
+    @property
     def draw_temperature(self) -> float:
         return 1.0 if self.answer_start is None else self.question.temperature
 
@@ -160,7 +167,7 @@ class Rollout:
     def _recorded(self, index: int, row: Row) -> Conversation | None:
         assert row.answer_start is not None
         n, width = len(row.tokens), self.target.config.hidden_size
-        if n <= row.answer_start or (self.settings.for_training and n - row.answer_start < SHORTEST_ANSWER):
+        if n <= row.answer_start or (self.settings.for_training and row.says_little):
             self.dropped += 1
             return None
         self.dropped = 0

@@ -67,7 +67,7 @@ def test_text_is_cut_where_it_loops() -> None:
     row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
     period = list(range(LOOP_NGRAM))
     said = 0
-    for token in period * 5:
+    for token in period * (LOOP_COUNT + 1):
         said += 1
         if row.repeats_with(token):
             break
