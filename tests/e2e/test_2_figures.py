@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specdecode_worker.contract import Metric
 
-DEPTH = 3
+DEPTH = 1
+"""Pays on every processor: where the shape loses, the guard lets bursts alone speculate, and SPEEDUP is theirs."""
 CONCURRENCY = 2
 QUESTIONS = PROMPTS[:4]
 """The same in the traffic and in bench: acceptance goes by text."""
@@ -34,7 +35,7 @@ def speculation_counters(endpoint: Endpoint) -> tuple[float, float]:
 def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
     """(acceptance by /metrics over a minute of traffic, status.speculation at its end), at one depth."""
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
-        endpoint.patch({"speculation": {"mode": "Static"}})
+        endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
         with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
             time.sleep(20)
             drafted, accepted = speculation_counters(endpoint)
