@@ -65,8 +65,9 @@ class Process:
         metrics.QUEUE_DEPTH.set_function(self.queue.depth)
         self._spawn(self.queue.run())
         for namespace in self.settings.watch_namespaces or (None,):
-            self._spawn(watch_children(cluster, WORKLOADS, namespace, self.queue.add))
-            self._spawn(watch_children(cluster, PODS, namespace, self.queue.add, pods))
+            for kind in (WORKLOADS, PODS):
+                told = pods if kind is PODS else None
+                self._spawn(watch_children(cluster, kind, namespace, self.queue.add, told))
         for key in self.early:
             self.queue.add(key, changed=True)
 
