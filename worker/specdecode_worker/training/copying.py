@@ -64,19 +64,20 @@ def with_copiers(origin: Eagle3Head, target: Llama, conversations: Sequence[Conv
     _check(origin)
     config, text = origin.config, _Text.of(conversations, groups)
     queries = config.num_attention_heads // config.num_key_value_heads
+    embedding = origin.embed_tokens or target.model.embed_tokens
     head = Eagle3Head(
         replace(
             config,
             num_attention_heads=config.num_attention_heads + groups * queries,
             num_key_value_heads=config.num_key_value_heads + groups,
         ),
-        origin.embed_tokens or target.model.embed_tokens,
+        embedding,
         own_embedding=origin.embed_tokens is not None,
     ).float()
     own = origin.float().state_dict()
-    embedding_VE = origin.midlayer.input_layernorm((origin.embed_tokens or target.model.embed_tokens).weight.float())
+    embedding_VE = origin.midlayer.input_layernorm(embedding.weight.float())
     slow = _slow_dims(config.head_dim)
-    codes = _Codes.of(embedding_VE, text.tokens_LN[0], max(len(slow), config.head_dim))
+    codes = _Codes.of(embedding_VE, text.tokens_LN[0], config.head_dim)
     wanted = [
         codes.of_tokens(embedding_VE[tokens_N], len(slow) // (lag + 1)) for lag, tokens_N in enumerate(text.tokens_LN)
     ]

@@ -192,9 +192,12 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> 
     masses = vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
         size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
-        known = plan.origin.target_ids if isinstance(plan.origin, Eagle3Head) else None
-        keeps = known is not None and len(known) == size
-        write_json(path, (known if keeps and known is not None else vocabulary.choose(masses, size)).tolist())
+        origin = plan.origin
+        if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
+            chosen = origin.target_ids  # a draft that is trained on keeps what it knows
+        else:
+            chosen = vocabulary.choose(masses, size)
+        write_json(path, chosen.tolist())
     lacking = vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
     tell(f"vocabulary: probability of what the draft cannot say, by domain: {lacking}")
     write_json(told, lacking)

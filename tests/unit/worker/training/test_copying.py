@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.config import LlamaConfig
 from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.llama import Llama
 from specdecode_worker.training.copying import with_copiers
@@ -22,24 +21,19 @@ from specdecode_worker.training.unroll import UnrolledAttention
 PERIOD = 20
 
 
-@pytest.fixture(scope="module")
-def wide() -> Llama:
+@pytest.fixture
+def wide(target: Llama) -> Llama:
     """Wide enough to tell its tokens apart in a few dimensions."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = replace(
+        target.config,
         vocab_size=96,
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=8,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        rms_norm_eps=1e-5,
         rope_theta=100000.0,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_ids=(0,),
     )
     return Llama(config).requires_grad_(False)
 
@@ -48,7 +42,7 @@ def said(target: Llama, tokens: Tensor) -> Conversation:
     return Conversation(tokens.int(), *read_states(target, tokens), answer_start=1, temperature=0.0, domain="code")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def recorded(wide: Llama) -> list[Conversation]:
     generator = torch.Generator().manual_seed(1)
     return [said(wide, torch.randint(1, 96, (60,), generator=generator)) for _ in range(40)]
