@@ -108,7 +108,7 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Verdict
     """Quality, outside Ready. Says what was measured last."""
     kind = ConditionType.speculation_effective
     known = deployment.status.speculation
-    now = decision.figures.speed.speedup if decision.figures and decision.figures.speed else None
+    now = decision.figures.speedup if decision.figures else None
     speedup = now if now is not None else (known.speedup if known else None)
     if decision.depth == 0:
         return Verdict(kind, "False", "PlainIsFaster", "plain decoding runs at the present load")
@@ -116,8 +116,10 @@ def speculation_effective(deployment: Deployment, decision: Decision) -> Verdict
         return Verdict(kind, "Unknown", "NotMeasured", "too few drafts, or no plain steps to compare with")
     # Rounded as in status, so that the message changes only when the figure does.
     speedup = round(round(speedup / 0.05) * 0.05, 2)
-    if speedup >= 1:
+    if speedup > 1:
         return Verdict(kind, "True", "Faster", f"{speedup:.2f} times plain decoding")
+    if speedup == 1:
+        return Verdict(kind, "False", "NoGain", "as fast as plain decoding, which may be what runs: see explain")
     return Verdict(kind, "False", "Slower", f"{speedup:.2f} times plain decoding")
 
 

@@ -27,7 +27,7 @@ FIRST_ACCEPTANCE = Gauge(
     "specdecode_first_token_acceptance", "How often the draft's first token is right, whatever the depth.", OF_ONE
 )
 ACCEPTED_LENGTH = Gauge("specdecode_accepted_length", "Tokens per step, last measured.", OF_ONE)
-SPEEDUP = Gauge("specdecode_speedup", "Plain over speculative time per token, last measured.", OF_ONE)
+SPEEDUP = Gauge("specdecode_speedup", "Time that plain decoding would take over the time taken, last measured.", OF_ONE)
 RUNNING = Gauge("specdecode_running_requests", "Requests that run, mean of a minute.", OF_ONE)
 WAITING = Gauge("specdecode_waiting_requests", "Requests that wait, mean of a minute.", OF_ONE)
 TOKENS_PER_SECOND = Gauge("specdecode_tokens_per_second", "Tokens of answers a second, mean of a minute.", OF_ONE)
@@ -97,7 +97,7 @@ def _figures(key: Key, decision: Decision) -> None:
     if figures.speed is not None:
         ACCEPTANCE.labels(*key).set(figures.speed.acceptance_rate)
         ACCEPTED_LENGTH.labels(*key).set(figures.speed.accepted_length)
-        _known(SPEEDUP, key, figures.speed.speedup)
+    _known(SPEEDUP, key, figures.speedup)
 
 
 def _gains(key: Key, history: Iterable[DecisionRecord]) -> None:

@@ -124,12 +124,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What speculation brought over the window. Present only when enough drafts were seen."""
+    """What was accepted over the window. Present only when enough drafts were seen."""
 
     acceptance_rate: float
     accepted_length: float
-    speedup: float | None = None
-    """None while there is nothing plain to compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +139,8 @@ class Figures:
     tokens_per_second: float
     synthetic: bool
     speed: Speed | None = None
+    speedup: float | None = None
+    """Plain time per token over that of everything that decoded; None while there is nothing plain to compare with."""
     tasks: Mapping[str, Speed] = field(default_factory=dict)
 
 

@@ -148,14 +148,12 @@ def _speculation(deployment: Deployment, decision: Decision, now: float) -> Spec
 
 def _measured(before: SpeculationStatus, figures: Figures | None, now: float) -> dict[str, float | str | None]:
     """New figures when there are any and they differ; an idle deployment keeps what was measured last."""
-    if figures is None or figures.speed is None:
-        return {}
-    speed = figures.speed
-    values = {
-        "acceptance_rate": rounded(speed.acceptance_rate),
-        "accepted_length": rounded(speed.accepted_length),
-        "speedup": rounded(speed.speedup) if speed.speedup is not None else before.speedup,
-    }
+    values: dict[str, float | None] = {}
+    if figures is not None and figures.speed is not None:
+        values["acceptance_rate"] = rounded(figures.speed.acceptance_rate)
+        values["accepted_length"] = rounded(figures.speed.accepted_length)
+    if figures is not None and figures.speedup is not None:
+        values["speedup"] = rounded(figures.speedup)
     if all(getattr(before, name) == value for name, value in values.items()):
         return {}
     return {**values, "measured_at": iso(now)}

@@ -71,7 +71,7 @@ class SpeculationStatus(Api):
     nodes: int | None = Field(default=None, description="Nodes of that row's shape.")
     acceptance_rate: float | None = Field(default=None, description="Accepted over drafted tokens.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
-    speedup: float | None = Field(default=None, description="Plain over speculative time per token.")
+    speedup: float | None = Field(default=None, description="Time that plain decoding would take over the time taken.")
     measured_at: Text | None = Field(default=None, description="When the three figures above last changed.")
     plan_version: int | None = Field(default=None, description="Version of the plan that is out; it only rises.")
     pinned: Text | None = Field(default=None, description="The pin in force (annotation specdecode.io/pin).")

@@ -1,10 +1,12 @@
 """ACCEPT and SPEEDUP: differences of the whole fleet's counters over the window.
 
-Speedup is plain over speculative time per token in the same cost cells. A cell here is: steps without prefill, one
-context bucket, one number of running sequences. StepCell sums steps of several numbers of sequences, so each cell of
-speculative steps is compared with plain steps at its own mean number of sequences, interpolated between plain cells
-(at most 1.25 beyond the outermost). Time per token of a cell is seconds x mean sequences / emitted tokens; cells
-weigh by the tokens that they emitted.
+Speedup is what speculation brings as it runs: the time that plain decoding would have taken over the time that was
+taken, at the same loads. Whatever decoded counts as it was - plain steps where the plan or a guard holds speculation
+back, and what exploration costs - so a shape that only ever ran in bursts says nothing of itself. A cell here is:
+steps without prefill, one context bucket, one number of running sequences. StepCell sums steps of several numbers of
+sequences, so each cell is compared with plain steps at its own mean number of sequences, interpolated between plain
+cells (at most 1.25 beyond the outermost). Time per token of a cell is seconds x mean sequences / emitted tokens;
+cells weigh by the tokens that they emitted.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from specdecode_worker.contract import FEATURES
 
 LEAST_DRAFTS = 500
 LEAST_TASK_DRAFTS = 50
+LEAST_TOKENS = 500
+LEAST_COMPARED = 0.5
+"""Of the window's tokens must have come from steps that plain ones are known for."""
 LEAST_PLAIN_STEPS = 8
 REACH = 1.25
 
 _SEQUENCES = FEATURES.index("sequences")
-_VERIFY_TOKENS = FEATURES.index("verify_tokens")
 
 
 class Point(NamedTuple):
@@ -43,7 +47,8 @@ def figures(
         waiting=total.waiting,
         tokens_per_second=total.output_tokens / total.seconds if total.seconds else 0,
         synthetic=synthetic,
-        speed=_speed(total, costs),
+        speed=_speed(total),
+        speedup=speedup(total.steps, costs),
         tasks=_tasks(total, task_depths),
     )
 
@@ -55,34 +60,32 @@ def first_acceptance(cells: Iterable[DepthMemory]) -> float | None:
     return sum(cell.hits for cell in first) / total if total else None
 
 
-def _speed(total: Delta, costs: Iterable[CostMemory]) -> Speed | None:
+def _speed(total: Delta) -> Speed | None:
     if total.drafts < LEAST_DRAFTS or total.draft_tokens <= 0:
         return None
     return Speed(
         acceptance_rate=total.accepted_tokens / total.draft_tokens,
         accepted_length=1 + total.accepted_tokens / total.drafts,
-        speedup=speedup(total.steps, costs),
     )
 
 
 def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[CostMemory]) -> float | None:
-    """None when no speculative step has plain steps to be compared with."""
+    """None where too little was decoded, or too little of it has plain steps to be compared with."""
     remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
-    plain_seconds = speculative_seconds = 0.0
+    plain_seconds = seconds = tokens = compared = 0.0
     for key, moments in steps.items():
-        if key.prefill or moments.count < 1 or moments.emitted < 1 or not _speculative(moments):
+        if key.prefill or moments.count < 1 or moments.emitted < 1:
             continue
-        sequences = moments.mean_x[_SEQUENCES]
-        plain = _plain_per_token(steps, remembered, key.context_bucket, sequences)
+        tokens += moments.emitted
+        plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_x[_SEQUENCES])
         if plain is not None:
-            plain_seconds += plain * moments.emitted
-            speculative_seconds += moments.seconds * sequences
-    return plain_seconds / speculative_seconds if speculative_seconds > 0 else None
-
-
-def _speculative(moments: Moments) -> bool:
-    """Whether drafts were verified: plain steps with a shadow have draft passes too, and are neither kind."""
-    return moments.x[_VERIFY_TOKENS] > 1.01 * moments.x[_SEQUENCES] > 0
+            taken = moments.seconds * moments.mean_x[_SEQUENCES]
+            compared += moments.emitted
+            seconds += taken
+            plain_seconds += plain * moments.emitted if key.draft_passes else taken
+    if tokens < LEAST_TOKENS or compared < LEAST_COMPARED * tokens or seconds <= 0:
+        return None
+    return plain_seconds / seconds
 
 
 def _plain_per_token(

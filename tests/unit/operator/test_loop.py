@@ -158,7 +158,7 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
     assert figures.speed is not None
     drafted = truth.step_time(1, 3, truth.context) / (1 + 0.8 + 0.64 + 0.512)
     plain = truth.step_time(1, 0, truth.context)
-    assert figures.speed.speedup == pytest.approx(plain / drafted, rel=0.08)
+    assert figures.speedup == pytest.approx(plain / drafted, rel=0.08)
     assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
 
 

@@ -156,12 +156,17 @@ def test_transition_times_move_only_with_the_verdict() -> None:
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
-def with_figures(before: Status, now: float, **speed: float) -> Status:
+def with_figures(before: Status, now: float, *, speedup: float | None = None, **speed: float) -> Status:
     deployment = deployment_with(before)
     observed = Observed(workload=workload_with(), workers=(), memory=Memory())
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     found = Figures(
-        running=1, waiting=0, tokens_per_second=99.4, synthetic=False, speed=Speed(**speed) if speed else None
+        running=1,
+        waiting=0,
+        tokens_per_second=99.4,
+        synthetic=False,
+        speed=Speed(**speed) if speed else None,
+        speedup=speedup,
     )
     return status_of(deployment, observed, replace(decision, figures=found), Outcome(), now=now)
 
@@ -181,6 +186,14 @@ def test_figures_are_rounded_and_written_only_when_changed() -> None:
 def test_idle_keeps_the_value_and_its_time() -> None:
     first = with_figures(Status(), 1000, acceptance_rate=0.6, accepted_length=2.8, speedup=1.35)
     assert with_figures(first, 9000).speculation == first.speculation
+
+
+def test_speedup_goes_on_where_too_few_drafts_say_anything_of_acceptance() -> None:
+    """A guard that took over must not leave the gain of an hour ago standing."""
+    first = with_figures(Status(), 1000, acceptance_rate=0.6, accepted_length=2.8, speedup=1.35)
+    held = with_figures(first, 2000, speedup=1.0).speculation
+    assert held is not None
+    assert (held.acceptance_rate, held.speedup) == (0.6, 1.0)
 
 
 @pytest.mark.parametrize(
