@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from specdecode_operator.simulate.guard import Cell, Guard, Pace
-from specdecode_operator.simulate.segment import Group, Load, Outcome, Segment
+from specdecode_operator.simulate.segment import Load, Outcome, Segment
 from specdecode_operator.simulate.walks import MOST_STEPS, PLAIN, Form, chain, form_of
 from specdecode_worker.contract import OTHER_TASK, Plan, PlanState
 
@@ -122,10 +122,9 @@ class PlanPilot:
 
     def next(self, load: Load) -> Segment:
         concurrency, context = self._concurrency(load.sequences), load.context
-        planned = {group: self._planned_form(concurrency, group) for group in load.groups}
+        planned = {group: self._planned_form(concurrency, context, group.label) for group in load.groups}
         forms = {
-            group: form if self._allowed((concurrency, group.context), form) else PLAIN
-            for group, form in planned.items()
+            group: form if self._allowed((concurrency, context), form) else PLAIN for group, form in planned.items()
         }
         most, share = self.plan.max_depth, self.plan.explore
         if load.prefill:
@@ -158,12 +157,11 @@ class PlanPilot:
         full = self._full(outcome.sequences, self._bucket)
         seconds, shadow = full * outcome.seconds, full * extra
         explores = segment.in_burst or (
-            self.plan.guard
-            and any(self.guard.probes((self._bucket, group.context), form) for group, form in segment.forms.items())
+            self.plan.guard and any(self.guard.probes(cell, form) for form in segment.forms.values())
         )
         self.exploration.passed(self._bucket, outcome.steps, seconds, tokens, explores=explores, shadow=shadow)
         same = set(segment.forms.values())
-        if len(same) == 1 and len({group.context for group in segment.forms}) == 1:
+        if len(same) == 1:
             self.guard.measured(cell, same.pop(), outcome.steps, seconds - shadow, tokens)
 
     def _full(self, sequences: float, bucket: int) -> float:
@@ -187,12 +185,11 @@ class PlanPilot:
         self._bucket = exact
         return exact
 
-    def _planned_form(self, concurrency: int, group: Group) -> Form:
-        key = (concurrency, group.context, group.label)
+    def _planned_form(self, concurrency: int, context: int, label: int) -> Form:
+        key = (concurrency, context, label)
         found = self._forms.get(key)
         if found is None:
-            label = self.labels[group.label]
-            row = self.plan.row(concurrency, group.context, label)
+            row = self.plan.row(concurrency, context, self.labels[label])
             found = self._forms[key] = form_of((row.shape if row else self.plan.initial).parents)
         return found
 

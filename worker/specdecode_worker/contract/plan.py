@@ -31,7 +31,8 @@ class Buckets(Received):
 
 
 class PlanRow(Received):
-    """What one load of one task runs. ``price`` 0 runs the whole shape."""
+    """What one load of one task runs. All requests of a batch read the rows of its longest context, for that is what
+    their step costs by. ``price`` 0 runs the whole shape."""
 
     concurrency: int = Field(ge=0)
     context: int = Field(ge=0)

@@ -23,9 +23,9 @@ _PLAIN_SHAPE = TreeShape(())
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was picked for a step of ``sequences`` decoding requests. ``shape`` is set when all of them run the same at
-    the same context; ``explores``: in a burst, or while the guard probes; ``counted`` is False for the warming steps of
-    a burst; ``shadow_passes`` are draft passes beyond the shape."""
+    """What was picked for a step of ``sequences`` decoding requests. ``context`` is the bucket of the longest of them;
+    ``shape`` is set when all of them run the same; ``explores``: in a burst, or while the guard probes; ``counted`` is
+    False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond the shape."""
 
     sequences: int = 0
     concurrency: int = 0
@@ -101,16 +101,17 @@ class Pilot:
         self._guard = Guard()
 
     def trees(self, requests: Sequence[Request]) -> list[Tree]:
-        """Trees of the decoding requests, in order; remembers the choice for `measured`."""
+        """Trees of the decoding requests, in order; remembers the choice for `measured`. All of them read the rows of
+        the longest context: a step is as long as the batch makes it, and costs are known by that."""
         concurrency = self._dispatcher.load(len(requests))
-        contexts = [self._dispatcher.context(request.cached_bound) for request in requests]
+        context = self._dispatcher.context(max(request.cached_bound for request in requests))
         if not self._drafts or self.only is not None:
             only = self.only if self._drafts and self.only is not None else _PLAIN_SHAPE
-            self.choice = Choice(len(requests), concurrency, max(contexts), only)
+            self.choice = Choice(len(requests), concurrency, context, only)
             tree = tree_of(only, 0)
             return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
-        # Requests of one context and task run alike; a large batch is looked through once.
-        kinds = [Load(concurrency, c, request.submit.task) for c, request in zip(contexts, requests, strict=True)]
+        # Requests of one task run alike; a large batch is looked through once.
+        kinds = [Load(concurrency, context, request.submit.task) for request in requests]
         shapes = {kind: self._shape(kind) for kind in set(kinds)}
         first, planned = shapes[kinds[0]], self._dispatcher.shape(kinds[0])
         burst = self._exploration.burst_for(concurrency, first, planned, self.plan.max_depth, self.plan.explore)
@@ -126,11 +127,9 @@ class Pilot:
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
         # A batch of which some could not be drafted for says nothing about the shape that it should have run.
         shape = shapes[kinds[0]]
-        alike = len(set(shapes.values())) == 1 and len(set(contexts)) == 1 and (all(ready) or not shape.nodes)
+        alike = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
         explores = burst is not None or self._probes(shapes)
-        self.choice = Choice(
-            len(requests), concurrency, max(contexts), shape if alike else None, explores, counted, passes
-        )
+        self.choice = Choice(len(requests), concurrency, context, shape if alike else None, explores, counted, passes)
         return trees
 
     def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:

@@ -10,8 +10,9 @@ from small_llama import engine_of, networks
 
 from specdecode_operator.simulate.guard import Guard, Pace
 from specdecode_operator.simulate.pilot import Exploration, PlanPilot
+from specdecode_operator.simulate.segment import Group, Load
 from specdecode_operator.simulate.walks import chain
-from specdecode_worker.contract import Buckets, Plan, TreeShape
+from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.exploration import Exploration as RealExploration
 from specdecode_worker.speculation.guard import Guard as RealGuard
@@ -50,6 +51,15 @@ def test_the_guard_says_what_the_workers_guard_says(seed: int) -> None:
         real.measured(0, 0, TreeShape.chain(depth), seconds, tokens)
     assert True in verdicts
     assert False in verdicts
+
+
+def test_all_read_the_rows_of_the_longest_context() -> None:
+    rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
+    plan = Plan(rows=rows, explore=0.0, guard=False, buckets=Buckets(concurrency=(1,), context=(100,)))
+    pilot = PlanPilot(("other",), plan, lambda running: 0.0)
+    short, long = Group(0, 0, 0), Group(0, 1, 0)
+    forms = pilot.next(Load(0.0, 0, 2, {short: 1, long: 1}, 200.0)).forms
+    assert {group: form.depth for group, form in forms.items()} == {short: 2, long: 2}
 
 
 def test_a_segment_ends_where_the_guard_may_change_its_mind() -> None:

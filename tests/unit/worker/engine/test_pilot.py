@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from specdecode_worker.contract import Plan, TreeShape
+from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 from specdecode_worker.engine.pilot import Pilot
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.guard import LOSES
@@ -25,6 +25,18 @@ class Ready:
 
 def of(count: int) -> list[Any]:
     return [SimpleNamespace(cached_bound=10, submit=SimpleNamespace(task="other")) for _ in range(count)]
+
+
+def test_all_read_the_rows_of_the_longest_context() -> None:
+    """A step is as long as the batch makes it: what a short request drafts is paid for beside the long one."""
+    rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
+    plan = Plan(draft="d", rows=rows, max_depth=2, explore=0.0, buckets=Buckets(concurrency=(1,), context=(100,)))
+    pilot = Pilot(Dispatcher("", "d", plan), cast("Any", Ready()))
+    short, long = of(2)
+    long.cached_bound = 101
+    assert [tree.depth for tree in pilot.trees([short, short])] == [1, 1]
+    assert [tree.depth for tree in pilot.trees([short, long])] == [2, 2]
+    assert (pilot.choice.context, pilot.choice.shape) == (1, CHAIN), "the guard learns of mixed contexts too"
 
 
 def test_three_that_are_faster_than_four_are_no_gain() -> None:
