@@ -1,5 +1,6 @@
 """Two oracles. The clairvoyant picks the best shapes for every batch at every moment; the constrained one knows the
-same truth but has what our operator has: a look every poll, rows by load buckets and tasks, a dwell, depth bounds."""
+same truth but has what our operator has: a look every poll, rows by load buckets and tasks, depth bounds, and what
+spec.hysteresis asks of every row: a dwell, a least gain, so many changes an hour."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.planning import buckets
 from specdecode_operator.simulate.job import Truth
 from specdecode_operator.simulate.pilot import PlanPilot
@@ -18,8 +20,8 @@ from specdecode_operator.simulate.walks import Records, chain
 from specdecode_operator.simulate.world import Fleet, Library
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 
-DWELL_SECONDS = 60.0
-"""HysteresisSpec's default."""
+LIMITS = HysteresisSpec()
+HOUR_SECONDS = 3600.0
 _FIRST_CONTEXT = 400.0
 
 
@@ -28,6 +30,14 @@ class Part(NamedTuple):
 
     sequences: float
     tokens: tuple[float, ...]
+
+
+def per_token(table: StepTable, parts: Sequence[Part], depths: Sequence[int], kv_tokens: float) -> float:
+    """Seconds per token of one sequence, where every part runs its chain."""
+    sequences = sum(part.sequences for part in parts)
+    verify = sum(part.sequences * (depth + 1) for part, depth in zip(parts, depths, strict=True))
+    tokens = sum(part.sequences * (1 + part.tokens[depth]) for part, depth in zip(parts, depths, strict=True))
+    return table.seconds(sequences, verify, max(depths), kv_tokens) * sequences / tokens
 
 
 def best_depths(table: StepTable, parts: Sequence[Part], kv_tokens: float, deepest: int = DEEPEST) -> tuple[int, ...]:
@@ -100,9 +110,22 @@ class Clairvoyant:
         return None
 
 
+RowKey = tuple[int, int, str]
+"""Buckets of concurrency and context, and the task."""
+
+
 class Row(NamedTuple):
     depth: int
-    since: float
+    moves: tuple[float, ...] = ()
+    """When it moved, of the last hour; at a time before the trace begins it was made."""
+
+    def may_move(self, now: float, limits: HysteresisSpec) -> bool:
+        recent = [at for at in self.moves if now - at < HOUR_SECONDS]
+        rested = not recent or now - recent[-1] >= limits.min_dwell_seconds
+        return rested and len(recent) < limits.max_changes_per_hour
+
+    def moved(self, depth: int, now: float) -> Row:
+        return Row(depth, (*(at for at in self.moves if now - at < HOUR_SECONDS), now))
 
 
 @dataclass(slots=True)
@@ -111,10 +134,10 @@ class Constrained:
 
     trace: Trace
     library: Library
-    dwell_seconds: float = DWELL_SECONDS
+    limits: HysteresisSpec = LIMITS
     versions: int = 0
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
-    _rows: dict[tuple[int, int, str], Row] = field(default_factory=dict)
+    _rows: dict[RowKey, Row] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _found: Buckets = field(default_factory=Buckets)
     _mix: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -149,22 +172,39 @@ class Constrained:
         rows = dict(self._rows)
         for concurrency, sequences in self._loads(running):
             labels, parts = self._parts(now, sequences, counts)
-            depths = self._best(parts, round(sequences), max(64.0, round(context / 64) * 64.0))
-            for label, depth in zip(labels, depths, strict=True):
-                for bucket in range(len(self._found.context) + 1):
-                    self._set(rows, (concurrency, bucket, self.trace.labels[label]), depth, now)
+            around, tokens = round(sequences), max(64.0, round(context / 64) * 64.0)
+            names = [self.trace.labels[label] for label in labels]
+            keys = [(concurrency, 0, name) for name in names]
+            known = [rows.get(key) for key in keys]
+            best = self._best(parts, around, tokens)
+            allowed = tuple(self._allowed(row, depth, now) for row, depth in zip(known, best, strict=True))
+            if self._pays(known, parts, allowed, tokens):
+                for (_, _, name), depth in zip(keys, allowed, strict=True):
+                    for bucket in range(len(self._found.context) + 1):
+                        key = concurrency, bucket, name
+                        row = rows.get(key)
+                        if row is None or row.depth != depth:
+                            rows[key] = row.moved(depth, now) if row else Row(depth)
         if rows != self._rows:
             self._rows = rows
             self.versions += 1
             self.plan = replace_plan(self.plan, rows)
 
-    def _set(self, rows: dict[tuple[int, int, str], Row], key: tuple[int, int, str], depth: int, now: float) -> None:
+    def _allowed(self, row: Row | None, wanted: int, now: float) -> int:
         """Within its dwell a row stays, but for speculation that loses."""
-        known = rows.get(key)
-        if known is None:
-            rows[key] = Row(depth, now - self.dwell_seconds)
-        elif known.depth != depth and (depth == 0 or now - known.since >= self.dwell_seconds):
-            rows[key] = Row(depth, now)
+        moves = row is None or wanted == 0 or row.may_move(now, self.limits)
+        return wanted if moves or row is None else row.depth
+
+    def _pays(
+        self, known: Sequence[Row | None], parts: tuple[Part, ...], after: tuple[int, ...], tokens: float
+    ) -> bool:
+        """Whether moving gains the least gain; rows that are not there yet are made."""
+        before = [row.depth for row in known if row is not None]
+        if len(before) < len(after):
+            return True
+        table, kv = self.library.tables[self.trace.table], tokens * sum(part.sequences for part in parts)
+        gain = per_token(table, parts, before, kv) / per_token(table, parts, after, kv) - 1
+        return gain > 0 and gain >= self.limits.min_gain_percent / 100
 
     def _loads(self, running: float) -> Iterator[tuple[int, float]]:
         """(concurrency bucket, sequences): what runs where it is, else the middle of the bucket."""
@@ -209,7 +249,7 @@ class Constrained:
         return self._known[key]
 
 
-def replace_plan(plan: Plan, rows: Mapping[tuple[int, int, str], Row]) -> Plan:
+def replace_plan(plan: Plan, rows: Mapping[RowKey, Row]) -> Plan:
     """The next version, with these rows."""
     made = tuple(
         PlanRow(concurrency=concurrency, context=context, task=task, shape=TreeShape.chain(row.depth))

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from small import table_of
 
+from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.simulate.catalogue import named
 from specdecode_operator.simulate.policies.oracle import Constrained, Part, best_depths
 from specdecode_operator.simulate.run import run_trace
@@ -47,11 +48,16 @@ def test_no_fixed_depth_beats_the_oracles_by_more_than_noise(name: str, library:
     assert seconds["constrained"] < 1.05 * best
 
 
-def test_the_constrained_oracle_keeps_its_dwell(library: Library) -> None:
+def test_the_constrained_oracle_keeps_to_the_hysteresis(library: Library) -> None:
     trace = named("dwell-flips", 0.25)
-    oracle = Constrained(trace, library, dwell_seconds=600.0)
-    Fleet(trace, library, 0).run(oracle)
-    slow = oracle.versions
-    eager = Constrained(trace, library, dwell_seconds=0.0)
-    Fleet(trace, library, 0).run(eager)
-    assert slow < eager.versions / 2
+    free = {"min_dwell_seconds": 0, "min_gain_percent": 0, "max_changes_per_hour": 3600}
+
+    def versions(**limits: float) -> int:
+        oracle = Constrained(trace, library, limits=HysteresisSpec(**{**free, **limits}))
+        Fleet(trace, library, 0).run(oracle)
+        return oracle.versions
+
+    eager = versions()
+    assert versions(min_dwell_seconds=600) < eager / 2
+    assert versions(min_gain_percent=100) < eager / 2
+    assert versions(max_changes_per_hour=1) < eager / 2
