@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import TrafficSums
+from specdecode_operator.measurements import RequestSums, TrafficSums
 from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds, bounds_of
@@ -50,8 +51,16 @@ def situations(
         tokens = {row.task: expected(chances, row.shape) for row, _, chances in found}
         shares = _shares(kept, tokens)
         mean = sum(shares[task] * tokens[task] for task in tokens)
+        known_by = _known_by(kept, tokens)
         tasks = tuple(
-            Task(row.task, bounds, chances, shares[row.task], shares[row.task] * tokens[row.task] / mean)
+            Task(
+                name=row.task,
+                bounds=bounds,
+                rates=chances,
+                share=shares[row.task],
+                demand=shares[row.task] * tokens[row.task] / mean,
+                requests=known_by[row.task],
+            )
             for row, bounds, chances in found
         )
         return Situation(times, load, context, tasks, promise, _requests(kept))
@@ -90,6 +99,28 @@ def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:
     total = sum(steps[task] for task in tokens)
     raw = {task: max(LEAST_SHARE, steps[task] / total) if total > 0 else 1.0 for task in tokens}
     return {task: share / sum(raw.values()) for task, share in raw.items()}
+
+
+def _known_by(kept: Kept, tasks: Collection[str]) -> dict[str, float]:
+    """Of how many requests the rates of each task are known: what is remembered of their drafts, by what a request
+    drafts; never more than came. Who has no rows counts as ``other``. Where nobody counted any, it is no reason for
+    doubt."""
+    came, drafts, ended = (dict.fromkeys(tasks, 0.0) for _ in range(3))
+    for traffic in kept.traffic:
+        came[_row_of(traffic.task, came)] += TrafficSums(*traffic.sums).arrivals
+    for cell in kept.acceptance:
+        if cell.depth == 1 and cell.parent == "main":
+            drafts[_row_of(cell.task, drafts)] += cell.total
+    for request in kept.requests:
+        sums = RequestSums(*request.sums)
+        if sums.d > 0:
+            ended[_row_of(request.task, ended)] += sums.n / sums.d
+    known = {task: min(came[task] or math.inf, drafts[task] * ended[task] or math.inf) for task in tasks}
+    return known
+
+
+def _row_of(task: str, tasks: Collection[str]) -> str:
+    return task if task in tasks else OTHER_TASK
 
 
 def _requests(kept: Kept) -> float:

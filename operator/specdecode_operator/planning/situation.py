@@ -26,13 +26,15 @@ Shapes = tuple[tuple[str, TreeShape], ...]
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task at one load. ``share`` is of the running sequences while the rows run what they do, ``demand`` of the
-    tokens that are asked for, whatever runs; each sums to 1 over the tasks."""
+    tokens that are asked for, whatever runs; each sums to 1 over the tasks. ``requests`` is of how many its rates are
+    known."""
 
     name: str
     bounds: Bounds
     rates: Rates
     share: float
     demand: float
+    requests: float = math.inf
     held: TreeShape | None = None
     """The one shape that may run, whatever the bounds: the others are chosen around it."""
 

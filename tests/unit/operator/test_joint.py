@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
+from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RequestMemory, RowMemory, TrafficMemory
 from specdecode_operator.planning import Chosen, buckets, choose
 from specdecode_operator.planning.bounds import bounds_of, deepest, follows, names, plans
 from specdecode_operator.planning.loads import Load
@@ -122,6 +122,28 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     )
     assert depths(after, BUSY)["code"] == depths(before, BUSY)["code"]
     assert depths(after, BUSY)["prose"] <= 1
+
+
+def test_few_requests_take_nobody_deeper() -> None:
+    """Requests differ in what a deeper shape brings them: as many drafts of three answers say less than of fifty."""
+    row = RowMemory(concurrency=4, context=0, task="other", depth=1, since=1)
+
+    def depth_after(arrivals: int, *, drafts: int) -> int:
+        requests = RequestMemory(task="other", sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4))
+        came = TrafficMemory(task="other", sums=(arrivals, arrivals, 0.0, 0.0, 100.0 * arrivals))
+        kept = Kept(
+            acceptance=chances(0.7, total=drafts),
+            requests=(requests,),
+            costs=VERIFYING,
+            traffic=(came,),
+            wander=0.0,
+            rows=(row,),
+        )
+        return depths(chosen(spec(depth={"max": 3}), kept), BUSY)["other"]
+
+    assert depth_after(50, drafts=2000) > 1
+    assert depth_after(1, drafts=2000) == 1, "one came, be its drafts as many as they are"
+    assert depth_after(50, drafts=40) == 1, "since acceptance changed there was one"
 
 
 def test_a_rare_task_moves_for_its_own_gain() -> None:
