@@ -102,8 +102,6 @@ class RowMemory(Lasting):
     """The shape runs to be timed, for nobody could say what it costs; it goes back at first doubt."""
     parents: tuple[int, ...] = ()
     """Of a tree; empty for the chain of ``depth``."""
-    price: float = 0
-    """What a node had to bring in when the row last moved; see planning.price."""
     moves: tuple[float, ...] = ()
     """When it moved within the last hour, but for probes."""
     no_trial_until: float = 0

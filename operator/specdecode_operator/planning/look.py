@@ -103,12 +103,11 @@ class Look:
     ) -> list[Change]:
         """The rows of ``group`` that move to ``shapes``."""
         after = dict(shapes)
-        price = options.price(shapes)
         gain = options.gain(self.shapes, shapes)
         changes = []
         for row in group:
             if after[row.task] != row.shape:
-                moved = row.running(after[row.task], since=self.now, probing=False, trial=False, price=round(price, 4))
+                moved = row.running(after[row.task], since=self.now, probing=False, trial=False)
                 reason = why + self._reason(row.task, shapes, options)
                 changes.append(Change(row=moved, before=row.shape, gain=gain, cause=cause, reason=reason))
         return changes

@@ -112,13 +112,6 @@ class Options:
             for parameter, slope in self._weighted(task, option).items()
         )
 
-    def price(self, shapes: Shapes) -> float:
-        """What a node must bring in at this load: (dt/dN) E / t. A node of less survival costs more time than its
-        tokens are worth (DESIGN section 5)."""
-        option = self.by_shapes[shapes]
-        slope = self.situation.times.curve(self.situation.load, option.passes, self.situation.context).slope
-        return max(0.0, min(1.0, slope * option.tokens / option.seconds.mean))
-
     def _moving(self, one: Option, two: Option) -> float:
         """Share of the tokens that the tasks which move have."""
         pairs = zip(self.situation.tasks, one.shapes, two.shapes, strict=True)

@@ -10,10 +10,6 @@ from specdecode_operator.pins import Pin
 from specdecode_operator.planning.bounds import deepest, plans
 from specdecode_worker.contract import Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape
 
-SHIP_PRICES = False
-"""Whether rows carry the price below which a worker prunes nodes. Prices are computed either way; they ship once an
-ablation on recorded steps says that pruning by them wins."""
-
 
 def next_plan(
     speculation: SpeculationSpec,
@@ -61,5 +57,4 @@ def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets,
 
 
 def _row(row: RowMemory) -> PlanRow:
-    price = row.price if SHIP_PRICES else 0.0
-    return PlanRow(concurrency=row.concurrency, context=row.context, task=row.task, shape=row.shape, price=price)
+    return PlanRow(concurrency=row.concurrency, context=row.context, task=row.task, shape=row.shape)

@@ -304,7 +304,6 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
     assert {row.task for row in found.rows} <= set(names(speculation))
     for row in found.rows:
         assert bounds_of(speculation, row.task).holds(row.shape)
-        assert 0 <= row.price <= 1
     for change in found.changes:
         assert change.gain is None or change.gain >= 0 or "probe" in change.reason or objective.get("minSpeedup")
 

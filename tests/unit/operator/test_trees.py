@@ -127,13 +127,15 @@ def situation_of(kept: Kept, **fields: object) -> Situation:
 
 
 def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -> None:
-    """On a line of step times, at the best shape: every node survives at least the price, every other one less."""
+    """A node's price is the time that it takes over the time that a token is worth, (dt/dN) E / t. On a line of step
+    times, at the best shape, every node survives at least that, and every other one less."""
     kept = Kept(acceptance=tuple(cell.model_copy(update={"ranks": (150.0,)}) for cell in chances(0.6)), costs=FULL)
     situation = situation_of(kept)
     options = weigh(situation, situation.best())
     best = min(options.by_shapes, key=lambda shapes: options.by_shapes[shapes].per_token)
-    price, shape = options.price(best), best[0][1]
-    task = situation.tasks[0]
+    option, shape, task = options.by_shapes[best], best[0][1], situation.tasks[0]
+    slope = situation.times.curve(situation.load, option.passes, situation.context).slope
+    price = slope * option.tokens / option.seconds.mean
     assert 0 < price < 1
     nodes = best_nodes(task.rates, depth=shape.depth, top_k=2, most=12)
     inside = set(paths_of(shape))

@@ -32,13 +32,12 @@ class Buckets(Received):
 
 class PlanRow(Received):
     """What one load of one task runs. All requests of a batch read the rows of its longest context, for that is what
-    their step costs by. ``price`` 0 runs the whole shape."""
+    their step costs by."""
 
     concurrency: int = Field(ge=0)
     context: int = Field(ge=0)
     task: TaskName = OTHER_TASK
     shape: TreeShape
-    price: float = Field(default=0, ge=0, le=1)
 
 
 class TaskMatch(Received):
