@@ -7,12 +7,10 @@ an API server that is away at start does no harm. Foreign errors become ClusterE
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -23,9 +21,9 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from kubernetes.aio.dynamic import DynamicClient
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+from specdecode_operator.applied import FIELD_MANAGER, Applied, AppliedChildren, ours_digest, text_digest
 from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
 
-FIELD_MANAGER = "specdecode"
 PAGE = 500
 _METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 _METADATA = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
@@ -75,17 +73,6 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
 """All that the operator may do, kopf's watch of our kind included: the chart's Role is compared with this."""
 
 
-@dataclass(slots=True)
-class _Applied:
-    """What was applied last to one object."""
-
-    digest: str
-    ours: int
-    """Of the record of the fields that are ours, as the API server keeps it."""
-    at: float
-    """When that was seen last."""
-
-
 class Cluster:
     """One connection to one API server."""
 
@@ -93,7 +80,7 @@ class Cluster:
         self._api = api
         self._client = DynamicClient(api)
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        self._applied: dict[tuple[str, str, str], _Applied] = {}
+        self.applied = AppliedChildren()
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None) -> Cluster:
@@ -118,8 +105,8 @@ class Cluster:
             found = await self._request("get", kind.path(namespace, name))
         except NotFound:
             return None
-        known = self._applied.get((kind.kind, namespace, name))
-        if known is not None and _ours(found) == known.ours:
+        known = self.applied.get((kind.kind, namespace, name))
+        if known is not None and ours_digest(found) == known.ours:
             known.at = time.monotonic()
         return found
 
@@ -153,13 +140,13 @@ class Cluster:
         nobody has touched the fields that are ours: a deployment at rest costs reads alone."""
         kind = APPLIED[manifest["kind"]]
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        path, known = kind.path(namespace, name), self._applied.get((kind.kind, namespace, name))
-        same = known is not None and known.digest == digest
+        text = text_digest(manifest)
+        path, known = kind.path(namespace, name), self.applied.get((kind.kind, namespace, name))
+        same = known is not None and known.text == text
         if known and same and (time.monotonic() - known.at < REAPPLY_SECONDS or await self._stands(path, known)):
             return
         found = await self._apply(path, manifest)
-        self._applied[kind.kind, namespace, name] = _Applied(digest, _ours(found), time.monotonic())
+        self.applied[kind.kind, namespace, name] = Applied(text, ours_digest(found), time.monotonic())
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
         """Merges ``change`` into what is there; what is gone stays gone."""
@@ -189,8 +176,7 @@ class Cluster:
 
     def forget(self, namespace: str, name: str) -> None:
         """Applies a child again at the next look, whatever was applied last: it is gone."""
-        for known in [key for key in self._applied if key[1:] == (namespace, name)]:
-            del self._applied[known]
+        self.applied.forget(namespace, name)
 
     async def watch(
         self, kind: Kind, namespace: str | None, *, labels: str, version: str
@@ -210,14 +196,14 @@ class Cluster:
         finally:
             response.close()
 
-    async def _stands(self, path: str, known: _Applied) -> bool:
+    async def _stands(self, path: str, known: Applied) -> bool:
         """Whether the object is there, its fields still ours; then that holds for another while."""
         try:
             found = await self._request("get", path, header_params=_METADATA)
         except NotFound:
             return False
         known.at = time.monotonic()
-        return _ours(found) == known.ours
+        return ours_digest(found) == known.ours
 
     async def _apply(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._request(
@@ -267,17 +253,6 @@ def environment_proxy(url: str) -> str | None:
     """The proxy that the environment names for ``url``, if any."""
     parts = urlsplit(url)
     return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-
-
-def _ours(found: Mapping[str, Any]) -> int:
-    """Digest of what the API server says that we own of an object. Whoever changes a field of ours takes it from us."""
-    entries = found["metadata"].get("managedFields", [])
-    mine = [
-        entry
-        for entry in entries
-        if entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply" and "subresource" not in entry
-    ]
-    return hash(json.dumps(mine, sort_keys=True))
 
 
 def translated(error: ApiException, what: str) -> ClusterError:

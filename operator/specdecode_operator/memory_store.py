@@ -1,21 +1,27 @@
 """Keeps every deployment's memory in the process and writes it down in its ConfigMap, seldom.
 
 At most one write a minute while something is measured, plus one with every decision: what a decision rests on must
-not be lost with the pod. Nothing is written for deployments at rest.
+not be lost with the pod. Nothing is written for deployments at rest. What was applied to the children stands beside it,
+so that a restart of the operator need not apply them all again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from specdecode_operator.cluster import CONFIG_MAPS, Cluster
-from specdecode_operator.manifests import state_config_map, state_name
+from specdecode_operator.manifests import child_names, state_config_map, state_name
 from specdecode_operator.memory import Kept, Memory, Resting, kept_of, state_data
 from specdecode_operator.records import Deployment
 
 WRITE_SECONDS = 60.0
+APPLIED_KEY = "applied.json"
+"""In the ConfigMap; no part of what is remembered of the deployment, and no reason to write it."""
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +58,11 @@ class MemoryStore:
         if not urgent and (uid not in self._learnt or now - when < WRITE_SECONDS):
             return
         data = state_data(memory.kept)
-        digest = hashlib.sha256(repr(data).encode()).digest()
+        digest = _digest(data)
         if digest != before:
-            await self._cluster.apply(state_config_map(deployment, data))
+            told = self._cluster.applied.told(deployment.namespace, child_names(deployment.name))
+            told.pop(f"ConfigMap/{state_name(deployment.name)}", None)
+            await self._cluster.apply(state_config_map(deployment, {**data, APPLIED_KEY: json.dumps(told)}))
         self._written[uid] = digest, now if digest != before else when
         self._learnt.discard(uid)
 
@@ -72,4 +80,17 @@ class MemoryStore:
         except ValueError as error:
             log.warning("%s/%s: its memory cannot be read: %s", deployment.namespace, deployment.name, error)
             kept = None
+        if kept is not None:
+            self._recall(deployment, dict(found["data"]))
         return Memory(kept=kept or Kept(uid=deployment.uid), found=kept is not None)
+
+    def _recall(self, deployment: Deployment, data: dict[str, str]) -> None:
+        """What stands in the ConfigMap was written, and need not be again."""
+        told = data.pop(APPLIED_KEY, "{}")
+        self._written[deployment.uid] = _digest(data), 0.0
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            self._cluster.applied.recall(deployment.namespace, json.loads(told))
+
+
+def _digest(data: Mapping[str, str]) -> bytes:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()

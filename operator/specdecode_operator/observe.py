@@ -66,10 +66,11 @@ async def observe(
 ) -> Observed:
     """Reads the children, then all reports at once. A worker without a report carries the reason. ``pods`` spares the
     list of those that nothing happened to."""
-    workload, found, memory, token = await asyncio.gather(
+    # The memory first: it says what was applied, so that a workload which stands is known to stand.
+    memory = await memories.load(deployment)
+    workload, found, token = await asyncio.gather(
         cluster.get(WORKLOADS, deployment.namespace, manifests.worker_name(deployment.name)),
         _workers(deployment, cluster, pods or WatchedPods()),
-        memories.load(deployment),
         _admin_token(deployment, cluster),
     )
     asked = (_reported(worker, workers, token, memory.baselines.get(worker.uid)) for worker in found)

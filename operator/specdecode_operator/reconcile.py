@@ -150,7 +150,7 @@ class Reconciler:
         self.pods.changed(key)
         metrics.forget(*key)
         namespace, name = key
-        for child in (name, manifests.worker_name(name), manifests.plan_name(name), manifests.state_name(name)):
+        for child in manifests.child_names(name):
             self.cluster.forget(namespace, child)
 
 

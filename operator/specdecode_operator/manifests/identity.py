@@ -29,6 +29,11 @@ def state_name(name: str) -> str:
     return f"{name}-state"
 
 
+def child_names(name: str) -> tuple[str, ...]:
+    """Of everything that is applied again and again."""
+    return name, worker_name(name), plan_name(name), state_name(name)
+
+
 def admin_secret_name(name: str) -> str:
     return f"{name}-admin"
 

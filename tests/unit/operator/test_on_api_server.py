@@ -121,6 +121,32 @@ async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
     assert cluster.get("configmap", "touched", namespace)["data"] == {"a": "1"}
 
 
+async def test_the_next_operator_applies_nothing_that_stands(
+    api: Cluster, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stands", "touched", "other-text"):
+        await api.apply(config_map(namespace, name, a="1"))
+    told = api.applied.told(namespace, ["stands", "touched", "other-text"])
+    cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
+    restarted = await Cluster.connect(cluster.kubeconfig)
+    restarted.applied.recall(namespace, told)
+    calls: list[str] = []
+    send = restarted._client.request
+
+    async def counted(method: str, path: str, **params: Any) -> Any:
+        calls.append(method)
+        return await send(method, path, **params)
+
+    monkeypatch.setattr(restarted._client, "request", counted)
+    await restarted.apply(config_map(namespace, "stands", a="1"))
+    assert calls == ["get"]
+    await restarted.apply(config_map(namespace, "touched", a="1"))
+    assert calls[1:] == ["get", "patch"], "somebody took a field while no operator looked"
+    await restarted.apply(config_map(namespace, "other-text", a="3"))
+    assert calls[3:] == ["patch"], "this operator wants something else"
+    await restarted.close()
+
+
 async def test_watch_tells_what_happens(api: Cluster, namespace: str) -> None:
     version = (await api.list(CONFIG_MAPS, namespace, labels=f"{GROUP}/role=worker"))["metadata"]["resourceVersion"]
     seen: list[tuple[str, str]] = []

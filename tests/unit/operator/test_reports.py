@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from fleet import SimulatedWorker, Truth, deployment_with
 
-from specdecode_operator.cluster import Cluster
+from specdecode_operator.applied import Applied, AppliedChildren
+from specdecode_operator.cluster import Cluster, Kind
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
 from specdecode_operator.memory import Baseline, Kept, LoadMemory, Memory
 from specdecode_operator.memory_store import MemoryStore
@@ -150,13 +151,17 @@ def test_a_packed_reading_is_what_it_was_but_for_its_clock(good: dict[str, Any])
 
 
 class Written:
-    """A cluster that only counts what is applied."""
+    """A cluster that only counts what is applied, and gives the last of it back."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, str]] = []
+        self.applied = AppliedChildren()
 
     async def apply(self, manifest: Any) -> None:
         self.states.append(dict(manifest["data"]))
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
+        return {"data": self.states[-1]}
 
 
 async def test_memory_is_written_for_decisions_and_for_what_was_learnt_alone() -> None:
@@ -174,6 +179,32 @@ async def test_memory_is_written_for_decisions_and_for_what_was_learnt_alone() -
     assert await save(3, now=61) == 2, "what was learnt is written at rest, once"
     assert await save(4, now=200) == 2
     assert await save(4, now=201, urgent=True) == 3
+
+
+async def test_a_restart_knows_what_was_written_and_what_was_applied() -> None:
+    cluster, deployment = Written(), deployment_with()
+    child = ("Service", deployment.namespace, deployment.name)
+    cluster.applied[child] = Applied("text", "ours", 5.0)
+    memory = Memory(kept=Kept(uid=deployment.uid, load=LoadMemory(sequences=1)))
+    await MemoryStore(cast("Cluster", cluster)).save(deployment, memory, urgent=True, now=0)
+    cluster.applied = AppliedChildren()
+    restarted = MemoryStore(cast("Cluster", cluster))
+    found = await restarted.load(deployment)
+    recalled = cluster.applied.get(child)
+    assert recalled is not None
+    assert (recalled.text, recalled.ours) == ("text", "ours")
+    await restarted.save(deployment, found, urgent=True, now=1)
+    assert len(cluster.states) == 1, "it stands there already"
+
+
+@pytest.mark.parametrize("told", ["", "7", "[]", '{"Service": "a b"}', '{"Service/x": 3}', '{"Service/x": "a"}'])
+async def test_garbage_of_what_was_applied_is_nothing_applied(told: str) -> None:
+    cluster, deployment = Written(), deployment_with()
+    memory = Memory(kept=Kept(uid=deployment.uid))
+    await MemoryStore(cast("Cluster", cluster)).save(deployment, memory, urgent=True, now=0)
+    cluster.states[-1]["applied.json"] = told
+    assert (await MemoryStore(cast("Cluster", cluster)).load(deployment)).found
+    assert cluster.applied.told(deployment.namespace, ["x"]) == {}
 
 
 async def test_silence_is_unreachable() -> None:
