@@ -21,7 +21,8 @@ _TRAFFIC = (
     "Write a Python class for a stack with push and pop.",
     "What are the three states of matter? Give an example of each.",
 )
-_CONCURRENCY = 3
+_CONCURRENCY = 2
+"""What one core answers at a pace that people read; speculation gains most while few wait."""
 
 
 def chat(client: openai.OpenAI, model: str) -> None:
@@ -70,6 +71,7 @@ def _requests(client: openai.OpenAI, model: str, deadline: float, offset: int) -
                 model=model,
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=128,
+                temperature=0,
             )
         except openai.APIError as error:
             print(f"    request failed: {error}", file=sys.stderr)
