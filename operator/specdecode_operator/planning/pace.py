@@ -110,13 +110,15 @@ def pace(
 
 
 def request_of(kept: Kept) -> Request | None:
-    """The mean of what came in lately; None before the first requests have ended."""
+    """The mean of what came in lately; None before the first requests have ended. Who still runs has said half of an
+    answer, on average: counted by those that ended, the first answers would look as long as all that run."""
     total = NO_TRAFFIC
     for cell in kept.traffic:
         total = total.plus(TrafficSums(*cell.sums))
     if total.arrivals <= 0 or total.finished <= 0 or total.output_tokens <= 0:
         return None
-    output = max(1.0, total.output_tokens / total.finished)
+    under_way = min(max(0.0, total.arrivals - total.finished), kept.load.sequences)
+    output = max(1.0, total.output_tokens / (total.finished + under_way / 2))
     whole = total.prompt_tokens / total.arrivals
     read = max(0.0, total.prompt_tokens - total.cached_tokens) / total.arrivals
     return Request(read, output, whole + output / 2)

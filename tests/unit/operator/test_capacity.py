@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.memory import ForecastMemory, Kept, ScalingMemory, TrafficMemory
+from specdecode_operator.memory import ForecastMemory, Kept, LoadMemory, ScalingMemory, TrafficMemory
 from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.records import Capacity
@@ -151,8 +151,20 @@ def test_what_reading_a_prompt_takes_is_learnt_from_steps_with_prefill() -> None
 
 def test_the_mean_request() -> None:
     assert planning.request_of(Kept()) is None
-    sums = (TrafficMemory(task="other", sums=(10, 5, 4000, 1000, 1000)),)
+    sums = (TrafficMemory(task="other", sums=(10, 10, 4000, 1000, 2000)),)
     assert planning.request_of(Kept(traffic=sums)) == Request(prompt=300, output=200, context=500)
+
+
+def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
+    """Five came, one of them has ended after 32 tokens; the other four have said half as much."""
+    sums = (TrafficMemory(task="other", sums=(5, 1, 100, 0, 32 + 4 * 16)),)
+    found = planning.request_of(Kept(traffic=sums, load=LoadMemory(sequences=4)))
+    assert found is not None
+    assert found.output == pytest.approx(32)
+    waiting = (TrafficMemory(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
+    found = planning.request_of(Kept(traffic=waiting, load=LoadMemory(sequences=4)))
+    assert found is not None
+    assert found.output == pytest.approx(32), "who waits has said nothing"
 
 
 # --- replicas -----------------------------------------------------------------------------------------------------
