@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import RequestSums, TrafficSums
+from specdecode_operator.measurements import NO_REQUESTS, RequestSums, TrafficSums
 from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds, bounds_of
@@ -105,18 +105,21 @@ def _known_by(kept: Kept, tasks: Collection[str]) -> dict[str, float]:
     """Of how many requests the rates of each task are known: what is remembered of their drafts, by what a request
     drafts; never more than came. Who has no rows counts as ``other``. Where nobody counted any, it is no reason for
     doubt."""
-    came, drafts, ended = (dict.fromkeys(tasks, 0.0) for _ in range(3))
+    came, drafts = dict.fromkeys(tasks, 0.0), dict.fromkeys(tasks, 0.0)
+    ended = dict.fromkeys(tasks, NO_REQUESTS)
     for traffic in kept.traffic:
         came[_row_of(traffic.task, came)] += TrafficSums(*traffic.sums).arrivals
     for cell in kept.acceptance:
         if cell.depth == 1 and cell.parent == "main":
             drafts[_row_of(cell.task, drafts)] += cell.total
     for request in kept.requests:
-        sums = RequestSums(*request.sums)
-        if sums.d > 0:
-            ended[_row_of(request.task, ended)] += sums.n / sums.d
-    known = {task: min(came[task] or math.inf, drafts[task] * ended[task] or math.inf) for task in tasks}
-    return known
+        task = _row_of(request.task, ended)
+        ended[task] = ended[task].plus(RequestSums(*request.sums))
+    return {task: min(came[task] or math.inf, _by_drafts(drafts[task], ended[task])) for task in tasks}
+
+
+def _by_drafts(drafts: float, ended: RequestSums) -> float:
+    return drafts * ended.n / ended.d if drafts > 0 and ended.n > 0 and ended.d > 0 else math.inf
 
 
 def _row_of(task: str, tasks: Collection[str]) -> str:

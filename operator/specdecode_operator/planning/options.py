@@ -20,8 +20,7 @@ ALIKE = 0.3
 """Correlation of the errors of one task's chances."""
 UNLIKE = 0.2
 """How much requests differ in what a change brings them, as a logarithm, and at most as much as it brings: on the
-recorded head 0.02 to 0.17 by domain and quality, from none to a chain of 3 and from that to one of 7, a
-few beyond."""
+recorded head 0.02 to 0.17 by domain and quality, from none to a chain of 3 and from that to one of 7, a few beyond."""
 _NORMAL = NormalDist()
 
 

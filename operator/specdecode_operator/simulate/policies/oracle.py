@@ -117,7 +117,7 @@ RowKey = tuple[int, int, str]
 class Row(NamedTuple):
     depth: int
     moves: tuple[float, ...] = ()
-    """When it moved, of the last hour; at a time before the trace begins it was made."""
+    """When it did, of the last hour; that it was made is no move."""
 
     def may_move(self, now: float, limits: HysteresisSpec) -> bool:
         recent = [at for at in self.moves if now - at < HOUR_SECONDS]
