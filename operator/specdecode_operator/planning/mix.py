@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import NO_REQUESTS, RequestSums, TrafficSums
+from specdecode_operator.measurements import RequestSums, TrafficSums
 from specdecode_operator.memory import Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds, bounds_of
@@ -81,10 +81,7 @@ def shares(speculation: SpeculationSpec, kept: Kept, rows: Sequence[RowMemory]) 
 def idle(kept: Kept, tasks: Collection[str]) -> frozenset[str]:
     """Those of ``tasks`` that send nothing, or next to nothing, while others do. Who has no rows counts as
     ``other``."""
-    tokens = dict.fromkeys(tasks, 0.0)
-    for cell in kept.traffic:
-        task = cell.task if cell.task in tokens else OTHER_TASK
-        tokens[task] = tokens.get(task, 0.0) + TrafficSums(*cell.sums).output_tokens
+    tokens = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in kept.traffic))
     total = sum(tokens.values())
     return frozenset(task for task in tasks if total > 0 and tokens[task] < LEAST_TRAFFIC * total)
 
@@ -92,10 +89,8 @@ def idle(kept: Kept, tasks: Collection[str]) -> frozenset[str]:
 def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:
     """``tokens`` of a step by task. A sequence is there for output / tokens steps; who has no rows counts as
     ``other``, whose rows it runs."""
-    steps = dict.fromkeys(tokens, 0.0)
-    for cell in kept.traffic:
-        task = cell.task if cell.task in steps else OTHER_TASK
-        steps[task] = steps.get(task, 0.0) + TrafficSums(*cell.sums).output_tokens / tokens.get(task, 1.0)
+    output = _by_row(tokens, ((cell.task, TrafficSums(*cell.sums).output_tokens) for cell in kept.traffic))
+    steps = {task: count / tokens.get(task, 1.0) for task, count in output.items()}
     total = sum(steps[task] for task in tokens)
     raw = {task: max(LEAST_SHARE, steps[task] / total) if total > 0 else 1.0 for task in tokens}
     return {task: share / sum(raw.values()) for task, share in raw.items()}
@@ -103,27 +98,27 @@ def _shares(kept: Kept, tokens: dict[str, float]) -> dict[str, float]:
 
 def _known_by(kept: Kept, tasks: Collection[str]) -> dict[str, float]:
     """Of how many requests the rates of each task are known: what is remembered of their drafts, by what a request
-    drafts; never more than came. Who has no rows counts as ``other``. Where nobody counted any, it is no reason for
-    doubt."""
-    came, drafts = dict.fromkeys(tasks, 0.0), dict.fromkeys(tasks, 0.0)
-    ended = dict.fromkeys(tasks, NO_REQUESTS)
-    for traffic in kept.traffic:
-        came[_row_of(traffic.task, came)] += TrafficSums(*traffic.sums).arrivals
-    for cell in kept.acceptance:
-        if cell.depth == 1 and cell.parent == "main":
-            drafts[_row_of(cell.task, drafts)] += cell.total
-    for request in kept.requests:
-        task = _row_of(request.task, ended)
-        ended[task] = ended[task].plus(RequestSums(*request.sums))
-    return {task: min(came[task] or math.inf, _by_drafts(drafts[task], ended[task])) for task in tasks}
+    drafts; never more than came. Where nobody counted any, it is no reason for doubt."""
+    first = (cell for cell in kept.acceptance if cell.depth == 1 and cell.parent == "main")
+    ended = [(cell.task, RequestSums(*cell.sums)) for cell in kept.requests]
+    came = _by_row(tasks, ((cell.task, TrafficSums(*cell.sums).arrivals) for cell in kept.traffic))
+    drafts = _by_row(tasks, ((cell.task, cell.total) for cell in first))
+    count = _by_row(tasks, ((task, sums.n) for task, sums in ended))
+    drafted = _by_row(tasks, ((task, sums.d) for task, sums in ended))
+    return {task: min(came[task] or math.inf, _by_drafts(drafts[task], count[task], drafted[task])) for task in tasks}
 
 
-def _by_drafts(drafts: float, ended: RequestSums) -> float:
-    return drafts * ended.n / ended.d if drafts > 0 and ended.n > 0 and ended.d > 0 else math.inf
+def _by_drafts(drafts: float, ended: float, drafted: float) -> float:
+    return drafts * ended / drafted if min(drafts, ended, drafted) > 0 else math.inf
 
 
-def _row_of(task: str, tasks: Collection[str]) -> str:
-    return task if task in tasks else OTHER_TASK
+def _by_row(tasks: Collection[str], found: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums by task. Who has no rows here counts as ``other``, be that among ``tasks`` or not."""
+    sums = dict.fromkeys(tasks, 0.0)
+    for name, value in found:
+        task = name if name in tasks else OTHER_TASK
+        sums[task] = sums.get(task, 0.0) + value
+    return sums
 
 
 def _requests(kept: Kept) -> float:

@@ -146,6 +146,21 @@ def test_few_requests_take_nobody_deeper() -> None:
     assert depth_after(50, drafts=40) == 1, "since acceptance changed there was one"
 
 
+def test_what_is_known_of_a_task_without_rows_here_is_nobodys() -> None:
+    """``other`` fell silent: the rows of the rest are chosen without it, and what it once sent must not matter."""
+    requests = tuple(
+        RequestMemory(task=task, sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4)) for task in ("other", "code")
+    )
+    known = Kept(
+        acceptance=(*chances(0.8), *of("code", 0.9)),
+        requests=requests,
+        costs=VERIFYING,
+        wander=0.0,
+        traffic=traffic(other=0.01, code=300),
+    )
+    assert depths(settled(spec(tasks=[CODE]), known), BUSY)["code"] >= 3
+
+
 def test_a_rare_task_moves_for_its_own_gain() -> None:
     """Of a few requests in a hundred, three percent of all tokens would ask for half as much again."""
     stand = tuple(
