@@ -89,7 +89,10 @@ def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
     )
     if best is None:
         return []
-    return [look.counted(change) for change in look.to(group, best, options, cause="loses", why=HELD_BACK)]
+    # What it gains is against what runs, and that is plain.
+    gain = options.gain(plain.shapes, best)
+    found = look.to(group, best, options, cause="loses", why=HELD_BACK)
+    return [look.counted(replace(change, gain=gain)) for change in found]
 
 
 # --- a gain ---------------------------------------------------------------------------------------------------------
