@@ -34,25 +34,26 @@ class AppliedChildren:
     """By child. ``told`` and ``recall`` carry it over a restart."""
 
     def __init__(self) -> None:
-        self._known: dict[Child, Applied] = {}
+        self._known: dict[tuple[str, str], dict[str, Applied]] = {}
+        """By namespace and name, then by kind: thousands of children, of which one deployment's are asked for."""
 
     def __setitem__(self, child: Child, applied: Applied) -> None:
-        self._known[child] = applied
+        kind, namespace, name = child
+        self._known.setdefault((namespace, name), {})[kind] = applied
 
     def get(self, child: Child) -> Applied | None:
-        return self._known.get(child)
+        kind, namespace, name = child
+        return self._known.get((namespace, name), {}).get(kind)
 
     def forget(self, namespace: str, name: str) -> None:
-        for child in [child for child in self._known if child[1:] == (namespace, name)]:
-            del self._known[child]
+        self._known.pop((namespace, name), None)
 
     def told(self, namespace: str, names: Iterable[str]) -> dict[str, str]:
         """As text, for those in ``namespace`` with these names: who comes next may ``recall`` it."""
-        wanted = set(names)
         return {
             f"{kind}/{name}": f"{applied.text} {applied.ours}"
-            for (kind, where, name), applied in sorted(self._known.items())
-            if where == namespace and name in wanted
+            for name in names
+            for kind, applied in sorted(self._known.get((namespace, name), {}).items())
         }
 
     def recall(self, namespace: str, told: Mapping[str, str]) -> None:
@@ -60,12 +61,13 @@ class AppliedChildren:
         for child, digests in told.items():
             kind, _, name = child.partition("/")
             text, _, ours = digests.partition(" ")
-            if name and ours:
-                self._known.setdefault((kind, namespace, name), Applied(text, ours, float("-inf")))
+            if name and ours and self.get((kind, namespace, name)) is None:
+                self[kind, namespace, name] = Applied(text, ours, float("-inf"))
 
 
-def text_digest(manifest: Mapping[str, Any]) -> str:
-    return _digest(manifest)
+def text_digest(document: object) -> str:
+    """Of a manifest, or of what else is written as JSON."""
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def ours_digest(found: Mapping[str, Any]) -> str:
@@ -76,8 +78,4 @@ def ours_digest(found: Mapping[str, Any]) -> str:
         for entry in entries
         if entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply" and "subresource" not in entry
     ]
-    return _digest(mine)
-
-
-def _digest(document: object) -> str:
-    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return text_digest(mine)

@@ -8,12 +8,11 @@ so that a restart of the operator need not apply them all again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
+from specdecode_operator.applied import text_digest
 from specdecode_operator.cluster import CONFIG_MAPS, Cluster
 from specdecode_operator.manifests import child_names, state_config_map, state_name
 from specdecode_operator.memory import Kept, Memory, Resting, kept_of, state_data
@@ -32,7 +31,7 @@ class MemoryStore:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._memories: dict[str, Resting] = {}
-        self._written: dict[str, tuple[bytes, float]] = {}
+        self._written: dict[str, tuple[str, float]] = {}
         """Digest and time of the last write; a thousand whole texts would be most of the process."""
         self._learnt: set[str] = set()
         """Who measured something since then."""
@@ -54,11 +53,11 @@ class MemoryStore:
         self._memories[uid] = Resting.of(replace(memory, found=True))
         if learnt:
             self._learnt.add(uid)
-        before, when = self._written.get(uid, (b"", 0.0))
+        before, when = self._written.get(uid, ("", 0.0))
         if not urgent and (uid not in self._learnt or now - when < WRITE_SECONDS):
             return
         data = state_data(memory.kept)
-        digest = _digest(data)
+        digest = text_digest(data)
         if digest != before:
             told = self._cluster.applied.told(deployment.namespace, child_names(deployment.name))
             told.pop(f"ConfigMap/{state_name(deployment.name)}", None)
@@ -87,10 +86,6 @@ class MemoryStore:
     def _recall(self, deployment: Deployment, data: dict[str, str]) -> None:
         """What stands in the ConfigMap was written, and need not be again."""
         told = data.pop(APPLIED_KEY, "{}")
-        self._written[deployment.uid] = _digest(data), 0.0
+        self._written[deployment.uid] = text_digest(data), 0.0
         with contextlib.suppress(ValueError, AttributeError, TypeError):
             self._cluster.applied.recall(deployment.namespace, json.loads(told))
-
-
-def _digest(data: Mapping[str, str]) -> bytes:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()

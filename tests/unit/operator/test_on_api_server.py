@@ -69,6 +69,19 @@ def resource(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
+def methods_of(api: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills with the methods of all requests from now on."""
+    calls: list[str] = []
+    send = api._client.request
+
+    async def counted(method: str, path: str, **params: Any) -> Any:
+        calls.append(method)
+        return await send(method, path, **params)
+
+    monkeypatch.setattr(api._client, "request", counted)
+    return calls
+
+
 async def test_errors_are_told_apart(api: Cluster, namespace: str) -> None:
     assert await api.get(CONFIG_MAPS, namespace, "absent") is None
     await api.create(CONFIG_MAPS, config_map(namespace, "once"))
@@ -96,14 +109,7 @@ async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
     api: Cluster, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdecode_operator.cluster.REAPPLY_SECONDS", 0)
-    calls: list[str] = []
-    send = api._client.request
-
-    async def counted(method: str, path: str, **params: Any) -> Any:
-        calls.append(method)
-        return await send(method, path, **params)
-
-    monkeypatch.setattr(api._client, "request", counted)
+    calls = methods_of(api, monkeypatch)
     for _ in range(3):
         await api.apply(config_map(namespace, "touched", a="1"))
     assert calls == ["patch", "get", "get"], "at rest nothing is written, not even the same again"
@@ -130,14 +136,7 @@ async def test_the_next_operator_applies_nothing_that_stands(
     cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
     restarted = await Cluster.connect(cluster.kubeconfig)
     restarted.applied.recall(namespace, told)
-    calls: list[str] = []
-    send = restarted._client.request
-
-    async def counted(method: str, path: str, **params: Any) -> Any:
-        calls.append(method)
-        return await send(method, path, **params)
-
-    monkeypatch.setattr(restarted._client, "request", counted)
+    calls = methods_of(restarted, monkeypatch)
     await restarted.apply(config_map(namespace, "stands", a="1"))
     assert calls == ["get"]
     await restarted.apply(config_map(namespace, "touched", a="1"))
