@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import HysteresisSpec
 from specdecode_operator.planning import buckets
+from specdecode_operator.planning.look import HOUR_SECONDS
 from specdecode_operator.simulate.job import Truth
 from specdecode_operator.simulate.pilot import PlanPilot
 from specdecode_operator.simulate.policies.ours import DEEPEST
@@ -21,7 +22,6 @@ from specdecode_operator.simulate.world import Fleet, Library
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 
 LIMITS = HysteresisSpec()
-HOUR_SECONDS = 3600.0
 _FIRST_CONTEXT = 400.0
 
 
@@ -32,19 +32,18 @@ class Part(NamedTuple):
     tokens: tuple[float, ...]
 
 
-def per_token(table: StepTable, parts: Sequence[Part], depths: Sequence[int], kv_tokens: float) -> float:
-    """Seconds per token of one sequence, where every part runs its chain."""
+def pace(table: StepTable, parts: Sequence[Part], depths: Sequence[int], kv_tokens: float) -> float:
+    """Tokens a second, where every part runs its chain."""
     sequences = sum(part.sequences for part in parts)
     verify = sum(part.sequences * (depth + 1) for part, depth in zip(parts, depths, strict=True))
     tokens = sum(part.sequences * (1 + part.tokens[depth]) for part, depth in zip(parts, depths, strict=True))
-    return table.seconds(sequences, verify, max(depths), kv_tokens) * sequences / tokens
+    return tokens / table.seconds(sequences, verify, max(depths), kv_tokens)
 
 
 def best_depths(table: StepTable, parts: Sequence[Part], kv_tokens: float, deepest: int = DEEPEST) -> tuple[int, ...]:
     """Depths of most tokens a second: for each number of passes, nodes by falling survival, every prefix tried."""
-    sequences = sum(part.sequences for part in parts)
     zero = (0,) * len(parts)
-    best, pace = zero, sequences / table.seconds(sequences, sequences, 0, kv_tokens)
+    best, most = zero, pace(table, parts, zero, kv_tokens)
     nodes = sorted(
         (-(part.tokens[level] - part.tokens[level - 1]), level, index)
         for index, part in enumerate(parts)
@@ -56,12 +55,10 @@ def best_depths(table: StepTable, parts: Sequence[Part], kv_tokens: float, deepe
             if level > passes or level != depths[index] + 1:
                 continue
             depths[index] = level
-            verify = sum(part.sequences * (depth + 1) for part, depth in zip(parts, depths, strict=True))
-            tokens = sum(part.sequences * (1 + part.tokens[depth]) for part, depth in zip(parts, depths, strict=True))
             # The deepest level may not be reached by this prefix: then fewer passes are drafted.
-            found = tokens / table.seconds(sequences, verify, max(depths), kv_tokens)
-            if found > pace:
-                best, pace = tuple(depths), found
+            found = pace(table, parts, depths, kv_tokens)
+            if found > most:
+                best, most = tuple(depths), found
     return best
 
 
@@ -120,12 +117,15 @@ class Row(NamedTuple):
     """When it did, of the last hour; that it was made is no move."""
 
     def may_move(self, now: float, limits: HysteresisSpec) -> bool:
-        recent = [at for at in self.moves if now - at < HOUR_SECONDS]
+        recent = self._recent(now)
         rested = not recent or now - recent[-1] >= limits.min_dwell_seconds
         return rested and len(recent) < limits.max_changes_per_hour
 
     def moved(self, depth: int, now: float) -> Row:
-        return Row(depth, (*(at for at in self.moves if now - at < HOUR_SECONDS), now))
+        return Row(depth, (*self._recent(now), now))
+
+    def _recent(self, now: float) -> tuple[float, ...]:
+        return tuple(at for at in self.moves if now - at < HOUR_SECONDS)
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class Constrained:
         if len(before) < len(after):
             return True
         table, kv = self.library.tables[self.trace.table], tokens * sum(part.sequences for part in parts)
-        gain = per_token(table, parts, before, kv) / per_token(table, parts, after, kv) - 1
+        gain = pace(table, parts, after, kv) / pace(table, parts, before, kv) - 1
         return gain > 0 and gain >= self.limits.min_gain_percent / 100
 
     def _loads(self, running: float) -> Iterator[tuple[int, float]]:
