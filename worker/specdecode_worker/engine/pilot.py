@@ -6,7 +6,7 @@ Reads no clock: what steps took is told to `measured`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,9 +111,9 @@ class Pilot:
             tree = tree_of(only, 0)
             return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
         # Requests of one task run alike; a large batch is looked through once.
-        kinds = [Load(concurrency, context, request.submit.task) for request in requests]
-        shapes = {kind: self._shape(kind) for kind in set(kinds)}
-        first, planned = shapes[kinds[0]], self._dispatcher.shape(kinds[0])
+        tasks = [request.submit.task for request in requests]
+        shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
+        first, planned = shapes[tasks[0]], self._dispatcher.shape(Load(concurrency, context, tasks[0]))
         burst = self._exploration.burst_for(concurrency, first, planned, self.plan.max_depth, self.plan.explore)
         counted = True
         if burst is not None and self.plan.max_depth:
@@ -121,14 +121,14 @@ class Pilot:
             counted = burst.done > DROPPED_STEPS
             shapes = dict.fromkeys(shapes, burst.shape)
         shadow = self._shadow_depth() if burst is None else 0
-        tree_by_kind = {kind: tree_of(shape, shadow) for kind, shape in shapes.items()}
+        tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
         ready = [self._drafts.ready(request) for request in requests]
-        trees = [tree_by_kind[kind] if can else PLAIN for kind, can in zip(kinds, ready, strict=True)]
+        trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
         # A batch of which some could not be drafted for says nothing about the shape that it should have run.
-        shape = shapes[kinds[0]]
+        shape = shapes[tasks[0]]
         alike = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
-        explores = burst is not None or self._probes(shapes)
+        explores = burst is not None or self._probes(concurrency, context, shapes.values())
         self.choice = Choice(len(requests), concurrency, context, shape if alike else None, explores, counted, passes)
         return trees
 
@@ -153,9 +153,8 @@ class Pilot:
         stopped = self.plan.guard and not self._guard.allows(load.concurrency, load.context, shape)
         return _PLAIN_SHAPE if stopped else shape
 
-    def _probes(self, shapes: Mapping[Load, TreeShape]) -> bool:
-        guard = self._guard
-        return self.plan.guard and any(guard.probes(at.concurrency, at.context, shape) for at, shape in shapes.items())
+    def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:
+        return self.plan.guard and any(self._guard.probes(concurrency, context, shape) for shape in shapes)
 
     def _shadow_depth(self) -> int:
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
