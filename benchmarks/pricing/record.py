@@ -27,9 +27,9 @@ from specdecode_worker.commands.local import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.loading import read_sharpness
 from specdecode_worker.engine.messages import Sampling
-from specdecode_worker.models.eagle3 import Eagle3Head
 from specdecode_worker.models.store import resolve
 from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
+from specdecode_worker.training.paired import Drafted
 from specdecode_worker.training.replaying import Replayed, replay
 from specdecode_worker.training.shards import Conversation
 from specdecode_worker.training.unroll import make_batch, unroll
@@ -46,13 +46,13 @@ def main() -> None:
     target = load_llama(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
     folder = resolve(EMBEDDED_DRAFT, None)
     head = load_eagle3(folder, target, dtype=torch.float32, device=torch.device("cpu"))
-    sharpness = read_sharpness(folder)
+    draft = Drafted(head, read_sharpness(folder))
     parts: list[dict[str, np.ndarray]] = []
     for temperature in args.temperatures:
         for index, record in enumerate(_records(engine, prompts, temperature, args.max_tokens)):
             found = replay(target, record)
             if isinstance(found, Replayed):
-                parts.append(_confidence(head, found.conversation, record, sharpness))
+                parts.append(_confidence(draft, found.conversation, record))
             print(f"T {temperature}: {index + 1} of {len(prompts)} answers", file=sys.stderr, flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     names = ("hit", "margin", "top")
@@ -84,10 +84,9 @@ def _records(engine: LocalEngine, prompts: list[Prompt], temperature: float, mos
 
 
 @torch.inference_mode()
-def _confidence(
-    head: Eagle3Head, conversation: Conversation, record: Record, sharpness: tuple[float, ...]
-) -> dict[str, np.ndarray]:
+def _confidence(draft: Drafted, conversation: Conversation, record: Record) -> dict[str, np.ndarray]:
     """hit, margin, top: [roots, DEPTH]; roots too near the end for the deepest token are left out."""
+    head = draft.head
     first, temperature = record.prompt_length, record.sampling.temperature
     wanted_A = torch.tensor(record.tokens[first + 1 :])
     count = len(wanted_A)
@@ -101,8 +100,7 @@ def _confidence(
     for k, (state_BAE, _) in enumerate(states):
         logits_AV = head.logits(state_BAE[0][:count]).double()
         if noise_AV is not None:
-            factor = sharpness[min(k, len(sharpness) - 1)] if sharpness else 1.0
-            logits_AV = logits_AV * factor / temperature
+            logits_AV = logits_AV * draft.factor(k) / temperature
         logp_AV = logits_AV.log_softmax(-1)
         score_AV = logp_AV if noise_AV is None else logp_AV + noise_AV
         best = score_AV.topk(2, dim=-1)
