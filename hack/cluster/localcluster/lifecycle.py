@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from localcluster import binaries, control_plane, daemons, host, leftovers, node, packages
-from localcluster.console import say, step
-from localcluster.errors import ClusterError
+from localcluster.console import say, step, wait_for
+from localcluster.errors import ClusterError, DaemonDied, TimedOut
 from localcluster.settings import API_URL, LOCK, Layout
 
 _ALL = (*control_plane.DAEMONS, *node.DAEMONS)
@@ -75,8 +75,11 @@ def is_anything_running(layout: Layout) -> bool:
 
 
 def require_up(layout: Layout) -> None:
-    if not is_up(layout):
-        raise ClusterError("the cluster is not up: run hack/cluster/up first.")
+    """Raise unless the cluster works, or does within seconds: a probe that failed once is no cluster that is down."""
+    try:
+        wait_for("the cluster", lambda: is_up(layout), timeout_s=30, check=lambda: daemons.check_alive(layout, *_ALL))
+    except (DaemonDied, TimedOut) as error:
+        raise ClusterError("the cluster is not up: run hack/cluster/up first.") from error
 
 
 def _clear_after_reboot(layout: Layout) -> None:
