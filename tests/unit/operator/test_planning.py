@@ -183,6 +183,17 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
     assert after([1.0] * 20 + [5.0] + [5.0] * 9) < 0.01, "one step of cost is no wandering"
 
 
+def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
+    """Spells as long as a poll or two, twice as slow: the estimate stays between, whatever came last."""
+    key, kept = CellKey(4, 3, False, 0), Kept()
+    for poll in range(60):
+        factor = 2.2 if poll % 6 >= 4 else 1.0
+        kept = learn(kept, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03 * factor, 100)}), now=5.0 * poll)
+        found = Moments(kept.costs[0].values).mean_seconds / 0.03
+        assert poll < 20 or 1.1 < found < 1.8, f"poll {poll}: {found:.2f}"
+    assert kept.costs[0].polls > 15, "a mean over half a minute would be that of the last spell"
+
+
 @given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=8), st.randoms())
 def test_ordered_times_rise_and_keep_the_newest(means: list[float], random: Random) -> None:
     ages = random.sample(range(len(means)), len(means))
