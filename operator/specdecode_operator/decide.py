@@ -9,8 +9,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from specdecode_operator import history, manifests, planned, planning, readings, silence, steering
+from specdecode_operator.kept import Kept, TemplateMemory
 from specdecode_operator.measurements import Delta
-from specdecode_operator.memory import Kept, Memory, TemplateMemory
+from specdecode_operator.memory import Memory
 from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
 from specdecode_operator.sizing import size
 from specdecode_operator.suspects import verdicts

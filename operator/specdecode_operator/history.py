@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import Cause, Decision
-from specdecode_operator.measurements import CellKey, Delta, Moments
-from specdecode_operator.memory import CostMemory, FollowMemory, Kept, LoadMemory
+from specdecode_operator.kept import CostMemory, FollowMemory, Kept, LoadMemory
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.figures import Point, interpolated
 from specdecode_operator.planning.loads import bucket_of, present_row
+from specdecode_operator.sums import CellKey, Moments
 from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
 
 HISTORY = 10

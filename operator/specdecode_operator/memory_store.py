@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from specdecode_operator.applied import text_digest
 from specdecode_operator.cluster import CONFIG_MAPS, Cluster
+from specdecode_operator.kept import Kept, kept_of, state_data
 from specdecode_operator.manifests import child_names, state_config_map, state_name
-from specdecode_operator.memory import Kept, Memory, Resting, kept_of, state_data
+from specdecode_operator.memory import Memory, Resting
 from specdecode_operator.records import Deployment
 
 WRITE_SECONDS = 60.0

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from specdecode_operator import history, planning, steering
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.memory import Kept, Standing
+from specdecode_operator.kept import Kept
+from specdecode_operator.memory import Standing
 from specdecode_operator.pins import Pin
 from specdecode_operator.planning import Change, Chosen
 from specdecode_operator.planning.loads import bucket_text

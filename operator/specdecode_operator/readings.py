@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specdecode_operator import planning, silence
+from specdecode_operator.kept import Kept
 from specdecode_operator.measurements import Delta, difference, fleet
-from specdecode_operator.memory import WINDOW_SECONDS, Baseline, Kept, Memory
+from specdecode_operator.memory import WINDOW_SECONDS, Baseline, Memory
 from specdecode_operator.records import Observed, Worker
 from specdecode_worker.contract import Buckets, Report
 

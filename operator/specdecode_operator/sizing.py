@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specdecode_operator import planning, scaling
+from specdecode_operator.kept import Kept, ScalingMemory
 from specdecode_operator.measurements import Delta, over
-from specdecode_operator.memory import WINDOW_SECONDS, Kept, Memory, ScalingMemory
+from specdecode_operator.memory import WINDOW_SECONDS, Memory
 from specdecode_operator.records import Capacity, Deployment, Limited, Observed
 
 DOUBT = 1.28

@@ -8,7 +8,7 @@ from dataclasses import replace
 from specdecode_operator import history
 from specdecode_operator.api.v1alpha1 import Decision
 from specdecode_operator.errors import SpecError
-from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.pins import Pin, read_pin
 from specdecode_operator.records import Deployment
 from specdecode_operator.sizing import Sized

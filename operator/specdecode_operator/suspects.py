@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_operator import planning
-from specdecode_operator.memory import Kept, PodMemory
+from specdecode_operator.kept import Kept, PodMemory
 from specdecode_operator.records import Deployment, Observed, Suspect, Worker
 from specdecode_operator.sizing import trusted
 from specdecode_worker.contract import Plan, TreeShape

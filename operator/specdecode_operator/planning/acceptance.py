@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_operator.measurements import NO_HITS, NO_REQUESTS, Hits, RequestSums
-from specdecode_operator.memory import DepthMemory, Kept
+from specdecode_operator.kept import DepthMemory, Kept
 from specdecode_operator.planning.trees import Chance, Rates
+from specdecode_operator.sums import NO_HITS, NO_REQUESTS, Hits, RequestSums
 
 FIRST_PRIOR = Hits(1, 2)
 DEPTH_WEIGHT = 10.0

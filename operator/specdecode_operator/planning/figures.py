@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from specdecode_operator.measurements import CellKey, Delta, Moments, over
-from specdecode_operator.memory import CostMemory, DepthMemory
+from specdecode_operator.kept import CostMemory, DepthMemory
+from specdecode_operator.measurements import Delta, over
 from specdecode_operator.records import Figures, Speed
+from specdecode_operator.sums import CellKey, Moments
 from specdecode_worker.contract import FEATURES
 
 LEAST_DRAFTS = 500

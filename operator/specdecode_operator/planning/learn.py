@@ -6,20 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Literal
 
-from specdecode_operator.measurements import (
-    NO_HITS,
-    NO_REQUESTS,
-    NO_TRAFFIC,
-    Delta,
-    Hits,
-    RequestSums,
-    TrafficSums,
-)
-from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
+from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.acceptance import design_effect
 from specdecode_operator.planning.change import rate_changed
 from specdecode_operator.planning.forgetting import apart, is_recent, joined, kept_share, short
 from specdecode_operator.planning.learn_steps import learn_costs, learn_prefill, learn_wander
+from specdecode_operator.sums import NO_HITS, NO_REQUESTS, NO_TRAFFIC, Hits, RequestSums, TrafficSums
 from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_DRAFTS = 300.0

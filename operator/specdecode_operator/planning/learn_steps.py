@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial, reduce
 
-from specdecode_operator.measurements import CellKey, Delta, Moments
-from specdecode_operator.memory import CostMemory, Kept
+from specdecode_operator.kept import CostMemory, Kept
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.change import LEAST_STEPS, cost_changed
 from specdecode_operator.planning.forgetting import is_recent, joined, kept_share, short, shorts
 from specdecode_operator.planning.steptime import LEAST_SECONDS
+from specdecode_operator.sums import CellKey, Moments
 
 HALF_LIFE_STEPS = 128.0
 WANDER_OF_HALF_LIFE, MOST_STRETCH = 0.01, 16.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from specdecode_operator.measurements import Moments
-from specdecode_operator.memory import CostMemory, LoadMemory
+from specdecode_operator.kept import CostMemory, LoadMemory
+from specdecode_operator.sums import Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
 CONTEXT_EDGES = (1024, 8192)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
-from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.options import Options, weigh
 from specdecode_operator.planning.situation import Shapes, Situation
 from specdecode_worker.contract import TreeShape

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_operator.measurements import CellKey, Moments, summed
-from specdecode_operator.memory import CostMemory, Kept
+from specdecode_operator.kept import CostMemory, Kept
 from specdecode_operator.planning.change import LEAST_STEPS
 from specdecode_operator.planning.steptime import LEAST_SECONDS
+from specdecode_operator.sums import CellKey, Moments, summed
 from specdecode_worker.contract import Buckets, Report
 
 MOST_STEPS = 24.0

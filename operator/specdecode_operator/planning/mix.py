@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import RequestSums, TrafficSums
-from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds, bounds_of
 from specdecode_operator.planning.loads import Load
@@ -16,6 +15,7 @@ from specdecode_operator.planning.promise import Promise, Prompt
 from specdecode_operator.planning.situation import Situation, Task
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.planning.trees import Rates, expected
+from specdecode_operator.sums import RequestSums, TrafficSums
 from specdecode_worker.contract import OTHER_TASK
 
 LEAST_SHARE = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.memory import RowMemory
+from specdecode_operator.kept import RowMemory
 from specdecode_operator.planning import trials
 from specdecode_operator.planning.look import Change, Look, with_drafts
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import NO_TRAFFIC, Moments, TrafficSums
-from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.bounds import bounds_of, follows
 from specdecode_operator.planning.loads import Load, bucket_of
 from specdecode_operator.planning.mix import SituationAt, situations
@@ -19,6 +18,7 @@ from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.rows import rows_of
 from specdecode_operator.planning.steptime import Seconds, StepTimes
+from specdecode_operator.sums import NO_TRAFFIC, Moments, TrafficSums
 from specdecode_worker.contract import FEATURES, Buckets, EngineConfig
 
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import RowMemory
+from specdecode_operator.kept import RowMemory
 from specdecode_operator.pins import Pin
 from specdecode_operator.planning.bounds import deepest, plans
 from specdecode_worker.contract import Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from statistics import median
 
-from specdecode_operator.measurements import NO_REQUESTS, CellKey, Delta, Hits, Moments, RequestSums
-from specdecode_operator.memory import Kept, PodMemory, PodTask
+from specdecode_operator.kept import Kept, PodMemory, PodTask
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.acceptance import effect_of
+from specdecode_operator.sums import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
 
 HALF_LIFE_FRESH_DRAFTS, HALF_LIFE_PAST_DRAFTS = 100.0, 5000.0
 """What a worker does now, and what it used to do: a collapse is found long before it has become the past."""

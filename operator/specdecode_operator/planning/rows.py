@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import Kept, RowMemory
+from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.acceptance import drafts_seen
 from specdecode_operator.planning.bounds import bounds_of, has_own, names
 from specdecode_operator.planning.loads import present_row, typical

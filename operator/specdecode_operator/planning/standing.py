@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import Kept, RowMemory, Standing
+from specdecode_operator.kept import Kept, RowMemory
+from specdecode_operator.memory import Standing
 from specdecode_operator.planning.look import GROWTH, HOUR_SECONDS
 from specdecode_operator.planning.rows import SWEEP_SECONDS, Chosen
 from specdecode_operator.planning.trials import BUSY_SECONDS, FRESH_SECONDS

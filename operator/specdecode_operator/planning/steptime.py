@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-from specdecode_operator.measurements import PAIRS, Moments
-from specdecode_operator.memory import CostMemory
+from specdecode_operator.kept import CostMemory
 from specdecode_operator.planning.linear import Matrix, dot, inverse, product
 from specdecode_operator.planning.loads import Load
+from specdecode_operator.sums import PAIRS, Moments
 from specdecode_worker.contract import FEATURES
 
 MISFIT = 0.05

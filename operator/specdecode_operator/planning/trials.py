@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.memory import RowMemory
+from specdecode_operator.kept import RowMemory
 from specdecode_operator.planning.look import Change, Look
 from specdecode_operator.planning.options import Options
 from specdecode_operator.planning.situation import Shapes

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import GROUP, PIN_ANNOTATION, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
-from specdecode_operator.memory import Kept
+from specdecode_operator.kept import Kept
 
 Resource = dict[str, Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
-from specdecode_operator.memory import Kept
+from specdecode_operator.kept import Kept
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
 from specdecode_operator.plugin.overview import bad, mode_of, spec_of, status_of
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped

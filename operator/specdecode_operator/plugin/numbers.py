@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specdecode_operator.measurements import Moments
-from specdecode_operator.memory import CostMemory, Kept
+from specdecode_operator.kept import CostMemory, Kept
 from specdecode_operator.plugin.text import figure, percent, table
+from specdecode_operator.sums import Moments
 from specdecode_worker.contract import FEATURES, Buckets, Plan
 
 _SEQUENCES = FEATURES.index("sequences")

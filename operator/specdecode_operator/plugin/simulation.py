@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_operator.errors import PluginError
-from specdecode_operator.memory import Kept
+from specdecode_operator.kept import Kept
 
 PROGRAM = "specdecode-operator"
 

@@ -6,7 +6,7 @@ damped trend are of the last minutes. Less its own error it may raise the floor 
 
 from __future__ import annotations
 
-from specdecode_operator.memory import ForecastMemory
+from specdecode_operator.kept import ForecastMemory
 
 SAMPLE_SECONDS = 60.0
 """Arrivals are counted for so long before they say anything."""

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.memory import ScalingMemory
+from specdecode_operator.kept import ScalingMemory
 from specdecode_operator.records import Capacity
 from specdecode_operator.scaling.capacity import SLOTS_USABLE
 

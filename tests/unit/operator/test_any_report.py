@@ -9,9 +9,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.decide import decide
-from specdecode_operator.measurements import PAIRS, K
-from specdecode_operator.memory import Kept, Memory, kept_of, state_data
+from specdecode_operator.kept import Kept, kept_of, state_data
+from specdecode_operator.memory import Memory
 from specdecode_operator.records import Observed, Worker
+from specdecode_operator.sums import PAIRS, K
 from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.memory import ForecastMemory, Kept, LoadMemory, ScalingMemory, TrafficMemory
+from specdecode_operator.kept import ForecastMemory, Kept, LoadMemory, ScalingMemory, TrafficMemory
 from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.records import Capacity

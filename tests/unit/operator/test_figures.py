@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.measurements import CellKey, Moments
 from specdecode_operator.planning.figures import speedup
+from specdecode_operator.sums import CellKey, Moments
 from specdecode_worker.contract import FEATURES
 
 SEQUENCES = 4.0

@@ -7,8 +7,9 @@ from fleet import Loop, Truth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
 from specdecode_operator.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
+from specdecode_operator.kept import FollowMemory, Kept, LoadMemory
 from specdecode_operator.measurements import Delta
-from specdecode_operator.memory import FollowMemory, Kept, LoadMemory, Memory
+from specdecode_operator.memory import Memory
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 

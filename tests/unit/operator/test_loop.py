@@ -8,7 +8,8 @@ import pytest
 from fleet import Truth, best_depth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
-from specdecode_operator.memory import Kept, Memory, state_data
+from specdecode_operator.kept import Kept, state_data
+from specdecode_operator.memory import Memory
 from specdecode_worker.contract import SyntheticKnobs
 
 

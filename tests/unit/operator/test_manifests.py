@@ -13,9 +13,10 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decide import decide
 from specdecode_operator.errors import SpecError
+from specdecode_operator.kept import Kept
 from specdecode_operator.manifests.config import cores, default_served_name
 from specdecode_operator.manifests.merge import merged
-from specdecode_operator.memory import Kept, Memory
+from specdecode_operator.memory import Memory
 from specdecode_operator.records import Decision, Defaults, Observed
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 

@@ -9,9 +9,9 @@ from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator import planning
 from specdecode_operator.history import _per_token
-from specdecode_operator.measurements import Moments
-from specdecode_operator.memory import Kept
+from specdecode_operator.kept import Kept
 from specdecode_operator.planning.meet import MOST_STEPS
+from specdecode_operator.sums import Moments
 from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
 
 BUCKETS = Buckets()

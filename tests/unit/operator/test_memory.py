@@ -7,17 +7,9 @@ from dataclasses import replace
 import pytest
 from fleet import loop_over
 
-from specdecode_operator.measurements import PAIRS, K
-from specdecode_operator.memory import (
-    MAX_STATE_BYTES,
-    CostMemory,
-    Kept,
-    Resting,
-    RowMemory,
-    TemplateMemory,
-    kept_of,
-    state_data,
-)
+from specdecode_operator.kept import MAX_STATE_BYTES, CostMemory, Kept, RowMemory, TemplateMemory, kept_of, state_data
+from specdecode_operator.memory import Resting
+from specdecode_operator.sums import PAIRS, K
 
 
 def crowded() -> Kept:

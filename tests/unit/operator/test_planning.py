@@ -10,14 +10,15 @@ from estimates import OFF, chances, cost, moments, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.measurements import CellKey, Delta, Hits, K, Moments, RequestSums
-from specdecode_operator.memory import DepthMemory, Kept
+from specdecode_operator.kept import DepthMemory, Kept
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning import buckets, learn
 from specdecode_operator.planning.acceptance import chain
 from specdecode_operator.planning.change import cost_changed
 from specdecode_operator.planning.linear import inverse, product
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.steptime import Seconds, StepTimes, features, ordered
+from specdecode_operator.sums import CellKey, Hits, K, Moments, RequestSums
 
 # --- estimates ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from fleet import Loop, Truth, loop_over
 from resources import polled, remembered, resource_of
 
-from specdecode_operator.memory import DepthMemory
+from specdecode_operator.kept import DepthMemory
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import HEAD, detail, overview
 from specdecode_operator.plugin.past import past

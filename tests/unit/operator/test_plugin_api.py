@@ -15,7 +15,7 @@ import yaml
 from fleet import loop_over
 from resources import polled, resource_of
 
-from specdecode_operator.memory import state_data
+from specdecode_operator.kept import state_data
 from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
 

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decide import decide
-from specdecode_operator.measurements import Delta, Hits, Moments, RequestSums
+from specdecode_operator.kept import Kept
+from specdecode_operator.measurements import Delta
 from specdecode_operator.measurements import fleet as together
-from specdecode_operator.memory import Kept, Memory
+from specdecode_operator.memory import Memory
 from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.pods import learn_pods, suspected
 from specdecode_operator.records import Decision, Deployment, Observed, Worker
+from specdecode_operator.sums import Hits, Moments, RequestSums
 from specdecode_operator.suspects import quiet
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict

@@ -15,7 +15,8 @@ from fleet import SimulatedWorker, Truth, deployment_with
 from specdecode_operator.applied import Applied, AppliedChildren
 from specdecode_operator.cluster import Cluster, Kind
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
-from specdecode_operator.memory import Baseline, Kept, LoadMemory, Memory
+from specdecode_operator.kept import Kept, LoadMemory
+from specdecode_operator.memory import Baseline, Memory
 from specdecode_operator.memory_store import MemoryStore
 from specdecode_operator.worker_client import Reading, Unchanged, Workers, read_report
 from specdecode_worker.contract import CONTRACT_VERSION, MAX_REPORT_BYTES, Header, Plan, Report

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.memory import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
+from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
 from specdecode_operator.planning import buckets, choose
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.mix import situations

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.memory import ScalingMemory
+from specdecode_operator.kept import ScalingMemory
 from specdecode_operator.scaling import Demand, scale
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)

@@ -11,7 +11,7 @@ from estimates import FULL, chances, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.memory import DepthMemory, Kept, RowMemory
+from specdecode_operator.kept import DepthMemory, Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds
 from specdecode_operator.planning.loads import Load

@@ -10,7 +10,8 @@ import numpy as np
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status
 from specdecode_operator.decide import decide
-from specdecode_operator.memory import Kept, Memory, kept_of, state_data
+from specdecode_operator.kept import Kept, kept_of, state_data
+from specdecode_operator.memory import Memory
 from specdecode_operator.records import Decision, Defaults, Deployment, Observed, Workload
 from specdecode_operator.records import Worker as Seen
 from specdecode_operator.simulate.pilot import PlanPilot

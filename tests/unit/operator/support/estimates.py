@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.measurements import PAIRS, Moments
-from specdecode_operator.memory import CostMemory, DepthMemory, RowMemory
+from specdecode_operator.kept import CostMemory, DepthMemory, RowMemory
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.steptime import features
+from specdecode_operator.sums import PAIRS, Moments
 
 
 def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02) -> Moments:

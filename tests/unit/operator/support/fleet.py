@@ -9,7 +9,8 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decide import decide
-from specdecode_operator.memory import Kept, Memory, kept_of, state_data
+from specdecode_operator.kept import Kept, kept_of, state_data
+from specdecode_operator.memory import Memory
 from specdecode_operator.records import Decision, Defaults, Deployment, Observed, Worker, Workload
 from specdecode_worker.contract import (
     AcceptanceCell,

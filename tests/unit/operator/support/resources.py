@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet import Loop, workload_with
 
-from specdecode_operator.memory import Kept
+from specdecode_operator.kept import Kept
 from specdecode_operator.records import Observed, Outcome
 from specdecode_operator.status import status_of
 

@@ -1,0 +1,200 @@
+"""Sums of what was counted, with their arithmetic: moments of steps, hits of drafts, traffic and requests. Pure; all
+that estimates anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import add, sub
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+from specdecode_worker.contract import FEATURES, StepCell
+
+K = len(FEATURES)
+PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
+"""Positions of the upper triangle of x x', row by row, as StepCell sums it."""
+
+
+class Kind(Protocol):
+    """What says of which kind its steps are: a StepCell of a report, or what is remembered of such cells."""
+
+    @property
+    def tokens_bucket(self) -> int: ...
+    @property
+    def draft_passes(self) -> int: ...
+    @property
+    def prefill(self) -> bool: ...
+    @property
+    def context_bucket(self) -> int: ...
+
+
+class CellKey(NamedTuple):
+    """One kind of step, as StepCell names it."""
+
+    tokens_bucket: int
+    draft_passes: int
+    prefill: bool
+    context_bucket: int
+
+    @classmethod
+    def of(cls, cell: Kind) -> Self:
+        return cls(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over steps of one kind: count, t, t^2, emitted tokens, then x (K), x t (K) and x x' (upper triangle)."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of_cell(cls, cell: StepCell) -> Self:
+        return cls((cell.count, cell.t, cell.tt, cell.emitted, *cell.x, *cell.xt, *cell.xx))
+
+    @property
+    def count(self) -> float:
+        return self.values[0]
+
+    @property
+    def weight(self) -> float:
+        return self.count
+
+    @property
+    def seconds(self) -> float:
+        return self.values[1]
+
+    @property
+    def seconds_squared(self) -> float:
+        return self.values[2]
+
+    @property
+    def emitted(self) -> float:
+        return self.values[3]
+
+    @property
+    def x(self) -> tuple[float, ...]:
+        return self.values[4 : 4 + K]
+
+    @property
+    def xt(self) -> tuple[float, ...]:
+        return self.values[4 + K : 4 + 2 * K]
+
+    @property
+    def xx(self) -> tuple[float, ...]:
+        return self.values[4 + 2 * K :]
+
+    @property
+    def mean_x(self) -> tuple[float, ...]:
+        return tuple(value / self.count for value in self.x)
+
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / self.count
+
+    @property
+    def variance(self) -> float:
+        """Of one step's seconds."""
+        return max(0.0, self.seconds_squared / self.count - self.mean_seconds**2)
+
+    def plus(self, other: Moments) -> Moments:
+        return Moments(tuple(map(add, self.values, other.values)))
+
+    def minus(self, other: Moments) -> Moments:
+        return Moments(tuple(map(sub, self.values, other.values)))
+
+    def times(self, factor: float) -> Moments:
+        return Moments(tuple([value * factor for value in self.values]))
+
+    def taking(self, factor: float) -> Moments:
+        """The same steps, had each taken ``factor`` times as long."""
+        count, seconds, squared, emitted = self.values[:4]
+        sums = (count, factor * seconds, factor**2 * squared, emitted)
+        return Moments((*sums, *self.x, *(factor * value for value in self.xt), *self.xx))
+
+    def with_emitted(self, tokens: float) -> Moments:
+        return Moments((*self.values[:3], tokens, *self.values[4:]))
+
+
+class Hits(NamedTuple):
+    """How often the draft's first choice was the target's token, of how many; and how often a later choice was."""
+
+    hits: float
+    total: float
+    ranks: tuple[float, ...] = ()
+    """Ranks 1, 2, ...; trailing zeros may be left out."""
+
+    @property
+    def weight(self) -> float:
+        return self.total
+
+    def plus(self, other: Hits) -> Hits:
+        ranks = tuple(mine + theirs for mine, theirs in zip_longest(self.ranks, other.ranks, fillvalue=0.0))
+        return Hits(self.hits + other.hits, self.total + other.total, ranks)
+
+    def minus(self, other: Hits) -> Hits:
+        ranks = tuple(mine - theirs for mine, theirs in zip_longest(self.ranks, other.ranks, fillvalue=0.0))
+        return Hits(self.hits - other.hits, self.total - other.total, ranks)
+
+    def times(self, factor: float) -> Hits:
+        return Hits(self.hits * factor, self.total * factor, tuple(value * factor for value in self.ranks))
+
+
+class TrafficSums(NamedTuple):
+    """What came in and went out."""
+
+    arrivals: float
+    finished: float
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float
+
+    def plus(self, other: TrafficSums) -> TrafficSums:
+        return TrafficSums(*map(add, self, other))
+
+    def minus(self, other: TrafficSums) -> TrafficSums:
+        return TrafficSums(*map(sub, self, other))
+
+    def times(self, factor: float) -> TrafficSums:
+        return TrafficSums(*(value * factor for value in self))
+
+
+class RequestSums(NamedTuple):
+    """Sums over finished requests of accepted tokens a and drafts d."""
+
+    n: float
+    a: float
+    d: float
+    aa: float
+    ad: float
+    dd: float
+
+    def plus(self, other: RequestSums) -> RequestSums:
+        return RequestSums(*map(add, self, other))
+
+    def minus(self, other: RequestSums) -> RequestSums:
+        return RequestSums(*map(sub, self, other))
+
+    def times(self, factor: float) -> RequestSums:
+        return RequestSums(*(value * factor for value in self))
+
+
+NO_HITS = Hits(0, 0)
+NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
+NO_TRAFFIC = TrafficSums(0, 0, 0, 0, 0)
+
+Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments)
+Key = TypeVar("Key")
+
+
+def merged(found: Iterable[Mapping[Key, Sum]]) -> dict[Key, Sum]:
+    """Sums of all, key by key."""
+    return summed(pair for sums in found for pair in sums.items())
+
+
+def summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
+    """Several cells of one key are added up."""
+    found: dict[Key, Sum] = {}
+    for key, value in cells:
+        found[key] = found[key].plus(value) if key in found else value
+    return found
