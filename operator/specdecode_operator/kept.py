@@ -73,6 +73,8 @@ class CostMemory(Lasting):
     """The same of minutes: how often the weather of the machine may have changed meanwhile."""
     spell_at: float = 0
     """When the last of them began."""
+    changed_at: float = 0
+    """When new steps contradicted the older ones last."""
     made_up: float = 0
     """Decayed number of the steps that a worker made up to time them: what they emitted is no answer, and left out."""
 

@@ -45,7 +45,7 @@ def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float, wa
     before = Moments(known.values) if known else nothing
     gathered = Moments(known.new_values) if known and known.new_values and is_recent(known.at, now) else nothing
     keep = _kept_of_steps(fresh.count, now - known.at if known else 0, wander)
-    after, new, _ = joined(before, gathered, fresh, keep, partial(cost_changed, wander=wander))
+    after, new, changed = joined(before, gathered, fresh, keep, partial(cost_changed, wander=wander))
     apart = new.values if new.count < LEAST_STEPS else ()
     left = max(0.0, after.count - fresh.count) / before.count if before.count > 0 else 0.0
     polls, spells, spell_at = (known.polls, known.spells, known.spell_at) if known else (0.0, 0.0, 0.0)
@@ -58,6 +58,7 @@ def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float, wa
         polls=short(1 + left * polls),
         spells=short(max(1.0, is_new_spell + left * spells)),
         spell_at=now if is_new_spell else spell_at,
+        changed_at=now if changed else known.changed_at if known else 0,
         made_up=short(left * known.made_up) if known else 0,
     )
 

@@ -85,9 +85,11 @@ class Look:
 
     def _dwell(self, row: RowMemory) -> float:
         """Seconds that a row stands. Evidence only gathers while nothing changes, so every further move is likelier
-        chance than the one before, and is waited for GROWTH times as long, until acceptance is seen to change or the
-        hour is over."""
-        changed_at = max((cell.changed_at for cell in self.kept.acceptance if cell.task == row.task), default=0.0)
+        chance than the one before, and is waited for GROWTH times as long, until acceptance or the cost of steps is
+        seen to change, or the hour is over."""
+        here = self.situation
+        acceptance = (cell.changed_at for cell in self.kept.acceptance if cell.task == row.task)
+        changed_at = max(here.times.changed_at(here.load, here.context), *acceptance, 0.0)
         count = sum(at > changed_at for at in self._moves(row))
         return float(self.speculation.hysteresis.min_dwell_seconds * GROWTH ** max(0, count - 1))
 

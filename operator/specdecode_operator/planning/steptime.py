@@ -73,6 +73,7 @@ class _Cell:
     """The same of what drifts over minutes."""
     verified: float
     """Tokens of one sequence: a shadow adds draft passes without anything verified."""
+    changed_at: float
 
     @classmethod
     def of(cls, cost: CostMemory, wander: float) -> Self:
@@ -82,7 +83,7 @@ class _Cell:
         verified = mean[_VERIFY_TOKENS] / sequences
         strayed, drifted = wander / max(1.0, cost.polls), DRIFT**2 / max(1.0, cost.spells)
         key = cost.draft_passes, cost.context_bucket
-        return cls(*key, moments, cost.at, mean, math.log(sequences), strayed, drifted, verified)
+        return cls(*key, moments, cost.at, mean, math.log(sequences), strayed, drifted, verified, cost.changed_at)
 
     def distance(self, load: Load) -> float:
         """Between its sequences and the load's, as the logarithm of their ratio."""
@@ -154,6 +155,11 @@ class StepTimes:
     def visited(self, load: Load, context_bucket: int) -> bool:
         """Whether any steps were timed at about this load."""
         return any(cell.context_bucket == context_bucket and cell.distance(load) <= NEAR for cell in self.cells)
+
+    def changed_at(self, load: Load, context_bucket: int) -> float:
+        """When steps of about this load were last seen to take something else; 0 is never."""
+        near = (cell for cell in self.cells if cell.context_bucket == context_bucket and cell.distance(load) <= NEAR)
+        return max((cell.changed_at for cell in near), default=0.0)
 
     def slope_variance(self, load: Load) -> float:
         """Of the seconds that one more verified token of every sequence takes."""

@@ -107,6 +107,16 @@ def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
     assert depths_of(bounded, Kept(acceptance=chances(0.02), costs=FULL))[0] == 1
 
 
+@pytest.mark.parametrize("what", ["acceptance", "costs"])
+def test_who_moved_often_waits_long_until_something_is_seen_to_change(what: str) -> None:
+    """Four moves in two minutes, each because another kind of step turned out to be slow."""
+    restless = RowMemory(concurrency=0, context=0, task="other", depth=1, since=1940, moves=(1830, 1860, 1900, 1940))
+    kept = Kept(acceptance=chances(0.95), costs=FULL, rows=(restless,))
+    assert depths_of(spec(), kept, now=2060)[0] == 1
+    changed = tuple(cell.model_copy(update={"changed_at": 1935}) for cell in getattr(kept, what))
+    assert depths_of(spec(), kept.model_copy(update={what: changed}), now=2060)[0] == 5
+
+
 @pytest.mark.parametrize(("slower", "depth"), [(1.01, 1), (1.06, 0)])
 def test_a_guard_that_holds_back_stops_what_loses_and_not_what_is_even(slower: float, depth: int) -> None:
     one = spec(depth={"min": 0, "max": 1, "initial": 1})
