@@ -8,7 +8,7 @@ an error so wide that no row moves for it alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -154,12 +154,15 @@ class StepTimes:
 
     def visited(self, load: Load, context_bucket: int) -> bool:
         """Whether any steps were timed at about this load."""
-        return any(cell.context_bucket == context_bucket and cell.distance(load) <= NEAR for cell in self.cells)
+        return any(True for _ in self._near(load, context_bucket))
 
     def changed_at(self, load: Load, context_bucket: int) -> float:
         """When steps of about this load were last seen to take something else; 0 is never."""
-        near = (cell for cell in self.cells if cell.context_bucket == context_bucket and cell.distance(load) <= NEAR)
-        return max((cell.changed_at for cell in near), default=0.0)
+        return max((cell.changed_at for cell in self._near(load, context_bucket)), default=0.0)
+
+    def _near(self, load: Load, context_bucket: int) -> Iterator[_Cell]:
+        """Steps that were timed at about this load."""
+        return (cell for cell in self.cells if cell.context_bucket == context_bucket and cell.distance(load) <= NEAR)
 
     def slope_variance(self, load: Load) -> float:
         """Of the seconds that one more verified token of every sequence takes."""
