@@ -75,14 +75,16 @@ def test_what_is_no_report_at_all(body: bytes) -> None:
 
 
 @asynccontextmanager
-async def serving(handle: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> AsyncIterator[Workers]:
-    """A client of workers that answer by ``handle``, whatever their address."""
+async def serving(
+    handle: Callable[[web.BaseRequest], Awaitable[web.Response]], *, timeout_seconds: float = 60
+) -> AsyncIterator[Workers]:
+    """A client of workers that answer by ``handle``, whatever their address; patient, since machines of tests stall."""
     runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     host, port = runner.addresses[0][:2]
-    workers = Workers(proxy=f"http://{host}:{port}", timeout_seconds=0.3)
+    workers = Workers(proxy=f"http://{host}:{port}", timeout_seconds=timeout_seconds)
     try:
         yield workers
     finally:
@@ -213,7 +215,7 @@ async def test_silence_is_unreachable() -> None:
         await asyncio.Event().wait()
         raise AssertionError("never")
 
-    async with serving(handle) as workers:
+    async with serving(handle, timeout_seconds=0.3) as workers:
         with pytest.raises(WorkerUnreachable):
             await workers.report("10.0.0.1", "secret")
 
