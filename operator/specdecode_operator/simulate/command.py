@@ -107,7 +107,8 @@ def simulate(
     from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE, scored, targets
 
     policies = list(dict.fromkeys((*policies, ORACLE, CLAIRVOYANT)))
-    tasks = [(name, hours, seed, tuple(policies), folder, given, keep) for name in traces for seed in range(seeds)]
+    # Seed by seed: what was kept when somebody stopped it is whole for fewer seeds, and not for fewer traces.
+    tasks = [(name, hours, seed, tuple(policies), folder, given, keep) for seed in range(seeds) for name in traces]
     found: dict[str, dict[int, Any]] = {name: {} for name in traces}
     for done, (name, seed, runs) in enumerate(_all(tasks, jobs), start=1):
         found[name][seed] = runs

@@ -80,7 +80,7 @@ def targets(document: Mapping[str, Any]) -> dict[str, Any]:
             if found["family"] == "stationary" and "ours" in found["policies"]
         },
         "beaten_by": {name: beaten for name, found in traces.items() if (beaten := _beaten(found))},
-        "dominated_by": {name: by for name, found in traces.items() if (by := _dominated(found))},
+        "dominated_by": {name: by for name, found in traces.items() if (by := dominated(found))},
         "answers": _answers(traces),
     }
 
@@ -103,18 +103,22 @@ def _beaten(found: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _dominated(found: Mapping[str, Any]) -> list[str]:
-    """Scaling rules that miss less with fewer replica hours than ours."""
+def dominated(found: Mapping[str, Any]) -> list[str]:
+    """Scaling rules that are no worse than ours in misses and in replica hours, and better in one of them."""
     ours = found["policies"].get("ours")
     if ours is None or found["family"] != "scaling":
         return []
-    return [
-        name
-        for name, policy in found["policies"].items()
-        if name in ("hpa-requests", "hpa-tokens", "dynamo", "wva")
-        and policy["slo_misses"]["mean"] < ours["slo_misses"]["mean"]
-        and policy["replica_hours"]["mean"] < ours["replica_hours"]["mean"]
-    ]
+    names = (name for name in ("hpa-requests", "hpa-tokens", "dynamo", "wva") if name in found["policies"])
+    return [name for name in names if _dominates(_point(found["policies"][name]), _point(ours))]
+
+
+def _point(policy: Mapping[str, Any]) -> tuple[float, float]:
+    """In the plane of a Pareto front: share of misses, replica hours."""
+    return policy["slo_misses"]["mean"], policy["replica_hours"]["mean"]
+
+
+def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def _answers(traces: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _targets(document: Mapping[str, Any]) -> list[str]:
     for name, beaten in found["beaten_by"].items():
         lines.append(f"- {name}: faster than ours: " + ", ".join(f"{by} {over:.3f}" for by, over in beaten.items()))
     for name, by in found["dominated_by"].items():
-        lines.append(f"- {name}: fewer misses with fewer replica hours than ours: {', '.join(by)}")
+        lines.append(f"- {name}: no more misses with no more replica hours than ours: {', '.join(by)}")
     if found["answers"]:
         answers = found["answers"]
         lines.append(

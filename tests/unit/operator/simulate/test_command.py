@@ -12,7 +12,7 @@ import pytest
 
 from specdecode_operator.__main__ import main
 from specdecode_operator.simulate import run
-from specdecode_operator.simulate.score import Interval, targets
+from specdecode_operator.simulate.score import Interval, dominated, targets
 
 SHORT = ["simulate", "--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
 
@@ -142,3 +142,17 @@ def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
     assert set(found["beaten_by"]) == {"b"}
     assert set(found["beaten_by"]["b"]) == {"fixed-1"}
     assert found["dominated_by"] == {"b": ["wva"]}
+
+
+@pytest.mark.parametrize(
+    ("misses", "hours", "dominates"),
+    [(0.1, 4.0, False), (0.1, 3.9, True), (0.0, 4.0, True), (0.0, 4.1, False), (0.2, 3.0, False)],
+)
+def test_a_rule_dominates_that_is_no_worse_in_both_and_better_in_one(
+    misses: float, hours: float, dominates: bool
+) -> None:
+    def policy(misses: float, hours: float) -> dict[str, object]:
+        return {"slo_misses": {"mean": misses}, "replica_hours": {"mean": hours}}
+
+    found = dominated({"family": "scaling", "policies": {"ours": policy(0.1, 4.0), "dynamo": policy(misses, hours)}})
+    assert found == (["dynamo"] if dominates else [])
