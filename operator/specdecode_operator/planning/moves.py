@@ -40,11 +40,11 @@ def _stopped(look: Look, rows: list[RowMemory]) -> list[Change]:
 
 
 def _stop(look: Look, group: list[RowMemory]) -> list[Change]:
-    """A probe at first doubt, and so what is held back by the guards: they have measured it, and hold back what
-    there is to learn from."""
+    """A probe at first doubt, anything else when it is sure. What the guards hold back needs no haste: it runs
+    plainly already, and the guards let it try again."""
     options, around = look.options(group)
     plain = around.plain()
-    doubt = look.held or all(row.probing for row in group)
+    doubt = all(row.probing for row in group)
     asked = 1 / look.situation.promise.min_speedup - 1
     if options.confidence(look.shapes, plain, asked + LEAST_LOSS) < (trials.DOUBT if doubt else CERTAINTY):
         return []
@@ -73,24 +73,25 @@ def _patient(look: Look, change: Change) -> Change:
 
 def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
     """What the guards hold back does not run, whatever the row says, so the best shape with fewer passes takes its
-    place without having waited for the dwell: a shape that loses says nothing against a smaller one, and the guards
-    watch that as well."""
+    place without having waited for the dwell, where it is believed to be better than what is held back. Where the
+    larger shape is believed to be the best and loses, the belief errs (the batch was of other tasks, say), and as much
+    for the smaller one."""
     group = [row for row in rows if row.depth and look.has_moves_left(row)]
     if not look.held or not group:
         return []
     options, around = look.options(group)
     plain, now = options.by_shapes[around.plain()], options.by_shapes[look.shapes]
     smaller = [one for one, option in options.by_shapes.items() if with_drafts(one) and option.passes < now.passes]
-    better = [one for one in smaller if options.by_shapes[one].rank < plain.rank]
+    better = [one for one in smaller if options.by_shapes[one].rank < min(plain.rank, now.rank)]
     best = min(
         filter(look.fast_enough(options, around.plain()), better),
         key=lambda one: options.by_shapes[one].rank,
         default=None,
     )
-    if best is None:
-        return []
     # What it gains is against what runs, and that is plain.
-    gain = options.gain(plain.shapes, best)
+    gain = 0.0 if best is None else options.gain(plain.shapes, best)
+    if best is None or gain < look.least_gain:
+        return []
     found = look.to(group, best, options, cause="loses", why=HELD_BACK)
     return [look.counted(replace(change, gain=gain)) for change in found]
 

@@ -117,13 +117,16 @@ def test_who_moved_often_waits_long_until_something_is_seen_to_change(what: str)
     assert depths_of(spec(), kept.model_copy(update={what: changed}), now=2060)[0] == 5
 
 
-@pytest.mark.parametrize(("slower", "depth"), [(1.01, 1), (1.06, 0)])
-def test_a_guard_that_holds_back_stops_what_loses_and_not_what_is_even(slower: float, depth: int) -> None:
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(("slower", "depth"), [(1.01, 1), (1.06, 1), (1.3, 0)])
+def test_what_loses_stops_when_it_is_sure_and_no_sooner_where_guards_run_plainly(
+    slower: float, depth: int, held: bool
+) -> None:
     one = spec(depth={"min": 0, "max": 1, "initial": 1})
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
     kept = Kept(acceptance=chances(0.5), costs=costs)
-    chosen = choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
-    assert chosen.rows[0].depth == depth
+    guards = {(0, 0)} if held else set()
+    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
 
 
 @pytest.mark.parametrize(("held", "moves", "depth"), [(False, 0, 3), (True, 0, 1), (True, 12, 3)])
@@ -139,6 +142,22 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     chosen = choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
     assert chosen.rows[0].depth == depth
     assert [change.cause for change in chosen.changes] == (["loses"] if depth == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "depth"),
+    [
+        pytest.param((0.02, 0.025, 0.04), 1, id="the smaller is better"),
+        pytest.param((0.02, 0.025, 0.03), 3, id="the larger is believed to be the best"),
+        pytest.param((0.02, 0.0315, 0.045), 3, id="the smaller is no gain over plain"),
+    ],
+)
+def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[float, float, float], depth: int) -> None:
+    one = spec(hysteresis={"minDwellSeconds": 600})
+    costs = tuple(cost(1, depth, each) for depth, each in zip((0, 1, 3), seconds, strict=True))
+    row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1990)
+    kept = Kept(acceptance=chances(0.6), costs=costs, rows=(row,))
+    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
 
 
 def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
