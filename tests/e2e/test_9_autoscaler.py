@@ -16,6 +16,8 @@ from kube import ROOT, Cluster, Manifest, wait_for
 pytestmark = [PROOFS, pytest.mark.timeout(900)]
 
 NAME = "external"
+ALWAYS_ONE: Manifest = {"owner": "External", "minReplicas": 1, "maxReplicas": 1}
+"""The operator's own bounds: whoever follows it, and not the autoscaler, stays at one."""
 AUTOSCALER: Manifest = {
     "apiVersion": "autoscaling/v2",
     "kind": "HorizontalPodAutoscaler",
@@ -46,7 +48,7 @@ def metrics(cluster: Cluster) -> None:
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace, metrics: None) -> Iterator[Endpoint]:
     release.scale(1)
-    with deployed(watched, NAME, {}, {}, scaling={"owner": "External"}) as endpoint:
+    with deployed(watched, NAME, {}, {}, scaling=ALWAYS_ONE) as endpoint:
         watched.apply(AUTOSCALER)
         yield endpoint
         watched.kubectl("delete", "hpa", NAME)
