@@ -122,13 +122,17 @@ def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def _answers(traces: Mapping[str, Any]) -> dict[str, Any]:
+    """By what a depth may cost over the best to be an answer."""
     found = [answer for trace in traces.values() for answer in trace.get("answers", ())]
-    if not found:
-        return {}
-    within = [a for a in found if a["answered"] and (a["seconds"] <= 30 or a["drafts"] <= 1000)]
+    levels = sorted({answer["within"] for answer in found})
+    return {f"{within:g}": _answered([one for one in found if one["within"] == within]) for within in levels}
+
+
+def _answered(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    in_time = [one for one in found if one["answered"] and (one["seconds"] <= 30 or one["drafts"] <= 1000)]
     return {
         "steps": len(found),
-        "within_30_s_or_1000_drafts": len(within),
-        "median_seconds": sorted(answer["seconds"] for answer in found)[len(found) // 2],
-        "never": sum(not answer["answered"] for answer in found),
+        "within_30_s_or_1000_drafts": len(in_time),
+        "median_seconds": sorted(one["seconds"] for one in found)[len(found) // 2],
+        "never": sum(not one["answered"] for one in found),
     }

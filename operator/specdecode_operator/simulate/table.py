@@ -65,10 +65,10 @@ def _targets(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"- {name}: faster than ours: " + ", ".join(f"{by} {over:.3f}" for by, over in beaten.items()))
     for name, by in found["dominated_by"].items():
         lines.append(f"- {name}: no more misses with no more replica hours than ours: {', '.join(by)}")
-    if found["answers"]:
-        answers = found["answers"]
+    for within, answers in found["answers"].items():
         lines.append(
-            f"- steps of acceptance answered within 30 s or 1,000 drafts: {answers['within_30_s_or_1000_drafts']}"
-            f" of {answers['steps']} (median {answers['median_seconds']:.0f} s, {answers['never']} never)"
+            f"- steps of acceptance answered within 30 s or 1,000 drafts by a depth that costs at most {within} of the"
+            f" best: {answers['within_30_s_or_1000_drafts']} of {answers['steps']}"
+            f" (median {answers['median_seconds']:.0f} s, {answers['never']} never)"
         )
     return lines

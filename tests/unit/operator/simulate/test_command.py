@@ -144,6 +144,20 @@ def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
     assert found["dominated_by"] == {"b": ["wva"]}
 
 
+def test_steps_are_in_time_by_seconds_or_by_drafts_and_only_where_they_were_answered() -> None:
+    def answer(within: float, seconds: float, drafts: int, *, answered: bool = True) -> dict[str, float]:
+        return {"at": 0.0, "within": within, "seconds": seconds, "drafts": drafts, "answered": float(answered)}
+
+    strict = [answer(1.03, 20, 5000), answer(1.03, 400, 900), answer(1.03, 400, 5000)]
+    ours = {"time_per_token": {"mean": 1.0}, "plan_changes_per_hour": {"mean": 1.0}}
+    never = [answer(1.06, 10, 10, answered=False)]
+    found = targets(
+        {"traces": {"a": {"family": "shifting", "policies": {"ours": ours}, "answers": [*strict, *never]}}}
+    )["answers"]
+    assert found["1.03"] == {"steps": 3, "within_30_s_or_1000_drafts": 2, "median_seconds": 400, "never": 0}
+    assert found["1.06"] == {"steps": 1, "within_30_s_or_1000_drafts": 0, "median_seconds": 10, "never": 1}
+
+
 @pytest.mark.parametrize(
     ("misses", "hours", "dominates"),
     [(0.1, 4.0, False), (0.1, 3.9, True), (0.0, 4.0, True), (0.0, 4.1, False), (0.2, 3.0, False)],

@@ -14,8 +14,8 @@ from specdecode_operator.simulate.policies import ours as ours_module
 from specdecode_operator.simulate.policies.engine import Fixed
 from specdecode_operator.simulate.policies.ours import DEEPEST, Ours
 from specdecode_operator.simulate.policies.registry import InEngine, controller
-from specdecode_operator.simulate.run import one
-from specdecode_operator.simulate.traces import Kind, Trace, flat
+from specdecode_operator.simulate.run import ANSWERED, one
+from specdecode_operator.simulate.traces import Kind, Trace, flat, square
 from specdecode_operator.simulate.world import Fleet, Library
 from specdecode_worker.contract import TreeShape
 
@@ -146,3 +146,13 @@ def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library
     plans = decides.memory.kept.plan
     assert plans is not None
     assert plans.version >= 1
+
+
+def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
+    kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
+    found = one("ours", small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,)), library, 0, {}, None).answers
+    strict, near = found
+    assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
+    assert strict["answered"]
+    assert 0 < near["seconds"] <= strict["seconds"] < 300
+    assert 0 <= near["drafts"] <= strict["drafts"]
