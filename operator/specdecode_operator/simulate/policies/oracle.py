@@ -171,24 +171,30 @@ class Constrained:
     def _replan(self, now: float, running: float, context: float, counts: Mapping[tuple[int, int], float]) -> None:
         rows = dict(self._rows)
         for concurrency, sequences in self._loads(running):
-            labels, parts = self._parts(now, sequences, counts)
-            around, tokens = round(sequences), max(64.0, round(context / 64) * 64.0)
-            names = [self.trace.labels[label] for label in labels]
-            keys = [(concurrency, 0, name) for name in names]
-            known = [rows.get(key) for key in keys]
-            best = self._best(parts, around, tokens)
-            allowed = tuple(self._allowed(row, depth, now) for row, depth in zip(known, best, strict=True))
-            if self._pays(known, parts, allowed, tokens):
-                for (_, _, name), depth in zip(keys, allowed, strict=True):
-                    for bucket in range(len(self._found.context) + 1):
-                        key = concurrency, bucket, name
-                        row = rows.get(key)
-                        if row is None or row.depth != depth:
-                            rows[key] = row.moved(depth, now) if row else Row(depth)
+            rows.update(self._moves(now, concurrency, sequences, context, counts))
         if rows != self._rows:
             self._rows = rows
             self.versions += 1
             self.plan = replace_plan(self.plan, rows)
+
+    def _moves(
+        self, now: float, concurrency: int, sequences: float, context: float, counts: Mapping[tuple[int, int], float]
+    ) -> dict[RowKey, Row]:
+        """The rows of one load that move, where all together pay."""
+        labels, parts = self._parts(now, sequences, counts)
+        names = [self.trace.labels[label] for label in labels]
+        tokens = max(64.0, round(context / 64) * 64.0)
+        known = [self._rows.get((concurrency, 0, name)) for name in names]
+        best = self._best(parts, round(sequences), tokens)
+        allowed = tuple(self._allowed(row, depth, now) for row, depth in zip(known, best, strict=True))
+        if not self._pays(known, parts, allowed, tokens):
+            return {}
+        return {
+            (concurrency, bucket, name): row.moved(depth, now) if row else Row(depth)
+            for name, depth in zip(names, allowed, strict=True)
+            for bucket in range(len(self._found.context) + 1)
+            if (row := self._rows.get((concurrency, bucket, name))) is None or row.depth != depth
+        }
 
     def _allowed(self, row: Row | None, wanted: int, now: float) -> int:
         """Within its dwell a row stays, but for speculation that loses."""
