@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from specdecode_operator.simulate.score import ORACLE
+
 COLUMNS = ("policy", "over oracle", "95 %", "over clairvoyant", "changes/h", "misses", "replica h", "p95 TTFT s")
+OVERVIEW = ("trace", "family", "ours over oracle", "95 %", "over clairvoyant", "changes/h", "the oracle's", "misses")
 
 
 def text(document: Mapping[str, Any]) -> str:
@@ -20,11 +23,25 @@ def text(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     lines = ["# Simulation", "", f"{_head(document)}. Command: `{document['command']}`.", "", *_targets(document)]
+    if overview := list(_overview(document)):
+        lines += ["", *_table(OVERVIEW, overview)]
     for name, found in document["traces"].items():
-        lines += ["", f"## {name} ({found['family']})", "", "| " + " | ".join(COLUMNS) + " |"]
-        lines.append("|" + " --- |" * len(COLUMNS))
-        lines += ["| " + " | ".join(row) + " |" for row in _rows(found)]
+        lines += ["", f"## {name} ({found['family']})", "", *_table(COLUMNS, _rows(found))]
     return "\n".join(lines) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
+def _overview(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Ours on every trace, a row each."""
+    for name, found in document["traces"].items():
+        policies = found["policies"]
+        if "ours" in policies and ORACLE in policies:
+            _, over, interval, clairvoyant, changes, misses, *_ = next(_rows({"policies": {"ours": policies["ours"]}}))
+            oracles = f"{policies[ORACLE]['plan_changes_per_hour']['mean']:.1f}"
+            yield name, found["family"], over, interval, clairvoyant, changes, oracles, misses
 
 
 def _head(document: Mapping[str, Any]) -> str:

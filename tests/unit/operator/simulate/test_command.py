@@ -75,6 +75,18 @@ def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys:
     assert "| fixed-2 |" in (tmp_path / "simulate-table.md").read_text()
 
 
+def test_the_table_begins_with_ours_on_every_trace(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["simulate", "--trace", "steady-gpu", "--policy", "ours", "--seeds", "1", "--hours", "0.02"]
+    assert main([*flags, "--json", "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
+    found = json.loads(capsys.readouterr().out)["traces"]["steady-gpu"]["policies"]["ours"]
+    lines = (tmp_path / "simulate-table.md").read_text().splitlines()
+    overview = [cell.strip() for cell in next(line for line in lines if line.startswith("| steady-gpu ")).split("|")]
+    assert overview[1:4] == ["steady-gpu", "stationary", f"{found['time_per_token']['mean']:.3f}"]
+    assert overview[6] == f"{found['plan_changes_per_hour']['mean']:.1f}"
+
+
 def test_plots_without_matplotlib_say_what_to_install(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
