@@ -13,6 +13,8 @@ CERTAINTY = 0.9
 LONGEST_PATIENCE_SECONDS = 3600.0
 LEAST_LOSS = 0.02
 """Relative loss against plain decoding below which nothing is stopped: it would come back with the next easy answer."""
+LEAST_LOSS_HELD_BACK = 0.08
+"""The same of what the guards hold back, likelier than not: sure it cannot become, since hardly anything runs of it."""
 LOSES = "speculation loses against plain decoding; "
 HELD_BACK = "the guards run this load plainly; "
 
@@ -40,13 +42,16 @@ def _stopped(look: Look, rows: list[RowMemory]) -> list[Change]:
 
 
 def _stop(look: Look, group: list[RowMemory]) -> list[Change]:
-    """A probe at first doubt, anything else when it is sure. What the guards hold back needs no haste: it runs
-    plainly already, and the guards let it try again."""
+    """A probe at first doubt; what the guards hold back at first doubt as well, where it is believed to lose a lot: it
+    runs plainly already, and the guards let it try again."""
     options, around = look.options(group)
     plain = around.plain()
-    doubt = all(row.probing for row in group)
     asked = 1 / look.situation.promise.min_speedup - 1
-    if options.confidence(look.shapes, plain, asked + LEAST_LOSS) < (trials.DOUBT if doubt else CERTAINTY):
+    sure = options.confidence(look.shapes, plain, asked + LEAST_LOSS)
+    loses = sure >= (trials.DOUBT if all(row.probing for row in group) else CERTAINTY)
+    if look.held:
+        loses = loses or options.confidence(look.shapes, plain, asked + LEAST_LOSS_HELD_BACK) >= trials.DOUBT
+    if not loses:
         return []
     standard = options.by_shapes[plain].rank
     winners = [one for one, option in options.by_shapes.items() if with_drafts(one) and option.rank < standard]

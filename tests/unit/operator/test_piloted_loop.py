@@ -82,7 +82,7 @@ def test_what_the_guard_holds_back_leaves_the_plan(seed: int) -> None:
     loop.poll()
     assert seconds_until(loop, {1, 2, 3, 4}) <= SETTLED_SECONDS
     truth.chances = BAD
-    assert seconds_until(loop, {0}) <= SEEN_SECONDS
+    assert seconds_until(loop, {0}) <= SETTLED_SECONDS, "it runs plainly meanwhile"
 
 
 @SEEDS

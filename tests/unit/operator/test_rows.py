@@ -117,10 +117,12 @@ def test_who_moved_often_waits_long_until_something_is_seen_to_change(what: str)
     assert depths_of(spec(), kept.model_copy(update={what: changed}), now=2060)[0] == 5
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(("slower", "depth"), [(1.01, 1), (1.06, 1), (1.3, 0)])
-def test_what_loses_stops_when_it_is_sure_and_no_sooner_where_guards_run_plainly(
-    slower: float, depth: int, held: bool
+@pytest.mark.parametrize(
+    ("slower", "held", "depth"),
+    [(1.06, False, 1), (1.06, True, 1), (1.1, False, 1), (1.1, True, 0), (1.3, False, 0), (1.3, True, 0)],
+)
+def test_what_loses_stops_when_it_is_sure_or_where_it_loses_a_lot_and_guards_run_plainly(
+    slower: float, held: bool, depth: int
 ) -> None:
     one = spec(depth={"min": 0, "max": 1, "initial": 1})
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
