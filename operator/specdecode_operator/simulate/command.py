@@ -125,9 +125,15 @@ def simulate(
 
 def _command(traces: Sequence[str], policies: Sequence[str], seeds: int, hours: float) -> str:
     from specdecode_operator.simulate.catalogue import TRACES
+    from specdecode_operator.simulate.policies.registry import ALL
 
-    which = "" if len(traces) == len(TRACES) else " ".join(f" --trace {name}" for name in traces)
+    which = _flags("--trace", traces, TRACES) + _flags("--policy", policies, ALL)
     return f"specdecode-operator simulate{which} --seeds {seeds} --hours {hours:g}"
+
+
+def _flags(flag: str, names: Iterable[str], everything: Iterable[str]) -> str:
+    """None where everything is meant."""
+    return "" if set(names) == set(everything) else "".join(f" {flag} {name}" for name in names)
 
 
 def _trace_document(name: str, hours: float, by_seed: Mapping[int, Any], scored: Any) -> dict[str, Any]:

@@ -45,9 +45,10 @@ def _overview(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _head(document: Mapping[str, Any]) -> str:
+    count = len(document["seeds"])
+    seeds = "1 seed" if count == 1 else f"{count} seeds"
     return (
-        f"{document['hours']:g} simulated hours, {len(document['seeds'])} seeds; time per token over the constrained"
-        " oracle's, paired by seed"
+        f"{document['hours']:g} simulated hours, {seeds}; time per token over the constrained oracle's, paired by seed"
     )
 
 

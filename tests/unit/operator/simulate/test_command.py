@@ -22,7 +22,11 @@ def test_json_is_one_document_with_the_figures_of_every_policy(
 ) -> None:
     assert main([*SHORT, "--json", "--recordings", str(recordings)]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)["traces"]["steady-cpu-quiet"]["policies"]
+    document = json.loads(out)
+    policies = "--policy fixed-2 --policy constrained --policy clairvoyant"
+    which = f"--trace steady-cpu-quiet {policies} --seeds 2 --hours 0.1"
+    assert document["command"] == f"specdecode-operator simulate {which}"
+    found = document["traces"]["steady-cpu-quiet"]["policies"]
     assert set(found) == {"fixed-2", "constrained", "clairvoyant"}
     assert found["constrained"]["time_per_token"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert {"plan_changes_per_hour", "slo_misses", "replica_hours"} <= set(found["fixed-2"])
