@@ -60,15 +60,17 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
 
     figure, grid = plt.subplots(1, len(traces), figsize=(3.2 * len(traces), 3.2), squeeze=False)
     for axes, (name, found) in zip(grid[0], traces.items(), strict=True):
-        for policy in ("ours", *SCALERS):
+        for index, policy in enumerate(("ours", *SCALERS)):
             if policy in found["policies"]:
                 figures = found["policies"][policy]
                 x, y = figures["replica_hours"]["mean"], 100 * figures["slo_misses"]["mean"]
-                axes.scatter(x, y, marker="D" if policy == "ours" else "x")
-                axes.annotate(policy, (x, y), fontsize=7)
+                ours = policy == "ours"
+                color = "black" if ours else f"C{index}"
+                axes.scatter(x, y, marker="D" if ours else "x", color=color, label=policy)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("replica hours")
         axes.set_ylabel("missed objectives, %")
+    grid[0][-1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)
