@@ -93,9 +93,11 @@ def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
         key=lambda one: options.by_shapes[one].rank,
         default=None,
     )
+    if best is None:
+        return []
     # What it gains is against what runs, and that is plain.
-    gain = 0.0 if best is None else options.gain(plain.shapes, best)
-    if best is None or gain < look.least_gain:
+    gain = options.gain(plain.shapes, best)
+    if gain < look.least_gain:
         return []
     found = look.to(group, best, options, cause="loses", why=HELD_BACK)
     return [look.counted(replace(change, gain=gain)) for change in found]

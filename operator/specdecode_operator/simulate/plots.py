@@ -36,15 +36,7 @@ def _regret(document: Mapping[str, Any], path: Path) -> Path:
             for at, found in enumerate(traces.values())
             if (over := found["policies"].get(name, {}).get("time_per_token"))
         ]
-        ours = name == "ours"
-        axes.scatter(
-            [min(x, 2.0) for x, _ in rows],
-            [y for _, y in rows],
-            label=name,
-            marker="D" if ours else "x",
-            color="black" if ours else f"C{index % 10}",
-            zorder=3 if ours else 2,
-        )
+        axes.scatter([min(x, 2.0) for x, _ in rows], [y for _, y in rows], **_style(name, index))
     axes.axvline(1.0, color="gray", linewidth=0.8)
     axes.set_yticks([-at for at in range(len(traces))], list(traces))
     axes.set_xlabel("time per token over the constrained oracle's (2 and more at the edge)")
@@ -64,9 +56,7 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
             if policy in found["policies"]:
                 figures = found["policies"][policy]
                 x, y = figures["replica_hours"]["mean"], 100 * figures["slo_misses"]["mean"]
-                ours = policy == "ours"
-                color = "black" if ours else f"C{index}"
-                axes.scatter(x, y, marker="D" if ours else "x", color=color, label=policy)
+                axes.scatter(x, y, **_style(policy, index))
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("replica hours")
         axes.set_ylabel("missed objectives, %")
@@ -75,3 +65,10 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
     figure.savefig(path, dpi=100)
     plt.close(figure)
     return path
+
+
+def _style(policy: str, index: int) -> dict[str, Any]:
+    """Ours stands out, and in front."""
+    ours = policy == "ours"
+    color = "black" if ours else f"C{index % 10}"
+    return {"label": policy, "marker": "D" if ours else "x", "color": color, "zorder": 3 if ours else 2}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specdecode_operator.simulate.policies.registry import SCALERS
 from specdecode_operator.simulate.run import Run
 
 ORACLE, CLAIRVOYANT = "constrained", "clairvoyant"
@@ -96,7 +97,7 @@ def _beaten(found: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: policy["time_per_token_over_ours"]["mean"]
         for name, policy in found["policies"].items()
-        if name not in (ORACLE, CLAIRVOYANT, "hpa-requests", "hpa-tokens", "dynamo", "wva")
+        if name not in (ORACLE, CLAIRVOYANT, *SCALERS)
         and (over := policy.get("time_per_token_over_ours"))
         and over["mean"] < margin
         and (over["high"] < 1.0 or over["high"] == over["mean"])
@@ -108,7 +109,7 @@ def dominated(found: Mapping[str, Any]) -> list[str]:
     ours = found["policies"].get("ours")
     if ours is None or found["family"] != "scaling":
         return []
-    names = (name for name in ("hpa-requests", "hpa-tokens", "dynamo", "wva") if name in found["policies"])
+    names = (name for name in SCALERS if name in found["policies"])
     return [name for name in names if _dominates(_point(found["policies"][name]), _point(ours))]
 
 

@@ -39,7 +39,7 @@ def _overview(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, found in document["traces"].items():
         policies = found["policies"]
         if "ours" in policies and ORACLE in policies:
-            _, over, interval, clairvoyant, changes, misses, *_ = next(_rows({"policies": {"ours": policies["ours"]}}))
+            over, interval, clairvoyant, changes, misses, *_ = _cells(policies["ours"])
             oracles = f"{policies[ORACLE]['plan_changes_per_hour']['mean']:.1f}"
             yield name, found["family"], over, interval, clairvoyant, changes, oracles, misses
 
@@ -54,17 +54,21 @@ def _head(document: Mapping[str, Any]) -> str:
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, figures in found["policies"].items():
-        over, clairvoyant = figures["time_per_token"], figures["time_per_token_over_clairvoyant"]
-        yield (
-            name,
-            f"{over['mean']:.3f}" if over else "-",
-            f"{over['low']:.3f}-{over['high']:.3f}" if over else "-",
-            f"{clairvoyant['mean']:.3f}" if clairvoyant else "-",
-            f"{figures['plan_changes_per_hour']['mean']:.1f}",
-            f"{100 * figures['slo_misses']['mean']:.2f} %",
-            f"{figures['replica_hours']['mean']:.2f}",
-            f"{figures['ttft_p95']['mean']:.2f}",
-        )
+        yield name, *_cells(figures)
+
+
+def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of one policy, in the order of COLUMNS."""
+    over, clairvoyant = figures["time_per_token"], figures["time_per_token_over_clairvoyant"]
+    return (
+        f"{over['mean']:.3f}" if over else "-",
+        f"{over['low']:.3f}-{over['high']:.3f}" if over else "-",
+        f"{clairvoyant['mean']:.3f}" if clairvoyant else "-",
+        f"{figures['plan_changes_per_hour']['mean']:.1f}",
+        f"{100 * figures['slo_misses']['mean']:.2f} %",
+        f"{figures['replica_hours']['mean']:.2f}",
+        f"{figures['ttft_p95']['mean']:.2f}",
+    )
 
 
 def _targets(document: Mapping[str, Any]) -> list[str]:
