@@ -63,6 +63,15 @@ def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
     assert rows(5) == [3, 5, 3, 3, 3]
 
 
+def test_who_follows_a_move_follows_in_the_same_plan() -> None:
+    kept = Kept(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
+    first = choose(spec(), kept, buckets(16), max_num_seqs=16, now=2000)
+    assert [row.depth for row in first.rows if row.context == 0] == [0, 0, 0, 0, 0]
+    after = kept.model_copy(update={"rows": first.rows})
+    again = choose(spec(), after, buckets(16), max_num_seqs=16, now=2005)
+    assert again.rows == first.rows, "one change, one plan"
+
+
 def test_a_first_request_that_is_easy_takes_nobody_deeper_than_steps_were_timed() -> None:
     first = chances(0.93, depth=7, total=60)
     timed = [cost(1, depth, truth(1, depth)) for depth in (0, 3)]
