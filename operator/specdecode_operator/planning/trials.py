@@ -25,7 +25,8 @@ DOUBT = 0.5
 """Enough for what may be taken back: more likely than not."""
 TRIAL_GAIN = 0.03
 """Least gain of all tasks together that chains must promise to be tried: a trial costs two changes of the plan.
-Trees, whose times follow those of no chain, need the least gain of the spec alone."""
+Trees, whose times follow those of no chain, need the least gain of the spec alone. It doubles with the patience: who
+promised and did not keep it has to promise more."""
 PATIENCE_SECONDS, LONGEST_PATIENCE_SECONDS = 900.0, 4 * 3600.0
 """After a trial: the least, and where doubling ends while they are in vain."""
 
@@ -51,7 +52,8 @@ def begun(look: Look, rows: list[RowMemory]) -> list[Change]:
     untimed = [one for one, found in options.by_shapes.items() if not found.seconds.steps]
     unknown = [one for one in untimed if not (bursts and _alike(one))]
     among = filter(look.fast_enough(options, around.plain()), unknown)
-    promising = [one for one in among if _has_tree(one) or options.gain(look.shapes, one) >= TRIAL_GAIN]
+    least = TRIAL_GAIN * max(1.0, *(row.trial_patience / PATIENCE_SECONDS for row in rows))
+    promising = [one for one in among if _has_tree(one) or options.gain(look.shapes, one) >= least]
     best = options.surest(look.shapes, look.least_gain, promising, DOUBT)
     return [] if best is None else on_trial(look, group, best, options)
 

@@ -236,6 +236,18 @@ def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
     assert all(wait >= PATIENCE_SECONDS * 2**index for index, wait in enumerate(waits)), waits
 
 
+def test_who_did_not_keep_a_promise_has_to_promise_more() -> None:
+    def tries(p: float, patience: float) -> bool:
+        row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1, trial_patience=patience)
+        timed = tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3))
+        kept = Kept(acceptance=chances(p), costs=timed, rows=(row,), load=LoadMemory(at=5000))
+        return choose(spec(explorePercent=0), kept, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
+
+    assert tries(0.93, 0)
+    assert tries(0.93, 2 * PATIENCE_SECONDS)
+    assert not tries(0.93, 16 * PATIENCE_SECONDS), "nearly half as fast again"
+
+
 def test_patience_grows_each_time_it_was_in_vain() -> None:
     row, waits, now = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1), [], 5000.0
     for _ in range(9):
