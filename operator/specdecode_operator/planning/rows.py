@@ -81,9 +81,11 @@ def choose(
             changes += moved
     told = tuple(change for change in changes if change.before != change.row.shape)
     swept_at = now if sweep else kept.swept_at
-    chosen = kept.model_copy(update={"rows": tuple(after[_key(row)] for row in rows)})
-    # Once more: rows that never moved follow those that did with this plan, and not with one more after it.
-    return Chosen(rows=tuple(rows_of(speculation, chosen, found)), changes=told, swept_at=swept_at)
+    settled = tuple(after[_key(row)] for row in rows)
+    if changes:
+        # Rows that never moved follow those that did with this plan, and not with one more after it.
+        settled = tuple(rows_of(speculation, kept.model_copy(update={"rows": settled}), found))
+    return Chosen(rows=settled, changes=told, swept_at=swept_at)
 
 
 def _key(row: RowMemory) -> tuple[str, int, int]:
