@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_operator.errors import SettingsError
-from specdecode_operator.simulate.policies.registry import SCALERS
+from specdecode_operator.simulate.policies.registry import FIXED, SCALERS
 
 MARKS = "xov^s*Ph<>"
 
@@ -30,7 +30,7 @@ def _regret(document: Mapping[str, Any], path: Path) -> Path:
 
     traces: Mapping[str, Any] = document["traces"]
     names = list(dict.fromkeys(name for found in traces.values() for name in found["policies"]))
-    names = sorted((name for name in names if name not in SCALERS), key=_is_fixed)
+    names = sorted((name for name in names if name not in SCALERS), key=FIXED.__contains__)
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(traces) + 2))
     for index, name in enumerate(names):
         rows = [
@@ -71,13 +71,8 @@ def _pareto(traces: Mapping[str, Any], path: Path) -> Path:
 
 def _style(policy: str, index: int) -> dict[str, Any]:
     """Ours stands out, and in front; a fixed depth is its number in gray; every rule has a mark of its own."""
-    common = {"label": policy, "zorder": 2}
     if policy == "ours":
-        return {"label": policy, "marker": "D", "color": "black", "zorder": 3}
-    if _is_fixed(policy):
-        return {**common, "marker": f"${policy.removeprefix('fixed-')}$", "color": "gray"}
-    return {**common, "marker": MARKS[index % len(MARKS)], "color": f"C{index % 10}"}
-
-
-def _is_fixed(policy: str) -> bool:
-    return policy.startswith("fixed-")
+        return {"label": policy, "zorder": 3, "marker": "D", "color": "black"}
+    if policy in FIXED:
+        return {"label": policy, "zorder": 2, "marker": f"${FIXED.index(policy)}$", "color": "gray"}
+    return {"label": policy, "zorder": 2, "marker": MARKS[index % len(MARKS)], "color": f"C{index % 10}"}
