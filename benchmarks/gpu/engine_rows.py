@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from given import Run
 from harness import ROOM, Asked, Bench, build, captures_graphs, kv_bytes_per_token
 from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY
 
 from specdecode_worker.contract import TreeShape
-
-if TYPE_CHECKING:
-    from stages import Run
 
 _CONTEXT = 8192
 _BATCHES = (64, 48, 32, 16, 8, 4, 2, 1)

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import torch
-from stages import STAGES, Run
+from given import Run
+from stages import STAGES
 
 
 def main() -> None:

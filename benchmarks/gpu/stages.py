@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from given import Run
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What all stages are given. ``dry``: tiny shapes on a CPU, to see that everything goes through."""
-
-    device: torch.device
-    dry: bool
-    rate: float
-    """Bytes a second of a copy, read and written; 0 where that was not measured."""
 
 
 def copy(run: Run) -> Iterator[Row]:
