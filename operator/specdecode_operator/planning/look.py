@@ -87,11 +87,22 @@ class Look:
         """Seconds that a row stands. Evidence only gathers while nothing changes, so every further move is likelier
         chance than the one before, and is waited for GROWTH times as long, until acceptance or the cost of steps is
         seen to change, or the hour is over."""
-        here = self.situation
-        acceptance = (cell.changed_at for cell in self.kept.acceptance if cell.task == row.task)
-        changed_at = max(here.times.changed_at(here.load, here.context), *acceptance, 0.0)
+        changed_at = self._changed_at(row)
         count = sum(at > changed_at for at in self._moves(row))
         return float(self.speculation.hysteresis.min_dwell_seconds * GROWTH ** max(0, count - 1))
+
+    def is_outdated(self, row: RowMemory) -> bool:
+        """Whether what its shape was chosen by was seen to change lately, and the row stood for long: since so long
+        as the moves that an hour allows are apart when they share it out."""
+        pace = HOUR_SECONDS / max(1, self.speculation.hysteresis.max_changes_per_hour)
+        changed_at = self._changed_at(row)
+        return row.since < changed_at and self.now - changed_at < pace <= self.now - row.since
+
+    def _changed_at(self, row: RowMemory) -> float:
+        """When acceptance or the cost of steps was last seen to change for good; 0 is never."""
+        here = self.situation
+        acceptance = (cell.changed_at for cell in self.kept.acceptance if cell.task == row.task)
+        return max(here.times.changed_at(here.load, here.context), *acceptance, 0.0)
 
     def _moves(self, row: RowMemory) -> tuple[float, ...]:
         return tuple(at for at in row.moves if self.now - at < HOUR_SECONDS)

@@ -3,13 +3,18 @@ planning.look."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from specdecode_operator.kept import RowMemory
 from specdecode_operator.planning import trials
 from specdecode_operator.planning.look import Change, Look, with_drafts
+from specdecode_operator.planning.options import Options
+from specdecode_operator.planning.situation import Shapes
 
 CERTAINTY = 0.9
+CERTAINTY_AFTER_CHANGE = 0.8
+"""That anything is gained at all, where what the present shape was chosen by is true no more."""
 LONGEST_PATIENCE_SECONDS = 3600.0
 LEAST_LOSS = 0.02
 """Relative loss against plain decoding below which nothing is stopped: it would come back with the next easy answer."""
@@ -17,6 +22,7 @@ LEAST_LOSS_HELD_BACK = 0.08
 """The same of what the guards hold back, likelier than not: sure it cannot become, since hardly anything runs of it."""
 LOSES = "speculation loses against plain decoding; "
 HELD_BACK = "the guards run this load plainly; "
+OUTDATED = "what it was chosen by has changed; "
 
 
 def changes(look: Look) -> list[Change]:
@@ -107,15 +113,29 @@ def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
 
 
 def _improved(look: Look, rows: list[RowMemory]) -> list[Change]:
-    """To the best of what is surely better. What comes back without having been timed here is on trial."""
+    """To the best of what is surely better, or of what is likely to be where a change has outdated the rows."""
     group = [row for row in rows if look.may_move(row)]
     if not group:
         return []
     options, around = look.options(group)
-    among = filter(look.fast_enough(options, around.plain()), options.within_timed())
+    among = list(filter(look.fast_enough(options, around.plain()), options.within_timed()))
     best = options.surest(look.shapes, look.least_gain, among, CERTAINTY)
-    if best is None:
-        return []
+    if best is not None:
+        return _moved(look, group, best, options)
+    best = _answer(look, options, among) if all(map(look.is_outdated, group)) else None
+    return [] if best is None else _moved(look, group, best, options, why=OUTDATED)
+
+
+def _answer(look: Look, options: Options, among: Iterable[Shapes]) -> Shapes | None:
+    """A shape that was chosen by what is true no more has no claim against another, so less evidence moves it: to be
+    sure takes the drafts of many requests, and meanwhile the old shape costs what the new one would gain. Where several
+    tasks run, only if all of their rows are outdated: an alarm of one is too often a batch of other requests."""
+    worth = [one for one in among if options.gain(look.shapes, one) >= look.least_gain]
+    return options.surest(look.shapes, 0.0, worth, CERTAINTY_AFTER_CHANGE)
+
+
+def _moved(look: Look, group: list[RowMemory], best: Shapes, options: Options, why: str = "") -> list[Change]:
+    """What comes back without having been timed here is on trial."""
     if with_drafts(look.shapes) or options.by_shapes[best].seconds.steps:
-        return [look.counted(change) for change in look.to(group, best, options, cause="gain")]
+        return [look.counted(change) for change in look.to(group, best, options, cause="gain", why=why)]
     return trials.on_trial(look, group, best, options) if trials.may_begin(look) else []

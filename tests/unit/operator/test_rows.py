@@ -14,7 +14,7 @@ from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RowMemory, T
 from specdecode_operator.planning import buckets, choose
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.mix import situations
-from specdecode_operator.planning.moves import CERTAINTY, LONGEST_PATIENCE_SECONDS
+from specdecode_operator.planning.moves import CERTAINTY, LONGEST_PATIENCE_SECONDS, OUTDATED
 from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
@@ -203,6 +203,49 @@ def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -
     assert depth((4000, 4500, 4750)) == 2
     assert depth((4000, 4500, 4930), changed_at=4910) == 5, "what was before the change counts no more"
     assert depth((1000, 4930)) == 5, "nor does what was an hour ago"
+
+
+@pytest.mark.parametrize(
+    ("since", "changed_at", "depth"),
+    [
+        pytest.param(1000, 0, 2, id="87 % are not sure"),
+        pytest.param(1000, 4990, 4, id="but likely, and what it was chosen by has changed"),
+        pytest.param(4000, 3990, 2, id="before it was chosen"),
+        pytest.param(1000, 4390, 2, id="long ago, and nothing came of it"),
+        pytest.param(4410, 4990, 2, id="the last move was less than ten minutes ago"),
+        pytest.param(4390, 4990, 4, id="more than ten minutes ago"),
+    ],
+)
+@pytest.mark.parametrize("what", ["acceptance", "costs"])
+def test_a_shape_that_a_change_has_outdated_gives_way_to_less_evidence(
+    what: str, since: float, changed_at: float, depth: int
+) -> None:
+    row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=since)
+    kept = Kept(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
+    changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(kept, what))
+    chosen = choose(spec(), kept.model_copy(update={what: changed}), buckets(16), max_num_seqs=16, now=5000)
+    assert chosen.rows[0].depth == depth
+    assert [OUTDATED in change.reason for change in chosen.changes if change.row.concurrency == 0] == [True] * (
+        depth == 4
+    )
+
+
+def test_of_a_batch_of_two_tasks_all_rows_have_to_be_outdated() -> None:
+    def depths(*changed: str) -> list[int]:
+        cells = tuple(
+            cell.model_copy(update={"task": task, "changed_at": 4990 if task in changed else 0})
+            for task in ("other", "code")
+            for cell in chances(0.72, total=100)
+        )
+        rows = [RowMemory(concurrency=0, context=0, task=task, depth=2, since=1000) for task in ("code", "other")]
+        mix = tuple(TrafficMemory(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
+        kept = Kept(acceptance=cells, costs=FULL, rows=tuple(rows), traffic=mix)
+        chosen = choose(spec(tasks=[{"name": "code"}]), kept, buckets(16), max_num_seqs=16, now=5000)
+        return [row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)]
+
+    assert depths() == [2, 2]
+    assert depths("code") == [2, 2], "an alarm of one task is too often a batch of other requests"
+    assert depths("code", "other") == [4, 4]
 
 
 def test_loads_without_traffic_are_looked_at_seldom() -> None:
