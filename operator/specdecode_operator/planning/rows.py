@@ -95,24 +95,24 @@ def _key(row: RowMemory) -> tuple[str, int, int]:
 def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterator[RowMemory]:
     """One per load and task. A task has rows once it was seen often enough, or at once when the spec says how it is
     to be drafted; until then it runs those of ``other``. A row that never moved follows depth.initial, and is no
-    deeper than the nearest lower load's row that did: a busier batch pays more for every node, and who waits for it
-    to be measured there keeps an overloaded worker overloaded."""
+    deeper than the nearest lower load's row that did, within its own bounds: a busier batch pays more for every node,
+    and who waits for it to be measured there keeps an overloaded worker overloaded."""
     known = {_key(row): row for row in kept.rows}
     for task in _with_rows(speculation, kept):
-        initial = bounds_of(speculation, task).initial
+        bounds = bounds_of(speculation, task)
         moved: dict[int, TreeShape] = {}
         for concurrency in range(len(found.concurrency) + 1):
             for context in range(len(found.context) + 1):
                 start = known.get((OTHER_TASK, concurrency, context))
                 follows = start is not None and start.since > 0 and not has_own(speculation, task)
-                shape = start.shape if start and follows else TreeShape.chain(initial)
+                shape = start.shape if start and follows else TreeShape.chain(bounds.initial)
                 blank = RowMemory(concurrency=concurrency, context=context, task=task, depth=0).running(shape)
                 row = known.get((task, concurrency, context), blank)
                 if row.since:
                     moved[context] = row.shape
                     yield row
                 else:
-                    yield row.running(min(shape, moved.get(context, shape), key=_size))
+                    yield row.running(bounds.nearest(min(shape, moved.get(context, shape), key=_size)))
 
 
 def _following(idle_rows: list[RowMemory], speculation: SpeculationSpec, now: float) -> Iterator[Change]:

@@ -72,6 +72,16 @@ def test_who_follows_a_move_follows_in_the_same_plan() -> None:
     assert again.rows == first.rows, "one change, one plan"
 
 
+def test_who_follows_a_task_that_is_off_stays_within_its_own_bounds() -> None:
+    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.5))
+    speculated = RowMemory(concurrency=0, context=0, task="other", depth=3, since=5)
+    kept = Kept(acceptance=(*chances(0.5), *code), rows=(speculated,))
+    bounded = spec(tasks=[{"name": "code"}, {"name": "other", "mode": "Off"}], depth={"min": 1})
+    chosen = choose(bounded, kept, buckets(16), max_num_seqs=16, now=2000)
+    at_one = {row.task: row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)}
+    assert at_one == {"other": 0, "code": 1}
+
+
 def test_a_first_request_that_is_easy_takes_nobody_deeper_than_steps_were_timed() -> None:
     first = chances(0.93, depth=7, total=60)
     timed = [cost(1, depth, truth(1, depth)) for depth in (0, 3)]
