@@ -17,8 +17,10 @@ pytestmark = [PROOFS, pytest.mark.timeout(900)]
 CONCURRENCY = 2
 CODE = tuple(f"Write a Python function that returns the {what}." for what in ("factorial of n", "sum of a list", "gcd"))
 PROSE = ("Tell a short story about a lighthouse keeper.", "Describe a morning at a fish market.")
-FAIR = knobs(steps(node_seconds=0.01))
-PROSE_IS_HARD = knobs(steps(node_seconds=0.01), task_acceptance={"other": (0.02,)})
+STEPS = steps(node_seconds=0.02)
+"""A node costs a fifteenth of a plain step: then even one that is hardly ever accepted loses more than is let pass."""
+FAIR = knobs(STEPS)
+PROSE_IS_HARD = knobs(STEPS, task_acceptance={"other": (0.02,)})
 SPECULATES = (1, 2, 3, 4)
 KNOWN_DRAFTS = 250
 

@@ -18,6 +18,9 @@ HOUR_SECONDS = 3600.0
 GROWTH = 4
 """Of the dwell, from move to move within an hour."""
 
+ABSENT_SECONDS = 60.0
+"""A task that was drafted for so long before another runs no more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -90,6 +93,11 @@ class Look:
         changed_at = self._changed_at(row)
         count = sum(at > changed_at for at in self._moves(row))
         return float(self.speculation.hysteresis.min_dwell_seconds * GROWTH ** max(0, count - 1))
+
+    def is_there(self, row: RowMemory) -> bool:
+        """Whether the row's task was drafted for about as lately as any."""
+        seen = {cell.task: cell.at for cell in self.kept.acceptance if (cell.depth, cell.parent) == (1, "main")}
+        return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - ABSENT_SECONDS
 
     def is_outdated(self, row: RowMemory) -> bool:
         """Whether what its shape was chosen by was seen to change lately, and the row stood for long: since so long

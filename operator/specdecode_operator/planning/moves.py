@@ -86,8 +86,8 @@ def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
     """What the guards hold back does not run, whatever the row says, so the best shape with fewer passes takes its
     place without having waited for the dwell, where it is believed to be better than what is held back. Where the
     larger shape is believed to be the best and loses, the belief errs (the batch was of other tasks, say), and as much
-    for the smaller one."""
-    group = [row for row in rows if row.depth and look.has_moves_left(row)]
+    for the smaller one. Of a task that is not there, nothing is held back."""
+    group = [row for row in rows if row.depth and look.has_moves_left(row) and look.is_there(row)]
     if not look.held or not group:
         return []
     options, around = look.options(group)

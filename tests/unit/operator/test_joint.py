@@ -323,6 +323,19 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         assert change.gain is None or change.gain >= 0 or "probe" in change.reason or objective.get("minSpeedup")
 
 
+@pytest.mark.parametrize(("code_at", "depth"), [(1995, 2), (1930, 3)])
+def test_of_a_task_that_is_not_there_the_guards_hold_nothing_back(code_at: float, depth: int) -> None:
+    """Prose grew hard. Where code is in the same batches, fewer passes for both are better than none; where prose runs
+    alone, code's row says nothing of what is held back, and prose is stopped by itself once that is sure."""
+    cells = [cell.model_copy(update={"at": 1999}) for cell in chances(0.3, depth=3, total=60)]
+    cells += [cell.model_copy(update={"task": "code", "at": code_at}) for cell in chances(0.75, depth=3, total=300)]
+    rows = tuple(RowMemory(concurrency=1, context=0, task=task, depth=3, since=1900) for task in ("code", "other"))
+    costs = tuple(cost(2, depth, seconds) for depth, seconds in enumerate((0.3, 0.32, 0.34, 0.45)))
+    kept = Kept(acceptance=tuple(cells), costs=costs, rows=rows, traffic=traffic(code=20, other=20))
+    slow = spec(tasks=[{"name": "code"}], depth={"max": 3}, hysteresis={"minDwellSeconds": 600})
+    assert depths(chosen(slow, kept, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
+
+
 def test_rows_of_a_task_without_traffic_stand_still() -> None:
     """They would follow whoever drafts, and nobody runs them; but they stop where all others do."""
     tasks = spec(tasks=[{"name": "code"}])
