@@ -1,7 +1,8 @@
 """The shape of every row of the plan, with hysteresis.
 
 The rows of one load are chosen together. They move to the shapes with the least measured time per token when the gain
-exceeds the least gain with 90 % certainty, each row having stood for its dwell and having changes left in the hour.
+exceeds the least gain with 90 % certainty (less will do after a change), each row having stood for its dwell and having
+changes left in the hour.
 Speculation that loses against plain decoding stops without waiting; it comes back when measurements say so and its
 patience is over, and patience doubles each time it was in vain.
 """
