@@ -102,7 +102,7 @@ class Look:
     def is_outdated(self, row: RowMemory) -> bool:
         """Whether what its shape was chosen by was seen to change lately, and the row stood for long: since so long
         as the moves that an hour allows are apart when they share it out."""
-        pace = HOUR_SECONDS / max(1, self.speculation.hysteresis.max_changes_per_hour)
+        pace = HOUR_SECONDS / self.speculation.hysteresis.max_changes_per_hour
         changed_at = self._changed_at(row)
         return row.since < changed_at and self.now - changed_at < pace <= self.now - row.since
 
