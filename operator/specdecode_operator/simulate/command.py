@@ -21,10 +21,19 @@ QUIET_STEPS = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", action="append", default=[], metavar="NAME", help="repeat for more (default: all)")
-    parser.add_argument("--policy", action="append", default=[], metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="repeat for more (default: rules of scaling on traces that are scaled, rules of depth on the others)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of every trace (default: %(default)s)")
     parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument(
+        "--decisions", action="store_true", help="with --json: ours' plan changes of the first seed, too"
+    )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="write every run there as it ends, and don't run again what is there"
@@ -54,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("traces:  ", *TRACES, "\npolicies:", *ALL)
         return 0
-    traces, policies = args.trace or list(TRACES), args.policy or list(ALL)
-    unknown = [name for name in traces if name not in TRACES] + [name for name in policies if name not in ALL]
+    traces = args.trace or list(TRACES)
+    unknown = [name for name in traces if name not in TRACES] + [name for name in args.policy if name not in ALL]
     if unknown or args.seeds < 1 or args.hours <= 0 or args.jobs < 1:
         what = f"no such trace or policy: {', '.join(unknown)}" if unknown else "--seeds, --hours, --jobs are positive"
         print(f"specdecode-operator simulate: {what}; see --list", file=sys.stderr)
@@ -65,8 +74,17 @@ def run(args: argparse.Namespace) -> int:
         if args.tune:
             return _tune(folder)
         given = _given(args.deployment) if args.deployment else None
-        keep = args.keep
-        document = simulate(traces, policies, args.seeds, args.hours, folder, jobs=args.jobs, given=given, keep=keep)
+        document = simulate(
+            traces,
+            args.policy,
+            args.seeds,
+            args.hours,
+            folder,
+            jobs=args.jobs,
+            given=given,
+            keep=args.keep,
+            decisions=args.decisions,
+        )
         if args.plot:
             _write(document, args.plot)
     except (SettingsError, OSError) as error:
@@ -101,14 +119,16 @@ def simulate(
     jobs: int = 1,
     given: Mapping[str, Any] | None = None,
     keep: Path | None = None,
+    decisions: bool = False,
 ) -> dict[str, Any]:
-    """The whole document. ``given`` are fields of spec.speculation for ours; ``keep`` is a folder of runs that ended,
-    of this code, length and fields. Progress goes to standard error."""
-    from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE, scored, targets
+    """The whole document. Without ``policies`` those run that a trace is there to judge, and the oracles always;
+    ``given`` are fields of spec.speculation for ours; ``keep`` is a folder of runs that ended, of this code, length and
+    fields. Progress goes to standard error."""
+    from specdecode_operator.simulate.score import by_policy, scored, targets
 
-    policies = list(dict.fromkeys((*policies, ORACLE, CLAIRVOYANT)))
+    who = {name: _policies(name, hours, policies) for name in traces}
     # Seed by seed: what was kept when somebody stopped it is whole for fewer seeds, and not for fewer traces.
-    tasks = [(name, hours, seed, tuple(policies), folder, given, keep) for seed in range(seeds) for name in traces]
+    tasks = [(name, hours, seed, who[name], folder, given, keep) for seed in range(seeds) for name in traces]
     found: dict[str, dict[int, Any]] = {name: {} for name in traces}
     for done, (name, seed, runs) in enumerate(_all(tasks, jobs), start=1):
         found[name][seed] = runs
@@ -117,36 +137,41 @@ def simulate(
         "command": _command(traces, policies, seeds, hours),
         "hours": hours,
         "seeds": list(range(seeds)),
-        "traces": {name: _trace_document(name, hours, found[name], scored) for name in traces},
+        "traces": {name: _trace_document(name, hours, found[name], scored, decisions) for name in traces},
     }
-    document["targets"] = targets(document)
+    document["policies"], document["targets"] = by_policy(document), targets(document)
     return document
+
+
+def _policies(trace: str, hours: float, named_ones: Sequence[str]) -> tuple[str, ...]:
+    from specdecode_operator.simulate.catalogue import named
+    from specdecode_operator.simulate.policies.registry import judged_on
+    from specdecode_operator.simulate.score import CLAIRVOYANT, ORACLE
+
+    return tuple(dict.fromkeys((*(named_ones or judged_on(named(trace, hours).family)), ORACLE, CLAIRVOYANT)))
 
 
 def _command(traces: Sequence[str], policies: Sequence[str], seeds: int, hours: float) -> str:
     from specdecode_operator.simulate.catalogue import TRACES
-    from specdecode_operator.simulate.policies.registry import ALL
 
-    which = _flags("--trace", traces, TRACES) + _flags("--policy", policies, ALL)
+    which = "" if set(traces) == set(TRACES) else "".join(f" --trace {name}" for name in traces)
+    which += "".join(f" --policy {name}" for name in policies)
     return f"specdecode-operator simulate{which} --seeds {seeds} --hours {hours:g}"
 
 
-def _flags(flag: str, names: Iterable[str], everything: Iterable[str]) -> str:
-    """None where everything is meant."""
-    return "" if set(names) == set(everything) else "".join(f" {flag} {name}" for name in names)
-
-
-def _trace_document(name: str, hours: float, by_seed: Mapping[int, Any], scored: Any) -> dict[str, Any]:
+def _trace_document(
+    name: str, hours: float, by_seed: Mapping[int, Any], scored: Any, decisions: bool
+) -> dict[str, Any]:
     from specdecode_operator.simulate.catalogue import named
 
     runs = {seed: by_seed[seed] for seed in sorted(by_seed)}
     ours = [found["ours"] for found in runs.values() if "ours" in found]
-    return {
+    document = {
         "family": named(name, hours).family,
         "policies": scored(runs),
         "answers": [answer for run in ours for answer in run.answers],
-        "decisions": list(ours[0].decisions[:100]) if ours else [],
     }
+    return {**document, "decisions": list(ours[0].decisions)} if ours and decisions else document
 
 
 def _all(tasks: Sequence[Any], jobs: int) -> Iterator[tuple[str, int, Any]]:
@@ -168,9 +193,9 @@ def _one(
     tuned = json.loads(path.read_text())["policies"] if path.exists() else {}
     tuned = {**tuned, "ours": given} if given else tuned
     file = None if keep is None else keep / f"{name}-{hours:g}h-{seed}.jsonl"
-    found = _kept(file)
-    for policy, run in run_trace(name, hours, seed, policies, library(folder), tuned, dict(found)):
-        if file is not None and policy not in found:
+    kept, found = _kept(file), {}
+    for policy, run in run_trace(name, hours, seed, policies, library(folder), tuned, kept):
+        if file is not None and policy not in kept:
             _keep(file, policy, run)
         found[policy] = run
     return name, seed, found

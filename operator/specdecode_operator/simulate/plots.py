@@ -1,4 +1,4 @@
-"""PNG plots of a simulation's document: regret by trace and policy, and misses against replica hours."""
+"""PNG plots of a simulation's document: time per token by policy and by trace, and misses against replica hours."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_operator.errors import SettingsError
-from specdecode_operator.simulate.policies.registry import FIXED, SCALERS
+from specdecode_operator.simulate.policies.registry import FIXED, ORACLES, SCALERS
 
 MARKS = "xov^s*Ph<>"
+TICKS = (0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0)
 
 
 def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -21,6 +22,8 @@ def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     made = [_regret(document, folder / "simulate-regret.png")]
+    if document["policies"]:
+        made.append(_policies(document, folder / "simulate-policies.png"))
     scaled = {name: found for name, found in document["traces"].items() if found["family"] == "scaling"}
     return [*made, _pareto(scaled, folder / "simulate-scaling.png")] if scaled else made
 
@@ -43,6 +46,35 @@ def _regret(document: Mapping[str, Any], path: Path) -> Path:
     axes.set_yticks([-at for at in range(len(traces))], list(traces))
     axes.set_xlabel("time per token over the constrained oracle's (2 and more at the edge)")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+    return path
+
+
+def _policies(document: Mapping[str, Any], path: Path) -> Path:
+    """A row a rule, best mean on top: a dot for every trace, a bar at the mean, the worst trace by name."""
+    from matplotlib import pyplot as plt
+
+    traces, rows = document["policies"]["traces"], document["policies"]["over_constrained_oracle"]
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(rows) + 1.2))
+    for at, (name, row) in enumerate(rows.items()):
+        color = "black" if name == "ours" else "gray" if name in FIXED else "C0" if name in ORACLES else "C1"
+        over = [document["traces"][trace]["policies"][name]["time_per_token"]["mean"] for trace in traces]
+        axes.scatter(over, [-at] * len(over), s=18, alpha=0.45, color=color, linewidths=0)
+        axes.scatter(row["mean"], -at, marker="|", s=160, color=color, linewidths=2)
+        if name not in ORACLES:
+            axes.annotate(
+                row["trace"], (row["worst"], -at), (5, 0), textcoords="offset points", va="center", fontsize=7
+            )
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.set_yticks([-at for at in range(len(rows))], list(rows))
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter("")
+    ticks = [tick for tick in TICKS if tick <= 1.1 * max(row["worst"] for row in rows.values())]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.margins(x=0.12)
+    axes.set_xlabel("time per token over the constrained oracle's: every trace, and the mean")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -65,6 +65,25 @@ def _over(name: str, oracle: str, runs: Runs) -> dict[str, float] | None:
     return Interval.of(ratios).rounded() if ratios else None
 
 
+def by_policy(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Over the traces that all rules of depth ran: the mean over the constrained oracle, and the worst trace. Best
+    first; nothing where no trace has all of them."""
+    traces: Mapping[str, Any] = document["traces"]
+    names = {name for found in traces.values() for name in found["policies"]} - set(SCALERS)
+    common = [trace for trace, found in traces.items() if all(_mean(found, name) is not None for name in names)]
+    if not common:
+        return {}
+    over = {name: {trace: _mean(traces[trace], name) or 0.0 for trace in common} for name in names}
+    rows = {name: _mean_and_worst(values) for name, values in over.items()}
+    best_first = sorted(rows.items(), key=lambda item: item[1]["mean"])
+    return {"traces": common, "over_constrained_oracle": dict(best_first)}
+
+
+def _mean_and_worst(over: Mapping[str, float]) -> dict[str, Any]:
+    worst = max(over, key=lambda name: over[name])
+    return {"mean": round(sum(over.values()) / len(over), 5), "worst": over[worst], "trace": worst}
+
+
 def targets(document: Mapping[str, Any]) -> dict[str, Any]:
     """The issue's targets against the ``traces`` of a document."""
     traces: Mapping[str, Any] = document["traces"]

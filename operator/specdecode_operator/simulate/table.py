@@ -8,6 +8,7 @@ from typing import Any
 from specdecode_operator.simulate.score import ORACLE
 
 COLUMNS = ("policy", "over oracle", "95 %", "over clairvoyant", "changes/h", "misses", "replica h", "p95 TTFT s")
+BY_POLICY = ("policy", "mean over oracle", "worst", "on")
 OVERVIEW = ("trace", "family", "ours over oracle", "95 %", "over clairvoyant", "changes/h", "the oracle's", "misses")
 
 
@@ -15,19 +16,31 @@ def text(document: Mapping[str, Any]) -> str:
     lines = [_head(document)]
     for name, found in document["traces"].items():
         lines += ["", f"{name} ({found['family']})"]
-        rows = [COLUMNS, *_rows(found)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines += _aligned([COLUMNS, *_rows(found)])
+    if summary := list(_by_policy(document)):
+        lines += ["", _of_all(document), *_aligned([BY_POLICY, *summary])]
     return "\n".join([*lines, "", *_targets(document)])
 
 
 def markdown(document: Mapping[str, Any]) -> str:
     lines = ["# Simulation", "", f"{_head(document)}. Command: `{document['command']}`.", "", *_targets(document)]
+    if summary := list(_by_policy(document)):
+        lines += ["", _of_all(document), "", *_table(BY_POLICY, summary)]
     if overview := list(_overview(document)):
         lines += ["", *_table(OVERVIEW, overview)]
     for name, found in document["traces"].items():
         lines += ["", f"## {name} ({found['family']})", "", *_table(COLUMNS, _rows(found))]
     return "\n".join(lines) + "\n"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _of_all(document: Mapping[str, Any]) -> str:
+    traces = document["policies"]["traces"]
+    return f"Rules of depth, on {len(traces)} traces:" if len(traces) > 1 else f"Rules of depth, on {traces[0]}:"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -42,6 +55,12 @@ def _overview(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             over, interval, clairvoyant, changes, misses, *_ = _cells(policies["ours"])
             oracles = f"{policies[ORACLE]['plan_changes_per_hour']['mean']:.1f}"
             yield name, found["family"], over, interval, clairvoyant, changes, oracles, misses
+
+
+def _by_policy(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Every rule of depth, best first."""
+    for name, found in document["policies"].get("over_constrained_oracle", {}).items():
+        yield name, f"{found['mean']:.3f}", f"{found['worst']:.3f}", found["trace"]
 
 
 def _head(document: Mapping[str, Any]) -> str:

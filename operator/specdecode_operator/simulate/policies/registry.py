@@ -32,6 +32,12 @@ SCALERS = ("hpa-requests", "hpa-tokens", "dynamo", "wva")
 DEPTH_POLICIES = (*FIXED, *ENGINES)
 ALL = ("ours", *DEPTH_POLICIES, *SCALERS, *ORACLES)
 
+
+def judged_on(family: str) -> tuple[str, ...]:
+    """Who runs on traces of a family where nobody is named: rules of scaling on scaled ones, of depth on the others."""
+    return ("ours", *(SCALERS if family == "scaling" else DEPTH_POLICIES), *ORACLES)
+
+
 DEFAULTS: Tuned = {
     "vllm-table": {"edges": (4, 16), "depths": (3, 2, 0)},
     "vllm-adaptive": {"drafted": 5, "alpha": 0.8},

@@ -12,7 +12,8 @@ import pytest
 
 from specdecode_operator.__main__ import main
 from specdecode_operator.simulate import run
-from specdecode_operator.simulate.score import Interval, dominated, targets
+from specdecode_operator.simulate.policies.registry import DEPTH_POLICIES, ORACLES, SCALERS
+from specdecode_operator.simulate.score import Interval, by_policy, dominated, targets
 
 SHORT = ["simulate", "--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
 
@@ -23,14 +24,43 @@ def test_json_is_one_document_with_the_figures_of_every_policy(
     assert main([*SHORT, "--json", "--recordings", str(recordings)]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    policies = "--policy fixed-2 --policy constrained --policy clairvoyant"
-    which = f"--trace steady-cpu-quiet {policies} --seeds 2 --hours 0.1"
+    which = "--trace steady-cpu-quiet --policy fixed-2 --seeds 2 --hours 0.1"
     assert document["command"] == f"specdecode-operator simulate {which}"
     found = document["traces"]["steady-cpu-quiet"]["policies"]
     assert set(found) == {"fixed-2", "constrained", "clairvoyant"}
     assert found["constrained"]["time_per_token"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert {"plan_changes_per_hour", "slo_misses", "replica_hours"} <= set(found["fixed-2"])
     assert "steady-cpu-quiet, seed 1" in err
+
+
+def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(
+    recordings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["simulate", "--trace", "steady-gpu", "--trace", "ramp", "--seeds", "1", "--hours", "0.01", "--json"]
+    assert main([*flags, "--recordings", str(recordings)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    flat, scaled = (set(document["traces"][trace]["policies"]) for trace in ("steady-gpu", "ramp"))
+    assert flat == {"ours", *DEPTH_POLICIES, *ORACLES}
+    assert scaled == {"ours", *SCALERS, *ORACLES}
+    assert document["policies"]["traces"] == ["steady-gpu"]
+    assert "decisions" not in document["traces"]["ramp"]
+
+
+def test_what_was_kept_of_others_is_not_told(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
+    assert main([*SHORT, "--policy", "fixed-3", *flags]) == 0
+    assert '"fixed-3"' in capsys.readouterr().out
+    assert main([*SHORT, *flags]) == 0
+    assert '"fixed-3"' not in capsys.readouterr().out
+
+
+def test_decisions_are_told_when_asked_for(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["simulate", "--trace", "steady-cpu-full", "--policy", "ours", "--seeds", "1", "--hours", "0.5"]
+    assert main([*flags, "--json", "--decisions", "--recordings", str(recordings)]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-full"]["decisions"]
+    assert {"seconds", "reason"} <= set(first)
 
 
 def test_two_processes_find_what_one_finds(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +106,7 @@ def test_runs_of_another_version_are_refused(
 def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
     assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "simulate-policies.png").read_bytes().startswith(b"\x89PNG")
     assert "| fixed-2 |" in (tmp_path / "simulate-table.md").read_text()
 
 
@@ -135,6 +166,20 @@ def test_intervals_are_students() -> None:
     found = Interval.of([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.high - found.mean == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_rules_are_summed_up_over_the_traces_that_all_of_them_ran() -> None:
+    def trace(**over: float) -> dict[str, object]:
+        policies = {name: {"time_per_token": {"mean": value}} for name, value in over.items()}
+        return {"family": "shifting", "policies": {**policies, "wva": {"time_per_token": None}}}
+
+    traces = {"a": trace(ours=1.1, trtllm=1.0), "b": trace(ours=1.0, trtllm=1.4), "c": trace(ours=5.0)}
+    found = by_policy({"traces": traces})
+    assert found["traces"] == ["a", "b"]
+    over = found["over_constrained_oracle"]
+    assert list(over) == ["ours", "trtllm"]
+    assert over["trtllm"] == {"mean": 1.2, "worst": 1.4, "trace": "b"}
+    assert by_policy({"traces": {"c": traces["c"], "d": trace(trtllm=1.0)}}) == {}
 
 
 def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
