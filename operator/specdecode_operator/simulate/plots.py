@@ -13,14 +13,18 @@ MARKS = "xov^s*Ph<>"
 TICKS = (0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0)
 
 
-def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Raises SettingsError where matplotlib is missing."""
+def prepare(folder: Path) -> None:
+    """To be called before hours of simulation. Raises SettingsError where matplotlib is missing, and OSError."""
     try:
         import matplotlib as mpl
     except ImportError:
         raise SettingsError("--plot needs matplotlib; install it: pip install matplotlib") from None
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Files in a folder that is prepared."""
     made = [_regret(document, folder / "simulate-regret.png")]
     if document["policies"]:
         made.append(_policies(document, folder / "simulate-policies.png"))

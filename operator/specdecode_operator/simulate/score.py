@@ -65,10 +65,9 @@ def _over(name: str, oracle: str, runs: Runs) -> dict[str, float] | None:
     return Interval.of(ratios).rounded() if ratios else None
 
 
-def by_policy(document: Mapping[str, Any]) -> dict[str, Any]:
+def by_policy(traces: Mapping[str, Any]) -> dict[str, Any]:
     """Over the traces that all rules of depth ran: the mean over the constrained oracle, and the worst trace. Best
     first; nothing where no trace has all of them."""
-    traces: Mapping[str, Any] = document["traces"]
     names = {name for found in traces.values() for name in found["policies"]} - set(SCALERS)
     common = [trace for trace, found in traces.items() if all(_mean(found, name) is not None for name in names)]
     if not common:
@@ -84,9 +83,8 @@ def _mean_and_worst(over: Mapping[str, float]) -> dict[str, Any]:
     return {"mean": round(sum(over.values()) / len(over), 5), "worst": over[worst], "trace": worst}
 
 
-def targets(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The issue's targets against the ``traces`` of a document."""
-    traces: Mapping[str, Any] = document["traces"]
+def targets(traces: Mapping[str, Any]) -> dict[str, Any]:
+    """What is wanted of ours, against a document's traces."""
     regret = {name: _mean(found, "ours") for name, found in traces.items() if _mean(found, "ours") is not None}
     if not regret:
         return {}

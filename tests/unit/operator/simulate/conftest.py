@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_operator.simulate.command import library as library_of
+from specdecode_operator.simulate.recordings import library as library_of
 from specdecode_operator.simulate.world import Library
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -21,6 +21,4 @@ def recordings() -> Path:
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    found = library_of(RECORDINGS)
-    assert isinstance(found, Library)
-    return found
+    return library_of(RECORDINGS)

@@ -127,7 +127,9 @@ def test_plots_without_matplotlib_say_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "pip install matplotlib" in err
+    assert "steady-cpu-quiet" not in err, "before anything was simulated"
 
 
 @pytest.mark.parametrize("flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"]])
@@ -174,12 +176,12 @@ def test_rules_are_summed_up_over_the_traces_that_all_of_them_ran() -> None:
         return {"family": "shifting", "policies": {**policies, "wva": {"time_per_token": None}}}
 
     traces = {"a": trace(ours=1.1, trtllm=1.0), "b": trace(ours=1.0, trtllm=1.4), "c": trace(ours=5.0)}
-    found = by_policy({"traces": traces})
+    found = by_policy(traces)
     assert found["traces"] == ["a", "b"]
     over = found["over_constrained_oracle"]
     assert list(over) == ["ours", "trtllm"]
     assert over["trtllm"] == {"mean": 1.2, "worst": 1.4, "trace": "b"}
-    assert by_policy({"traces": {"c": traces["c"], "d": trace(trtllm=1.0)}}) == {}
+    assert by_policy({"c": traces["c"], "d": trace(trtllm=1.0)}) == {}
 
 
 def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
@@ -189,16 +191,14 @@ def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
         relative = {"time_per_token_over_ours": {"mean": over / 1.05, "low": over / 1.05, "high": over / 1.05}}
         return {"time_per_token": interval, **plain, **relative, "replica_hours": {"mean": hours}}
 
-    document = {
-        "traces": {
-            "a": {"family": "stationary", "policies": {"ours": policy(1.05), "fixed-2": policy(1.04)}},
-            "b": {
-                "family": "scaling",
-                "policies": {"ours": policy(1.05), "fixed-1": policy(1.0), "wva": policy(1.2, 0.05, 3.0)},
-            },
-        }
+    traces = {
+        "a": {"family": "stationary", "policies": {"ours": policy(1.05), "fixed-2": policy(1.04)}},
+        "b": {
+            "family": "scaling",
+            "policies": {"ours": policy(1.05), "fixed-1": policy(1.0), "wva": policy(1.2, 0.05, 3.0)},
+        },
     }
-    found = targets(document)
+    found = targets(traces)
     assert found["mean_over_constrained_oracle"] == 1.05
     assert set(found["beaten_by"]) == {"b"}
     assert set(found["beaten_by"]["b"]) == {"fixed-1"}
@@ -212,9 +212,8 @@ def test_steps_are_in_time_by_seconds_or_by_drafts_and_only_where_they_were_answ
     strict = [answer(1.03, 20, 5000), answer(1.03, 400, 900), answer(1.03, 400, 5000)]
     ours = {"time_per_token": {"mean": 1.0}, "plan_changes_per_hour": {"mean": 1.0}}
     never = [answer(1.06, 10, 10, answered=False)]
-    found = targets(
-        {"traces": {"a": {"family": "shifting", "policies": {"ours": ours}, "answers": [*strict, *never]}}}
-    )["answers"]
+    trace = {"family": "shifting", "policies": {"ours": ours}, "answers": [*strict, *never]}
+    found = targets({"a": trace})["answers"]
     assert found["1.03"] == {"steps": 3, "within_30_s_or_1000_drafts": 2, "median_seconds": 400, "never": 0}
     assert found["1.06"] == {"steps": 1, "within_30_s_or_1000_drafts": 0, "median_seconds": 10, "never": 1}
 
