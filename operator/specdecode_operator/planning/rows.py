@@ -26,8 +26,6 @@ from specdecode_worker.contract import OTHER_TASK, Buckets, TreeShape
 
 LEAST_DRAFTS = 100
 """What a task must have shown before it gets rows of its own."""
-
-
 SWEEP_SECONDS = 30.0
 """Between looks at loads that are not the present one: what is known of them moves slowly, and every look is another
 chance to be wrong."""
@@ -55,38 +53,40 @@ def choose(
     """Every row as it should be from now on. ``held_back`` are loads where the guards of all workers run plainly,
     ``kv_tokens`` is what one worker's cache holds, ``prompt`` what reading a mean prompt takes."""
     rows = list(rows_of(speculation, kept, found))
-    bounded = [change for row in rows if (change := _bounded(row, speculation, now))]
-    after = {_key(row): row for row in (*rows, *(change.row for change in bounded))}
-    by_load: dict[tuple[int, int], list[RowMemory]] = {}
-    for row in after.values():
-        by_load.setdefault((row.concurrency, row.context), []).append(row)
-    for change in bounded:
-        by_load.pop((change.row.concurrency, change.row.context), None)
-    at = situations(
-        speculation, kept, StepTimes.fit(kept.costs, kept.wander), kv_tokens=kv_tokens, prompt=prompt or Prompt()
-    )
+    after = {_key(row): row for row in rows}
+    changes = [change for row in rows if (change := _bounded(row, speculation, now))]
+    bounded = {(change.row.concurrency, change.row.context) for change in changes}
+    after.update({_key(change.row): change.row for change in changes})
+    times = StepTimes.fit(kept.costs, kept.wander)
+    at = situations(speculation, kept, times, kv_tokens=kv_tokens, prompt=prompt or Prompt())
     present, sweep = present_row(kept.load, found), not 0 <= now - kept.swept_at < SWEEP_SECONDS
-    changes = list(bounded)
-    for (concurrency, context), group in by_load.items():
-        here = present == (concurrency, context)
-        if sweep or here or any(row.trial or row.probing for row in group):
+    for load, group in _by_load(after.values()).items():
+        here = present == load
+        if load not in bounded and (sweep or here or any(row.trial or row.probing for row in group)):
             quiet = idle(kept, [row.task for row in group])
             busy = tuple(row for row in group if row.task not in quiet)
-            situation = at(typical(kept.costs, found, concurrency, context, max_num_seqs), context, busy)
-            held = (concurrency, context) in held_back
-            moved = moves(Look(speculation, kept, situation, busy, now, held, here)) if situation else []
+            situation = at(typical(kept.costs, found, *load, max_num_seqs), load[1], busy)
+            moved = moves(Look(speculation, kept, situation, busy, now, load in held_back, here)) if situation else []
             after.update({_key(change.row): change.row for change in moved})
             if moved and not any(after[_key(row)].depth for row in busy):
-                moved += _following([row for row in group if row not in busy], speculation, now)
-            after.update({_key(change.row): change.row for change in moved})
+                stopped = list(_following([row for row in group if row not in busy], speculation, now))
+                after.update({_key(change.row): change.row for change in stopped})
+                moved += stopped
             changes += moved
-    told = tuple(change for change in changes if change.before != change.row.shape)
-    swept_at = now if sweep else kept.swept_at
     settled = tuple(after[_key(row)] for row in rows)
     if changes:
         # Rows that never moved follow those that did with this plan, and not with one more after it.
         settled = tuple(rows_of(speculation, kept.model_copy(update={"rows": settled}), found))
-    return Chosen(rows=settled, changes=told, swept_at=swept_at)
+    told = tuple(change for change in changes if change.before != change.row.shape)
+    return Chosen(rows=settled, changes=told, swept_at=now if sweep else kept.swept_at)
+
+
+def _by_load(rows: Iterable[RowMemory]) -> dict[tuple[int, int], list[RowMemory]]:
+    """By bucket of concurrency and of context."""
+    found: dict[tuple[int, int], list[RowMemory]] = {}
+    for row in rows:
+        found.setdefault((row.concurrency, row.context), []).append(row)
+    return found
 
 
 def _key(row: RowMemory) -> tuple[str, int, int]:
