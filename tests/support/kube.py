@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 Manifest = dict[str, Any]
@@ -108,7 +110,8 @@ def _local_client() -> tuple[str | None, str | None]:
 
 
 def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.5) -> T:
-    """The first truthy answer of `condition`; AssertionErrors and KubectlErrors in it only mean: not yet.
+    """The first truthy answer of `condition`; AssertionErrors and KubectlErrors in it only mean: not yet. So does a pod
+    that went away between being listed and being asked.
 
     Fails with the last answer or error, so that a timeout tells what was seen instead.
     """
@@ -120,7 +123,7 @@ def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, ev
             if answer:
                 return answer
             seen = answer
-        except (AssertionError, KubectlError, OSError) as error:
+        except (AssertionError, KubectlError, OSError, httpx.TransportError) as error:
             seen = error
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not after {timeout_s:.0f} s; last seen: {seen!r}")
