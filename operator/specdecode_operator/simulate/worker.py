@@ -7,7 +7,7 @@ mean batch, and what arrives meanwhile waits for the segment's end, a quarter of
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ LEAST_SECONDS = 0.25
 """A segment is not cut shorter than this for an arrival."""
 CALIBRATION_STEPS, CALIBRATION_CONTEXT = 6, 20.0
 _ROOT, _LEFT, _CONTEXT, _ACCEPTED, _DRAFTS, _CODE, _JOB = range(7)
+_EVERYBODY = slice(None)
 _KINDS = 64
 """Codes are label x this + kind."""
 
@@ -40,6 +41,7 @@ class Worker:
         self.tokens = 0.0
         self.switches = 0
         self._offset = offset
+        self._edges = np.array(truth.context_edges)
         self._jobs: dict[int, Job] = {}
         self._n = 0
         self._m = np.zeros((7, limits.max_num_seqs), dtype=np.int64)
@@ -124,6 +126,8 @@ class Worker:
     # --- admission and prompts ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        if not self.queue:
+            return
         used = self.kv_used
         while self.queue and self.queue[0].queued <= self.clock and self.running < self.limits.max_num_seqs:
             if used + self.queue[0].context + 1 > self.limits.kv_tokens and self.running:
@@ -207,14 +211,16 @@ class Worker:
         """The batch, and the columns of each group."""
         m = self._m[:, : self._n]
         members: dict[Group, Array] = {}
+        groups: dict[Group, int] = {}
         if self._n:
-            buckets = np.searchsorted(self.truth.context_edges, m[_CONTEXT])
+            buckets = self._edges.searchsorted(m[_CONTEXT])
             codes = m[_CODE] * 8 + buckets
-            for code in sorted(set(codes.tolist())):
+            found = codes.tolist()
+            for code, count in sorted(Counter(found).items()):
                 label_kind, bucket = divmod(code, 8)
                 group = Group(label_kind // _KINDS, bucket, label_kind % _KINDS)
-                members[group] = np.flatnonzero(codes == code)
-        groups = {group: len(columns) for group, columns in members.items()}
+                groups[group] = count
+                members[group] = (codes == code).nonzero()[0] if count < self._n else _EVERYBODY
         return Load(self.clock, self.index, self._n, groups, float(m[_CONTEXT].sum()), prefill), members
 
     def _seconds(self, load: Load, segment: Segment) -> float:
@@ -236,32 +242,42 @@ class Worker:
         chunk_seconds: float = 0.0,
     ) -> None:
         m = self._m[:, : self._n]
-        left, tokens, shares, runs = m[_LEFT].copy(), np.full(self._n, steps), np.ones(self._n), {}
-        verify = 0.0
+        roots, left, context = m[_ROOT], m[_LEFT], m[_CONTEXT]
+        tokens, shares, runs = np.empty(self._n, dtype=np.int64), np.ones(self._n), {}
+        verify, whole = 0.0, True
         for group, columns in members.items():
             form = segment.forms[group]
             walk = self.truth.records.walk(self.truth.quality(group.kind, self.clock), form)
-            m[_ROOT, columns], sums = walk.advance(m[_ROOT, columns], steps)
-            gained = steps + sums[:, 8]
-            share = np.minimum(1.0, left[columns] / gained)
-            tokens[columns], shares[columns] = np.minimum(gained, left[columns]), share
-            runs[group] = (sums * share[:, None]).sum(axis=0)
-            verify += float(share.sum()) * (form.nodes + 1)
+            roots[columns], sums = walk.advance(roots[columns], steps)
+            accepted, due = sums[:, 8], left[columns]
+            gained = steps + accepted
+            if (gained <= due).all():  # most often nobody ends in a segment
+                tokens[columns], drafts = gained, steps
+                runs[group] = sums.sum(axis=0, dtype=float)
+                verify += load.groups[group] * (form.nodes + 1)
+            else:
+                share, whole = np.minimum(1.0, due / gained), False
+                tokens[columns], shares[columns] = np.minimum(gained, due), share
+                runs[group] = (sums * share[:, None]).sum(axis=0)
+                verify += float(share.sum()) * (form.nodes + 1)
+                accepted = (accepted * share).astype(np.int64)
+                drafts = np.maximum(1, np.rint(steps * share)).astype(np.int64)
             if form.nodes:
-                m[_ACCEPTED, columns] += (sums[:, 8] * share).astype(np.int64)
-                m[_DRAFTS, columns] += np.maximum(1, np.rint(steps * share)).astype(np.int64)
-        # Nobody runs steps without requests: a segment that all of them end in is shorter.
-        steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
-        shares, verify = shares * planned / steps, verify * planned / steps
+                m[_ACCEPTED][columns] += accepted
+                m[_DRAFTS][columns] += drafts
+        if not whole:
+            # Nobody runs steps without requests: a segment that all of them end in is shorter.
+            steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
+            shares, verify = shares * planned / steps, verify * planned / steps
         sequences, emitted = float(shares.sum()), float(tokens.sum())
-        kv = float((m[_CONTEXT] * shares).sum()) + 0.5 * emitted
+        kv = float((context * shares).sum()) + 0.5 * emitted
         passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
         typical = self.truth.table.seconds(sequences, verify, passes, kv) * self.truth.factor(self.clock)
         typical += chunk_seconds
         mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
         seconds = typical * mean * steps
-        m[_LEFT] -= tokens
-        m[_CONTEXT] += tokens
+        left -= tokens
+        context += tokens
         outcome = Outcome(steps, seconds, sequences, emitted, runs, prefill=chunk_tokens > 0)
         features = Features(sequences, verify, kv, passes, chunk_tokens)
         counted = max(steps - segment.dropped, 0)
