@@ -126,7 +126,7 @@ def _with_steps(follow: FollowMemory, kept: Kept, delta: Delta, buckets: Buckets
     for key, moments in delta.steps.items():
         if not _runs(key, moments, after):
             continue
-        sequences = moments.mean_x[_SEQUENCES]
+        sequences = moments.mean_of(_SEQUENCES)
         old = _per_token(kept.costs, before, key.context_bucket, sequences)
         if old is None or (bucket_of(buckets.concurrency, sequences), key.context_bucket) not in loads:
             continue
@@ -162,7 +162,7 @@ def _per_token(costs: Iterable[CostMemory], shape: TreeShape, context: int, sequ
         moments = Moments(cell.values)
         key = CellKey.of(cell)
         if cell.context_bucket == context and _runs(key, moments, shape):
-            mean = moments.mean_x[_SEQUENCES]
+            mean = moments.mean_of(_SEQUENCES)
             answering = moments.mean_seconds * (moments.count - cell.made_up)
             points.append(Point(mean, answering * mean / moments.emitted))
     return interpolated(sorted(points), sequences)

@@ -88,6 +88,9 @@ class Moments:
     def mean_x(self) -> tuple[float, ...]:
         return tuple(value / self.count for value in self.x)
 
+    def mean_of(self, feature: int) -> float:
+        return self.values[4 + feature] / self.count
+
     @property
     def mean_seconds(self) -> float:
         return self.seconds / self.count

@@ -78,9 +78,9 @@ def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[CostMemory]) -> fl
         if key.prefill or moments.count < 1 or moments.emitted < 1:
             continue
         tokens += moments.emitted
-        plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_x[_SEQUENCES])
+        plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_of(_SEQUENCES))
         if plain is not None:
-            taken = moments.seconds * moments.mean_x[_SEQUENCES]
+            taken = moments.seconds * moments.mean_of(_SEQUENCES)
             compared += moments.emitted
             seconds += taken
             plain_seconds += plain * moments.emitted if key.draft_passes else taken
@@ -99,7 +99,7 @@ def _plain_per_token(
         fresh = steps.get(key)
         moments = fresh if fresh and fresh.count >= LEAST_PLAIN_STEPS else remembered.get(key, fresh)
         if moments and moments.count >= 1 and moments.emitted >= 1:
-            mean = moments.mean_x[_SEQUENCES]
+            mean = moments.mean_of(_SEQUENCES)
             points.append(Point(mean, moments.seconds * mean / moments.emitted))
     return interpolated(sorted(points), sequences)
 

@@ -48,7 +48,7 @@ def typical(costs: Iterable[CostMemory], found: Buckets, concurrency: int, conte
     inside = [
         moments
         for cell in costs
-        if cell.context_bucket == context and low < (moments := Moments(cell.values)).mean_x[_SEQUENCES] <= high
+        if cell.context_bucket == context and low < (moments := Moments(cell.values)).mean_of(_SEQUENCES) <= high
     ]
     count = sum(moments.count for moments in inside)
     if count < 1:

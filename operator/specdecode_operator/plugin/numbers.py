@@ -94,8 +94,8 @@ class _Steps:
     def __init__(self, cell: CostMemory) -> None:
         moments = Moments(cell.values)
         self.count = moments.count
-        self.sequences = moments.mean_x[_SEQUENCES]
-        self.nodes = round(moments.mean_x[_VERIFY_TOKENS] / self.sequences - 1) if self.sequences else 0
+        self.sequences = moments.mean_of(_SEQUENCES)
+        self.nodes = round(moments.mean_of(_VERIFY_TOKENS) / self.sequences - 1) if self.sequences else 0
         self.milliseconds = 1000 * moments.mean_seconds
         self.tokens = moments.emitted / (moments.count * self.sequences) if self.sequences else 0.0
         self.passes = cell.draft_passes
