@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,19 @@ _ROOT, _LEFT, _CONTEXT, _ACCEPTED, _DRAFTS, _CODE, _JOB = range(7)
 _EVERYBODY = slice(None)
 _KINDS = 64
 """Codes are label x this + kind."""
+
+
+@dataclass(slots=True)
+class _Walked:
+    """What the requests of a batch did in a segment, by column; ``runs`` as in Outcome."""
+
+    tokens: Array
+    shares: Array
+    """Of the segment, until each ended."""
+    runs: dict[Group, Array]
+    verify: float = 0.0
+    """Tokens verified in a step, in the mean."""
+    some_end: bool = False
 
 
 class Worker:
@@ -241,34 +255,13 @@ class Worker:
         chunk_tokens: float = 0.0,
         chunk_seconds: float = 0.0,
     ) -> None:
-        m = self._m[:, : self._n]
-        roots, left, context = m[_ROOT], m[_LEFT], m[_CONTEXT]
-        tokens, shares, runs = np.empty(self._n, dtype=np.int64), np.ones(self._n), {}
-        verify, whole = 0.0, True
-        for group, columns in members.items():
-            form = segment.forms[group]
-            walk = self.truth.records.walk(self.truth.quality(group.kind, self.clock), form)
-            roots[columns], sums = walk.advance(roots[columns], steps)
-            accepted, due = sums[:, 8], left[columns]
-            gained = steps + accepted
-            if (gained <= due).all():  # most often nobody ends in a segment
-                tokens[columns], drafts = gained, steps
-                runs[group] = sums.sum(axis=0, dtype=float)
-                verify += load.groups[group] * (form.nodes + 1)
-            else:
-                share, whole = np.minimum(1.0, due / gained), False
-                tokens[columns], shares[columns] = np.minimum(gained, due), share
-                runs[group] = (sums * share[:, None]).sum(axis=0)
-                verify += float(share.sum()) * (form.nodes + 1)
-                accepted = (accepted * share).astype(np.int64)
-                drafts = np.maximum(1, np.rint(steps * share)).astype(np.int64)
-            if form.nodes:
-                m[_ACCEPTED][columns] += accepted
-                m[_DRAFTS][columns] += drafts
-        if not whole:
+        walked = self._walked(load, members, segment, steps)
+        tokens, shares, verify = walked.tokens, walked.shares, walked.verify
+        if walked.some_end:
             # Nobody runs steps without requests: a segment that all of them end in is shorter.
             steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
             shares, verify = shares * planned / steps, verify * planned / steps
+        left, context = self._m[_LEFT, : self._n], self._m[_CONTEXT, : self._n]
         sequences, emitted = float(shares.sum()), float(tokens.sum())
         kv = float((context * shares).sum()) + 0.5 * emitted
         passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
@@ -278,7 +271,7 @@ class Worker:
         seconds = typical * mean * steps
         left -= tokens
         context += tokens
-        outcome = Outcome(steps, seconds, sequences, emitted, runs, prefill=chunk_tokens > 0)
+        outcome = Outcome(steps, seconds, sequences, emitted, walked.runs, prefill=chunk_tokens > 0)
         features = Features(sequences, verify, kv, passes, chunk_tokens)
         counted = max(steps - segment.dropped, 0)
         share = counted / steps
@@ -293,6 +286,33 @@ class Worker:
         self.pilot.measured(load, segment, outcome)
         self._retire(began, seconds, shares)
         self._preempt()
+
+    def _walked(self, load: Load, members: dict[Group, Array], segment: Segment, steps: int) -> _Walked:
+        """Every request goes on along its record. Contexts and what is left of the answers are as before."""
+        m = self._m[:, : self._n]
+        roots, left = m[_ROOT], m[_LEFT]
+        walked = _Walked(np.empty(self._n, dtype=np.int64), np.ones(self._n), {})
+        for group, columns in members.items():
+            form = segment.forms[group]
+            walk = self.truth.records.walk(self.truth.quality(group.kind, self.clock), form)
+            roots[columns], sums = walk.advance(roots[columns], steps)
+            accepted, due = sums[:, 8], left[columns]
+            gained = steps + accepted
+            if (gained <= due).all():  # most often nobody ends in a segment
+                walked.tokens[columns], drafts = gained, steps
+                walked.runs[group] = sums.sum(axis=0, dtype=float)
+                walked.verify += load.groups[group] * (form.nodes + 1)
+            else:
+                share, walked.some_end = np.minimum(1.0, due / gained), True
+                walked.tokens[columns], walked.shares[columns] = np.minimum(gained, due), share
+                walked.runs[group] = (sums * share[:, None]).sum(axis=0)
+                walked.verify += float(share.sum()) * (form.nodes + 1)
+                accepted = (accepted * share).astype(np.int64)
+                drafts = np.maximum(1, np.rint(steps * share)).astype(np.int64)
+            if form.nodes:
+                m[_ACCEPTED][columns] += accepted
+                m[_DRAFTS][columns] += drafts
+        return walked
 
     def _count(
         self, members: dict[Group, Array], segment: Segment, outcome: Outcome, shares: Array, tokens: Array
