@@ -87,6 +87,8 @@ class RowMemory(Lasting):
     task: str
     depth: int
     since: float = 0
+    stays: bool = False
+    """Never moved, and was chosen to stay when the row of ``other`` did: it follows nobody."""
     off_until: float = 0
     patience: float = 0
     probing: bool = False

@@ -68,6 +68,7 @@ def choose(
             situation = at(typical(kept.costs, found, *load, max_num_seqs), load[1], busy)
             moved = moves(Look(speculation, kept, situation, busy, now, load in held_back, here)) if situation else []
             after.update({_key(change.row): change.row for change in moved})
+            after.update({_key(row): row for row in _staying(busy, moved)})
             if moved and not any(after[_key(row)].depth for row in busy):
                 stopped = list(_following([row for row in group if row not in busy], speculation, now))
                 after.update({_key(change.row): change.row for change in stopped})
@@ -95,9 +96,10 @@ def _key(row: RowMemory) -> tuple[str, int, int]:
 
 def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterator[RowMemory]:
     """One per load and task. A task has rows once it was seen often enough, or at once when the spec says how it is
-    to be drafted; until then it runs those of ``other``. A row that never moved follows depth.initial, and is no
-    deeper than the nearest lower load's row that did, within its own bounds: a busier batch pays more for every node,
-    and who waits for it to be measured there keeps an overloaded worker overloaded."""
+    to be drafted; until then it runs those of ``other``. A row that never moved follows depth.initial or, once that
+    moved, the row of ``other``, unless it was chosen to stay beside it; and it is no deeper than the nearest lower
+    load's row that did, within its own bounds: a busier batch pays more for every node, and who waits for it to be
+    measured there keeps an overloaded worker overloaded."""
     known = {_key(row): row for row in kept.rows}
     for task in _with_rows(speculation, kept):
         bounds = bounds_of(speculation, task)
@@ -109,11 +111,18 @@ def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterato
                 shape = start.shape if start and follows else TreeShape.chain(bounds.initial)
                 blank = RowMemory(concurrency=concurrency, context=context, task=task, depth=0).running(shape)
                 row = known.get((task, concurrency, context), blank)
-                if row.since:
+                if row.since or row.stays:
                     moved[context] = row.shape
                     yield row
                 else:
                     yield row.running(bounds.nearest(min(shape, moved.get(context, shape), key=_size)))
+
+
+def _staying(busy: Iterable[RowMemory], moved: list[Change]) -> Iterator[RowMemory]:
+    """Rows that never moved follow ``other``, but not away from a choice that was made for them beside it."""
+    if any(change.row.task == OTHER_TASK and change.before != change.row.shape for change in moved):
+        left = {change.row.task for change in moved}
+        yield from (row.model_copy(update={"stays": True}) for row in busy if not row.since and row.task not in left)
 
 
 def _following(idle_rows: list[RowMemory], speculation: SpeculationSpec, now: float) -> Iterator[Change]:

@@ -124,6 +124,18 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     assert depths(after, BUSY)["prose"] <= 1
 
 
+@pytest.mark.parametrize(("code", "depth"), [(300, 3), (0, 0)])
+def test_a_row_that_is_chosen_to_stay_does_not_follow_the_one_that_moves(code: int, depth: int) -> None:
+    """Code stands where it began, which is the deepest that it may; only without traffic nobody chose that for it."""
+    known = (*chances(0.02), *of("code", 0.95))
+    kept = Kept(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=300, code=code))
+    speculation = spec(depth={"max": 3}, tasks=[CODE])
+    found = chosen(speculation, kept)
+    assert depths(found, BUSY) == {"other": 0, "code": depth}
+    again = chosen(speculation, kept.model_copy(update={"rows": found.rows}), 2000.0 + 100)
+    assert depths(again, BUSY) == {"other": 0, "code": depth}
+
+
 def test_few_requests_take_nobody_deeper() -> None:
     """Requests differ in what a deeper shape brings them: as many drafts of three answers say less than of fifty."""
     row = RowMemory(concurrency=4, context=0, task="other", depth=1, since=1)

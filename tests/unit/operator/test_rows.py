@@ -339,7 +339,7 @@ def test_a_task_gets_rows_once_it_was_seen() -> None:
     tasks = spec(tasks=[{"name": "code"}])
     code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
     mix = tuple(TrafficMemory(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
-    kept = Kept(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix)
+    kept = Kept(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix, wander=0)
     for now in (2000, 2100):
         seen = choose(tasks, kept, buckets(16), max_num_seqs=16, now=now)
         kept = kept.model_copy(update={"rows": seen.rows})
