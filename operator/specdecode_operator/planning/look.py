@@ -32,6 +32,11 @@ class Change:
     cause: Cause
     reason: str
 
+    @property
+    def is_move(self) -> bool:
+        """Else only what is remembered of the row changes."""
+        return self.before != self.row.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Look:

@@ -78,7 +78,7 @@ def choose(
     if changes:
         # Rows that never moved follow those that did with this plan, and not with one more after it.
         settled = tuple(rows_of(speculation, kept.model_copy(update={"rows": settled}), found))
-    told = tuple(change for change in changes if change.before != change.row.shape)
+    told = tuple(change for change in changes if change.is_move)
     return Chosen(rows=settled, changes=told, swept_at=now if sweep else kept.swept_at)
 
 
@@ -120,7 +120,7 @@ def rows_of(speculation: SpeculationSpec, kept: Kept, found: Buckets) -> Iterato
 
 def _staying(busy: Iterable[RowMemory], moved: list[Change]) -> Iterator[RowMemory]:
     """Rows that never moved follow ``other``, but not away from a choice that was made for them beside it."""
-    if any(change.row.task == OTHER_TASK and change.before != change.row.shape for change in moved):
+    if any(change.row.task == OTHER_TASK and change.is_move for change in moved):
         left = {change.row.task for change in moved}
         yield from (row.model_copy(update={"stays": True}) for row in busy if not row.since and row.task not in left)
 
