@@ -39,11 +39,8 @@ def padded(endpoint: Endpoint, count: int) -> bool:
     return True
 
 
-def one_is_wanted(endpoint: Endpoint) -> bool:
-    """Users who come at once may get a second worker while the steps of the first are hardly known; it goes again."""
-    found = endpoint.namespace.get("deployment", f"{endpoint.name}-worker")["spec"]["replicas"]
-    assert found == 1, found
-    return padded(endpoint, 1)
+def replicas(endpoint: Endpoint) -> int:
+    return int(endpoint.namespace.get("deployment", f"{endpoint.name}-worker")["spec"]["replicas"])
 
 
 def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> None:
@@ -61,10 +58,11 @@ def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> 
         with load(ALONE):
             deep = wait_for_row(endpoint, "deep for one", ALONE, (2, 3, 4))
             wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] == deep, timeout_s=60)
+            wait_for("steps are known", lambda: endpoint.speculation().get("speedup"), timeout_s=120)
         with load(SOME):
             wait_for_row(endpoint, "shallow for some", SOME, (0, 1))
             wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
-            wait_for("shallow, one worker carries them", lambda: one_is_wanted(endpoint), timeout_s=240, every_s=2)
+            assert replicas(endpoint) == 1, "depth first: one worker carries them"
         with load(MANY):
             wait_for("more workers", lambda: padded(endpoint, MOST), timeout_s=180, every_s=2)
             wait_for_row(endpoint, "shallow for many", MANY, (0, 1))

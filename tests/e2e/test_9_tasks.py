@@ -59,11 +59,12 @@ def test_prose_that_grows_hard_moves_its_own_row(endpoint: Endpoint) -> None:
             wait_for("code speculates", lambda: is_known(endpoint, "code"), timeout_s=SETTLED_SECONDS)
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=PROSE) as more:
             wait_for("prose speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
+            code = row(endpoint, CONCURRENCY, "code")
             endpoint.turn_knobs(PROSE_IS_HARD)
             wait_for_row(endpoint, "prose runs plainly", CONCURRENCY, (0,), "other")
             wait_for("status tells", lambda: history(endpoint, "other")[0]["after"] == "none", timeout_s=30)
             stop = next(entry for entry in history(endpoint, "other") if entry["after"] == "none")
-            assert row(endpoint, CONCURRENCY, "code") in SPECULATES, "what prose lost is not code's loss"
+            assert row(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
             assert [entry for entry in history(endpoint, "code") if entry["time"] >= stop["time"]] == []
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as again:
             before = endpoint.report().drafts
