@@ -88,7 +88,7 @@ class RowMemory(Lasting):
     depth: int
     since: float = 0
     stays: bool = False
-    """Never moved, and was chosen to stay when the row of ``other`` did: it follows nobody."""
+    """Was chosen to stay when the row of ``other`` moved: it follows nobody, even if it never moves itself."""
     off_until: float = 0
     patience: float = 0
     probing: bool = False
