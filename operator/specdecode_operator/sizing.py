@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from specdecode_operator import planning, scaling
 from specdecode_operator.kept import Kept, ScalingMemory
@@ -11,7 +12,7 @@ from specdecode_operator.memory import WINDOW_SECONDS, Memory
 from specdecode_operator.records import Capacity, Deployment, Limited, Observed
 
 DOUBT = 1.28
-"""Standard errors of the lower bound: nine times in ten a worker carries more."""
+"""Standard errors of a lower bound: nine times in ten a worker carries more, and more requests come in."""
 MARK_SECONDS = 15.0
 """Before the window ends pods are marked: earlier marks would be old, and a write each."""
 STARTUP_SECONDS = 60.0
@@ -100,8 +101,6 @@ def _carried(
     most, cache = max_num_seqs(deployment, observed), kv_tokens(observed)
     found = planning.buckets(deployment.spec.workers.max_num_seqs)
     pace = planning.pace(speculation, kept, found, request, kv_tokens=cache)
-    rate = scaling.arrival_rate(memory.window, now=now, within=scaling.RECENT_SECONDS)
-    recent = scaling.arrival_rate(memory.window, now=now, within=WINDOW_SECONDS)
     if pace is None:
         return None
     prompt = planning.prompt_of(kept)
@@ -120,11 +119,13 @@ def _carried(
         ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
     )
     ahead = kept.startup_seconds or STARTUP_SECONDS
+    lately = partial(scaling.arrival_rate, memory.window, now=now, within=scaling.RECENT_SECONDS)
     return scaling.Carried(
         mean=scaling.capacity(mix, pace, limits),
         least=scaling.capacity(mix, pace, limits, doubt=DOUBT),
-        rate=rate,
-        recent_rate=recent,
+        rate=lately(),
+        least_rate=lately(doubt=DOUBT),
+        recent_rate=scaling.arrival_rate(memory.window, now=now, within=WINDOW_SECONDS),
         forecast_rate=scaling.expected_rate(kept.forecast, now=now, ahead_seconds=ahead),
         ttft_seconds=limits.ttft_seconds,
     )

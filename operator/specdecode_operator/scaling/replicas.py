@@ -1,10 +1,12 @@
 """Replicas under ``scaling.owner: Operator``, and what they should be under ``External``.
 
-Need is arrivals over what one worker carries, plus the backlog over the time in which it shall drain; while nothing
-is known of either, running and waiting requests over 0.8 of the sequences that a worker may run. Up when the need
-exceeds the workers on two polls, or at once when requests wait for too long; down one worker at a time, once the
-surer need, with spare, has stayed below for the whole window, and never with stale reports, unready pods or a rollout
-under way. A forecast raises the floor.
+Need is arrivals over what one worker carries, plus the backlog over the time in which it shall drain, and no less
+than the running requests over those that one worker runs well; while nothing is known of either, running and waiting
+requests over 0.8 of the sequences that a worker may run. Few arrivals say little of the next, so they count by their
+lower bound: where they were too many indeed, more run or wait soon. Up when the need exceeds the workers on two
+polls, or at once when requests wait for too long; down one worker at a time, once the surer need, with spare, has
+stayed below for the whole window, and never with stale reports, unready pods or a rollout under way. A forecast
+raises the floor.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Carried:
     least: Capacity
     rate: float
     """Arrivals a second over the last polls."""
+    least_rate: float
+    """A lower bound of it: four users who come at once are no four requests in every five seconds."""
     recent_rate: float
     """The same over the window."""
     forecast_rate: float = 0
@@ -96,7 +100,7 @@ def _need(demand: Demand, present: float, replicas: int) -> _Need:
         return _Need(wanted, max(wanted, _workers(demand.recent, SLOTS_USABLE * demand.max_num_seqs)))
     carried = demand.carried
     running = max(0.0, present - demand.waiting)
-    rate = carried.rate + demand.waiting / DRAIN_SECONDS
+    rate = carried.least_rate + demand.waiting / DRAIN_SECONDS
     wanted = max(_workers(rate, carried.mean.rate), _workers(running, carried.mean.sequences))
     hurry = _in_hurry(carried, demand.waiting)
     if hurry and demand.trusted:

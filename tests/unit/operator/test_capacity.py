@@ -14,12 +14,24 @@ from hypothesis import strategies as st
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.kept import ForecastMemory, Kept, LoadMemory, ScalingMemory, TrafficMemory
+from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.records import Capacity
-from specdecode_operator.scaling import Carried, Demand, Limits, Mix, capacity, deletion_costs, limited, scale
+from specdecode_operator.scaling import (
+    Carried,
+    Demand,
+    Limits,
+    Mix,
+    arrival_rate,
+    capacity,
+    deletion_costs,
+    limited,
+    scale,
+)
 from specdecode_operator.scaling.capacity import waiting_seconds
 from specdecode_operator.scaling.forecast import SAMPLE_SECONDS, expected_rate, observed
+from specdecode_operator.sums import NO_TRAFFIC
 
 MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
 LIMITS = Limits(max_sequences=16)
@@ -174,7 +186,7 @@ ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="ttit")
 
 
 def demand(rate: float, *, waiting: float = 0, running: float = 1, trusted: bool = True, **carried: Any) -> Demand:
-    known = Carried(mean=ONE, least=ONE, rate=rate, recent_rate=rate, **carried)
+    known = Carried(mean=ONE, least=ONE, rate=rate, recent_rate=rate, **{"least_rate": rate, **carried})
     return Demand(
         now=running + waiting, recent=running, max_num_seqs=16, trusted=trusted, waiting=waiting, carried=known
     )
@@ -210,13 +222,34 @@ def test_a_wait_that_the_estimate_does_not_explain_adds_a_worker_once_all_are_th
     assert polls([replace(waits, trusted=False)] * 3) == [1, 1, 1]
 
 
+def test_a_rate_that_few_arrivals_tell_raises_nothing_and_keeps_what_there_is() -> None:
+    few = demand(2.4, least_rate=1.9)
+    assert polls([few] * 10) == [1] * 10
+    assert polls([few] * 30, ScalingMemory(replicas=2))[-1] == 2
+    assert polls([demand(2.4, least_rate=2.1)] * 2) == [1, 2]
+
+
+def test_arrivals_are_as_sure_as_they_are_many() -> None:
+    def least(count: int, polls: int) -> float:
+        """Of one poll of five seconds, so many times over."""
+        traffic = {"other": NO_TRAFFIC._replace(arrivals=count)}
+        window = [Delta(at=5.0 * index, seconds=5.0, traffic=traffic) for index in range(1, polls + 1)]
+        return arrival_rate(window, now=5.0 * polls, within=100, doubt=2)
+
+    assert least(1, 1) == 0, "one says nothing"
+    assert least(4, 1) == 0
+    assert least(4, 4) == pytest.approx((16 - 2 * 4) / 20)
+    assert least(400, 4) == pytest.approx((1600 - 2 * 40) / 20)
+    assert arrival_rate([], now=0, within=15, doubt=2) == 0
+
+
 def test_falls_only_when_the_rest_has_a_tenth_to_spare() -> None:
     assert polls([demand(3.9)] * 30, ScalingMemory(replicas=3))[-1] == 3
     assert polls([demand(3.5)] * 30, ScalingMemory(replicas=3))[-1] == 2
 
 
 def test_the_lower_bound_decides_the_fall_and_the_mean_the_rise() -> None:
-    doubtful = Carried(mean=ONE, least=replace(ONE, rate=1.0), rate=3.5, recent_rate=3.5)
+    doubtful = Carried(mean=ONE, least=replace(ONE, rate=1.0), rate=3.5, least_rate=3.5, recent_rate=3.5)
     unsure = replace(demand(3.5), carried=doubtful)
     assert polls([unsure] * 3, ScalingMemory(replicas=1))[-1] == 2
     assert polls([unsure] * 30, ScalingMemory(replicas=3))[-1] == 3

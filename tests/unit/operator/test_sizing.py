@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,35 +20,42 @@ OPERATOR = {"scaling": {"owner": "Operator", "maxReplicas": 6}}
 POLL_SECONDS = 5.0
 
 
-def with_traffic(report: Report, rate: float, seconds: float) -> Report:
-    """``rate`` requests a second so far, each of 100 prompt tokens and 50 of answer."""
-    count = int(rate * seconds)
+def with_traffic(report: Report, count: int, *, output: int = 50) -> Report:
+    """``count`` requests so far, each of 100 prompt tokens and ``output`` of answer."""
     cell = TrafficCell(
         task="other",
         arrivals=count,
         finished=count,
         prompt_tokens=100 * count,
         cached_tokens=0,
-        output_tokens=50 * count,
+        output_tokens=output * count,
     )
     return report.model_copy(update={"traffic": (cell,)})
 
 
 def decided(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
-    deployment = deployment_with(**spec)
+    """After so many polls at ``rate`` requests a second."""
+    counts = [int(rate * POLL_SECONDS * index) for index in range(1, polls + 1)]
+    return decisions(counts, trouble=trouble, **spec)[-1]
+
+
+def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = None, **spec: Any) -> list[Decision]:
+    """One for each poll, after so many requests in all."""
+    deployment, found = deployment_with(**spec), []
     worker = SimulatedWorker(Truth(sequences=1), plan=Plan(initial=TreeShape.chain(3)))
     memory, now = Memory(), 1e6
-    for index in range(1, polls + 1):
+    for count in counts:
         worker.run(POLL_SECONDS)
         now += POLL_SECONDS
-        report = with_traffic(worker.report(), rate, POLL_SECONDS * index)
+        report = with_traffic(worker.report(), count, output=output)
         pods = (
             Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report),
             *([Worker(name="q", uid="q", address=None, ready=False, trouble=trouble)] if trouble else []),
         )
         observed = Observed(workload=workload_with(), workers=pods, memory=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
-    return decision
+        found.append(decision)
+    return found
 
 
 def test_arrivals_over_capacity_make_replicas() -> None:
@@ -60,6 +69,18 @@ def test_arrivals_over_capacity_make_replicas() -> None:
     assert many.wanted == pytest.approx(40 / many.capacity.rate, abs=1)
     assert many.replicas == min(6, many.wanted)
     assert many.arrivals == pytest.approx(40, rel=0.05)
+
+
+def test_users_who_come_at_once_are_no_rate_that_lasts() -> None:
+    """Of answers of 800 tokens a worker carries one in three seconds: seven in fifteen are more by what came in, and
+    no surer than chance. Three times as many are."""
+    few, many = (list(accumulate((1, 1, 1, new, 1, 1, 1))) for new in (4, 20))
+    asked = decisions(few, output=800, **OPERATOR)
+    most = max(decision.arrivals or 0.0 for decision in asked)
+    carried = asked[-1].capacity
+    assert carried is not None
+    assert [decision.replicas for decision in asked] == [1] * 7, (most, carried.rate)
+    assert decisions(many, output=800, **OPERATOR)[-1].replicas > 1
 
 
 def test_whoever_owns_the_replicas_is_told_what_they_should_be() -> None:
