@@ -151,6 +151,7 @@ class ScalingMemory(Lasting):
     wanted: int | None = None
     above_polls: int = 0
     below_since: float | None = None
+    """Moved on by polls that cannot be trusted."""
 
 
 class ForecastMemory(Lasting):

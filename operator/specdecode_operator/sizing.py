@@ -143,6 +143,7 @@ def _demand(
         now=delta.running + delta.waiting if delta and not deployment.paused else None,
         recent=recent.running + recent.waiting,
         max_num_seqs=max_num_seqs(deployment, observed),
+        seconds=delta.seconds if delta else 0.0,
         trusted=trusted(observed),
         carried=carried,
     )

@@ -5,8 +5,8 @@ than the running requests over those that one worker runs well; while nothing is
 requests over 0.8 of the sequences that a worker may run. Few arrivals say little of the next, so they count by their
 lower bound: where they were too many indeed, more run or wait soon. Up when the need exceeds the workers on two
 polls, or at once when requests wait for too long; down one worker at a time, once the surer need, with spare, has
-stayed below for the whole window, and never with stale reports, unready pods or a rollout under way. A forecast
-raises the floor.
+stayed below for the whole window, in which stale reports, unready pods and rollouts do not count. A forecast raises
+the floor.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Demand:
     recent: float = 0
     """The same over the last minute."""
     max_num_seqs: int = 1
+    seconds: float = 0
+    """What the last poll covers."""
     trusted: bool = False
     """Every worker is ready and reported, and no rollout is under way."""
     waiting: float = 0
@@ -91,7 +93,7 @@ def scale(spec: ScalingSpec, memory: ScalingMemory, demand: Demand, *, start: in
     need = _need(demand, demand.now, replicas)
     if max(need.wanted, need.floor) > replicas:
         return _rise(spec, memory, replicas, need)
-    return _fall(spec, memory, replicas, need, demand.trusted, now)
+    return _fall(spec, memory, replicas, need, demand, now)
 
 
 def _need(demand: Demand, present: float, replicas: int) -> _Need:
@@ -134,12 +136,15 @@ def _rise(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need) 
     )
 
 
-def _fall(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need, trusted: bool, now: float) -> Scaled:
+def _fall(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need, demand: Demand, now: float) -> Scaled:
+    """The window is of trusted polls: workers that are all busy hide a demand that those who are on their way will
+    show, and a worker would go in the moment in which it comes."""
     wanted = need.wanted
     if need.lasting >= replicas:
         return Scaled(replicas=replicas, wanted=wanted, memory=ScalingMemory(replicas=replicas, wanted=wanted))
     since = now if memory.below_since is None else memory.below_since
-    if trusted and now - since >= spec.scale_down_window_seconds:
+    since = since if demand.trusted else min(now, since + demand.seconds)
+    if demand.trusted and now - since >= spec.scale_down_window_seconds:
         replicas = _within(spec, replicas - 1)
     after = ScalingMemory(replicas=replicas, wanted=wanted, below_since=since)
     return Scaled(replicas=replicas, wanted=wanted, memory=after)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.kept import ScalingMemory
-from specdecode_operator.scaling import Demand, scale
+from specdecode_operator.scaling import Demand, Scaled, scale
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
 
@@ -49,6 +49,21 @@ def test_a_peak_within_the_window_starts_it_again() -> None:
 
 def test_never_falls_on_doubtful_numbers() -> None:
     assert polls([0.0] * 30, ScalingMemory(replicas=3), trusted=False)[-1] == 3
+
+
+def test_the_window_begins_when_all_workers_are_there() -> None:
+    """Else a worker that took as long as the window to start would go in the moment in which it comes."""
+
+    def fall(memory: ScalingMemory, index: int, *, trusted: bool) -> Scaled:
+        demand = Demand(now=0, max_num_seqs=10, seconds=5, trusted=trusted)
+        return scale(SPEC, memory, demand, start=1, now=1000.0 + 5 * index)
+
+    memory, found = ScalingMemory(replicas=3), []
+    for index in range(39):
+        scaled = fall(memory, index, trusted=not 4 <= index < 30)
+        memory = scaled.memory
+        found.append(scaled.replicas)
+    assert found == [3] * 38 + [2], "of the 12 that the window takes, 3 behind the first one and 9 when all were there"
 
 
 def test_no_new_reading_changes_nothing() -> None:
