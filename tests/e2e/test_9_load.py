@@ -25,7 +25,7 @@ BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
     scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindowSeconds": 20}
-    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, scaling=scaling) as endpoint:
+    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, knobs=(release, BY_LOAD), scaling=scaling) as endpoint:
         yield endpoint
 
 
@@ -44,7 +44,6 @@ def replicas(endpoint: Endpoint) -> int:
 
 
 def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> None:
-    endpoint.turn_knobs(BY_LOAD)
     failures: list[str] = []
     with ExitStack() as stack:
         url = stack.enter_context(endpoint.namespace.reach("service", endpoint.name, 80))

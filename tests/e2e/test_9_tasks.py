@@ -29,7 +29,7 @@ KNOWN_DRAFTS = 250
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
     tasks = [{"name": "code", "match": "Python"}]
-    with deployed(watched, "tasks", {"tasks": tasks}, {}) as endpoint:
+    with deployed(watched, "tasks", {"tasks": tasks}, {}, knobs=(release, FAIR)) as endpoint:
         yield endpoint
 
 
@@ -53,7 +53,6 @@ def history(endpoint: Endpoint, task: str) -> list[Manifest]:
 
 
 def test_prose_that_grows_hard_moves_its_own_row(endpoint: Endpoint) -> None:
-    endpoint.turn_knobs(FAIR)
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as traffic:
             wait_for("code speculates", lambda: is_known(endpoint, "code"), timeout_s=SETTLED_SECONDS)
