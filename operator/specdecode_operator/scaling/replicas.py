@@ -143,8 +143,9 @@ def _fall(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need, 
     if need.lasting >= replicas:
         return Scaled(replicas=replicas, wanted=wanted, memory=ScalingMemory(replicas=replicas, wanted=wanted))
     since = now if memory.below_since is None else memory.below_since
-    since = since if demand.trusted else min(now, since + demand.seconds)
-    if demand.trusted and now - since >= spec.scale_down_window_seconds:
+    if not demand.trusted:
+        since = min(now, since + demand.seconds)
+    elif now - since >= spec.scale_down_window_seconds:
         replicas = _within(spec, replicas - 1)
     after = ScalingMemory(replicas=replicas, wanted=wanted, below_since=since)
     return Scaled(replicas=replicas, wanted=wanted, memory=after)

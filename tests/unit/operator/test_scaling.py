@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.kept import ScalingMemory
-from specdecode_operator.scaling import Demand, Scaled, scale
+from specdecode_operator.scaling import Demand, scale
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
 
 
-def polls(demands: list[float], memory: ScalingMemory | None = None, *, trusted: bool = True) -> list[int]:
-    """Replicas after each poll, five seconds apart, at 10 sequences a worker: one worker carries 8."""
+def polls(
+    demands: list[float], memory: ScalingMemory | None = None, *, trusted: bool = True, away: Container[int] = ()
+) -> list[int]:
+    """Replicas after each poll, five seconds apart, at 10 sequences a worker: one worker carries 8. In the polls
+    ``away`` a worker is not there."""
     memory, found = memory or ScalingMemory(), []
     for index, demand in enumerate(demands):
-        scaled = scale(
-            SPEC,
-            memory,
-            Demand(now=demand, recent=demand, max_num_seqs=10, trusted=trusted),
-            start=1,
-            now=1000.0 + 5 * index,
-        )
+        there = trusted and index not in away
+        asked = Demand(now=demand, recent=demand, max_num_seqs=10, seconds=5, trusted=there)
+        scaled = scale(SPEC, memory, asked, start=1, now=1000.0 + 5 * index)
         memory = scaled.memory
         found.append(scaled.replicas)
     return found
@@ -53,16 +54,7 @@ def test_never_falls_on_doubtful_numbers() -> None:
 
 def test_the_window_begins_when_all_workers_are_there() -> None:
     """Else a worker that took as long as the window to start would go in the moment in which it comes."""
-
-    def fall(memory: ScalingMemory, index: int, *, trusted: bool) -> Scaled:
-        demand = Demand(now=0, max_num_seqs=10, seconds=5, trusted=trusted)
-        return scale(SPEC, memory, demand, start=1, now=1000.0 + 5 * index)
-
-    memory, found = ScalingMemory(replicas=3), []
-    for index in range(39):
-        scaled = fall(memory, index, trusted=not 4 <= index < 30)
-        memory = scaled.memory
-        found.append(scaled.replicas)
+    found = polls([0.0] * 39, ScalingMemory(replicas=3), away=range(4, 30))
     assert found == [3] * 38 + [2], "of the 12 that the window takes, 3 behind the first one and 9 when all were there"
 
 
