@@ -22,7 +22,7 @@ PAST_DRAFTS = 220
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
-    with deployed(watched, "pair", {}, {}, replicas=2) as endpoint:
+    with deployed(watched, "pair", {}, {}, knobs=FAIR, replicas=2) as endpoint:
         wait_for("two workers", lambda: len(endpoint.ready_pods()) == 2, timeout_s=180, every_s=2)
         yield endpoint
 
@@ -33,7 +33,6 @@ def pasts(endpoint: Endpoint) -> list[float]:
 
 
 def test_a_collapse_is_found_named_and_healed(endpoint: Endpoint) -> None:
-    endpoint.turn_knobs(FAIR)
     sick, well = sorted(endpoint.ready_pods())
     with (
         endpoint.namespace.reach("service", endpoint.name, 80) as url,

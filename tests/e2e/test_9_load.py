@@ -25,16 +25,12 @@ BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
     scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindowSeconds": 20}
-    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, knobs=(release, BY_LOAD), scaling=scaling) as endpoint:
+    with deployed(watched, "load", {}, {"maxNumSeqs": 8}, knobs=BY_LOAD, scaling=scaling) as endpoint:
         yield endpoint
 
 
-def padded(endpoint: Endpoint, count: int) -> bool:
-    """So many workers are ready; those that have come take the knobs."""
+def serving(endpoint: Endpoint, count: int) -> bool:
     pods = endpoint.ready_pods()
-    for pod in pods:
-        if endpoint.report(pod).synthetic is None:
-            endpoint.turn_knobs(BY_LOAD, pod)
     assert len(pods) == count, pods
     return True
 
@@ -62,10 +58,10 @@ def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> 
             wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
             assert replicas(endpoint) == 1, "depth first: one worker carries them"
         with load(MANY):
-            wait_for("more workers", lambda: padded(endpoint, MOST), timeout_s=180, every_s=2)
+            wait_for("more workers", lambda: serving(endpoint, MOST), timeout_s=180, every_s=2)
             wait_for_row(endpoint, "shallow for many", MANY, (0, 1))
         with load(ALONE):
-            wait_for("one worker", lambda: padded(endpoint, 1), timeout_s=240, every_s=2)
+            wait_for("one worker", lambda: serving(endpoint, 1), timeout_s=240, every_s=2)
             wait_for("DEPTH is back", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=120)
     assert not failures
     told = endpoint.speculation()["history"]

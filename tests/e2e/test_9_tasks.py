@@ -29,7 +29,7 @@ KNOWN_DRAFTS = 250
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
     tasks = [{"name": "code", "match": "Python"}]
-    with deployed(watched, "tasks", {"tasks": tasks}, {}, knobs=(release, FAIR)) as endpoint:
+    with deployed(watched, "tasks", {"tasks": tasks}, {}, knobs=FAIR) as endpoint:
         yield endpoint
 
 

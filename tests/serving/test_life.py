@@ -212,6 +212,14 @@ def test_the_mounted_plan_is_in_force_from_the_first_request(
         assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
 
 
+def test_knobs_that_cannot_be_read_start_nothing(model_folder: Path) -> None:
+    words = [sys.executable, str(HERE / "serve_fake.py"), config_json(model_folder)]
+    environment = {**os.environ, Env.synthetic: '{"step_time": [{"seconds": 11}]}'}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert f"cannot start: ${Env.synthetic}: invalid step_time[0].seconds" in ended.stderr, ended.stderr
+
+
 def test_with_a_token_the_admin_port_asks_for_it(model_folder: Path, tmp_path: Path) -> None:
     with fake(config_json(model_folder), tmp_path / "log", {Env.admin_token: "secret"}) as worker:
         worker.wait_ready()

@@ -16,7 +16,7 @@ import pytest
 import small_model
 from worker_process import WorkerProcess, real
 
-from specdecode_worker.contract import CheckVerdict, Plan, Report, Route, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import CheckVerdict, Env, Plan, Report, Route, SyntheticKnobs, TreeShape
 from specdecode_worker.termination import ENV_PATH
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -114,6 +114,21 @@ def test_knobs_change_no_text(client: openai.OpenAI, worker: WorkerProcess) -> N
     finally:
         httpx.delete(worker.admin + Route.synthetic).raise_for_status()
     assert cut.choices[0].text == free.choices[0].text
+
+
+def test_knobs_of_the_environment_pad_what_is_timed_before_anybody_is_served(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.1}]})
+    with real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()}) as worker:
+        worker.wait_ready()
+        found = report(worker)
+        assert found.synthetic == knobs
+        assert {cell.draft_passes > 0 for cell in found.steps} == {True, False}, "plain steps and drafts were timed"
+        assert min(cell.t / cell.count for cell in found.steps) >= 0.1
+        assert "synthetic knobs are on" in worker.log
+        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+        assert report(worker).synthetic is None
 
 
 def test_eight_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:

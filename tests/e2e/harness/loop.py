@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from harness.endpoint import Endpoint, resource
 from harness.kube import Namespace
-from harness.release import Release
 from kube import Manifest, wait_for
 
-from specdecode_worker.contract import OTHER_TASK, StepTime, SyntheticKnobs
+from specdecode_worker.contract import OTHER_TASK, Env, StepTime, SyntheticKnobs
 
 PROOFS = pytest.mark.skipif(not os.environ.get("LOOP_PROOFS"), reason="minutes each: LOOP_PROOFS=1, or make loop")
 SETTLED_SECONDS = 240
@@ -39,18 +38,17 @@ def deployed(
     speculation: Manifest,
     workers: Manifest,
     *,
-    knobs: tuple[Release, SyntheticKnobs] | None = None,
+    knobs: SyntheticKnobs | None = None,
     **spec: Any,
 ) -> Iterator[Endpoint]:
-    """An endpoint of its own for as long as the block runs, Ready; with ``knobs`` turned before the release's operator
-    meets it. What a worker times before it serves isn't padded, and would say that nothing costs what it will."""
-    made = resource(name, {**SPECULATION, **speculation}, {"resources": HALF_A_CORE, **workers})
+    """An endpoint of its own for as long as the block runs, Ready. Its workers have ``knobs`` from their first step on,
+    so that what they time before they serve is padded too."""
+    template = with_knobs(knobs) if knobs is not None else {}
+    made = resource(name, {**SPECULATION, **speculation}, {"resources": HALF_A_CORE, "template": template, **workers})
     made["spec"].update(spec)
     namespace.apply(made)
     endpoint = Endpoint(namespace, name)
     try:
-        if knobs is not None:
-            _turn_unseen(endpoint, *knobs)
         endpoint.wait_ready()
         yield endpoint
     finally:
@@ -58,13 +56,10 @@ def deployed(
         wait_for("its pods are gone", lambda: not endpoint.all_pods(), timeout_s=60)
 
 
-def _turn_unseen(endpoint: Endpoint, release: Release, knobs: SyntheticKnobs) -> None:
-    """While nobody reads reports: the operator has made the worker, and is away until its knobs are turned."""
-    wait_for("a worker is made", endpoint.all_pods, timeout_s=60)
-    release.scale(0)
-    wait_for("it is ready", endpoint.ready_pods, timeout_s=180, every_s=2)
-    endpoint.turn_knobs(knobs)
-    release.scale(1)
+def with_knobs(knobs: SyntheticKnobs) -> Manifest:
+    """A pod template of workers that start with ``knobs``."""
+    environment = [{"name": Env.synthetic, "value": knobs.model_dump_json(exclude_none=True)}]
+    return {"spec": {"containers": [{"name": "worker", "env": environment}]}}
 
 
 def steps(*, node_seconds: float, sequences: int = 1 << 30) -> tuple[StepTime, ...]:

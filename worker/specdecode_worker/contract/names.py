@@ -36,6 +36,8 @@ class Env:
     admin_token = "SPECDECODE_ADMIN_TOKEN"
     plan_path = "SPECDECODE_PLAN_PATH"
     pod_name = "POD_NAME"
+    synthetic = "SPECDECODE_SYNTHETIC"
+    """SyntheticKnobs as JSON, on from the first step; unset in all but tests."""
     api_keys = "SPECDECODE_API_KEYS"
     """Keys of the public port, separated by whitespace; unset lets everyone in."""
 

@@ -23,7 +23,8 @@ Profile = tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 
 class SyntheticKnobs(Written):
-    """Proof on two cores: truncate accepted paths, pad steps. Admin port only; echoed in every report while on.
+    """Proof on two cores: truncate accepted paths, pad steps. Turned on the admin port, or set from a worker's first
+    step on by its environment; echoed in every report while on.
 
     ``acceptance[d - 1]`` is the chance that an accepted node of depth d stays accepted (the last entry repeats); a
     cut is a miss in every counter, shadow scores included, and the text stays the same. ``task_acceptance`` takes its

@@ -91,7 +91,14 @@ class Stream:
 class EngineClient:
     """One engine process. ``loaded`` and ``gone`` are futures that resolve at most once."""
 
-    def __init__(self, config: WorkerConfig, plan: Plan | None, *, build: process.Build | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        plan: Plan | None,
+        knobs: SyntheticKnobs | None = None,
+        *,
+        build: process.Build | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[Loaded] = loop.create_future()
         self.gone: asyncio.Future[str] = loop.create_future()
@@ -107,7 +114,7 @@ class EngineClient:
         self._call_ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
-        self._process = _spawn(address, config, plan, build)
+        self._process = _spawn(address, config, plan, knobs, build)
         self._reader = asyncio.create_task(self._read())
         loop.add_reader(self._process.sentinel, self._process_ended)
 
@@ -236,11 +243,18 @@ class EngineClient:
             raise EngineGone(self.gone.result())
 
 
-def _spawn(address: str, config: WorkerConfig, plan: Plan | None, build: process.Build | None) -> SpawnProcess:
+def _spawn(
+    address: str,
+    config: WorkerConfig,
+    plan: Plan | None,
+    knobs: SyntheticKnobs | None,
+    build: process.Build | None,
+) -> SpawnProcess:
+    written = [one and one.model_dump_json() for one in (plan, knobs)]
     # spawn, not fork: the server has threads, and CUDA cannot be used after a fork.
     child = multiprocessing.get_context("spawn").Process(
         target=process.main,
-        args=(address, config.model_dump_json(), None if plan is None else plan.model_dump_json(), build),
+        args=(address, config.model_dump_json(), *written, build),
         name="specdecode-engine",
     )
     child.start()

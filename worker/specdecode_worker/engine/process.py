@@ -195,7 +195,9 @@ def warm_up(engine: Engine) -> None:
         engine.step()
 
 
-def main(address: str, config_json: str, plan_json: str | None, build: Build | None = None) -> None:
+def main(
+    address: str, config_json: str, plan_json: str | None, knobs_json: str | None, build: Build | None = None
+) -> None:
     """Entry of the process. Exits 0 after Shutdown, 1 after a Crashed message."""
     # Ctrl-C reaches the whole process group; the parent drains first and then says Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -205,6 +207,9 @@ def main(address: str, config_json: str, plan_json: str | None, build: Build | N
         engine, loaded = (build or _build)(WorkerConfig.model_validate_json(config_json))
         if plan_json is not None:
             engine.set_plan(Plan.model_validate_json(plan_json))
+        if knobs_json is not None:
+            # Before anything is timed: what is told of steps then is what they will take.
+            engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
         warm_up(engine)
         calibrate(engine, CALIBRATION_SECONDS)
         port.send([loaded])

@@ -22,15 +22,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdecode_worker.capture import CaptureError, Recorder
-from specdecode_worker.contract import Env, Plan, WorkerConfig
+from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
 from specdecode_worker.models import store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.admin import admin_app
-from specdecode_worker.server.errors import CannotStart, ServerError
+from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Departure, Lifecycle
 from specdecode_worker.server.plans import read_plan
+from specdecode_worker.server.requests.reading import parse_contract
 from specdecode_worker.server.routes import public_app
 from specdecode_worker.server.service import Model, Service
 from specdecode_worker.server.text import Tokenizer
@@ -85,11 +86,11 @@ async def serve(
     tests of what is around it.
     """
     signals = _Signals.installed()
-    plan = _start_plan(config, standalone_plan)
+    plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
     token = os.environ.get(Env.admin_token)
     sockets = _bind(config, admin_host=config.server.host if token else _LOOPBACK)
     recorder = _recorder(config)
-    engine = EngineClient(config, plan, build=build)
+    engine = EngineClient(config, plan, knobs, build=build)
     try:
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan, recorder)
@@ -198,6 +199,19 @@ def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:
     path = os.environ.get(Env.plan_path)
     mounted = read_plan(Path(path), config.deployment_uid) if path else None
     return mounted or standalone_plan or Plan(uid=config.deployment_uid)
+
+
+def _start_knobs() -> SyntheticKnobs | None:
+    """Raises CannotStart: a proof whose knobs are not on would prove something else."""
+    text = os.environ.get(Env.synthetic)
+    if not text:
+        return None
+    try:
+        knobs = parse_contract(SyntheticKnobs, text.encode())
+    except BadRequest as error:
+        raise CannotStart(f"${Env.synthetic}: {error}") from None
+    log.warning("synthetic knobs are on: acceptance and step times are not what they look like")
+    return knobs
 
 
 def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
