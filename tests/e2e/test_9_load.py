@@ -58,7 +58,7 @@ def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> 
             wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= 1, timeout_s=60)
             assert replicas(endpoint) == 1, "depth first: one worker carries them"
         with load(MANY):
-            wait_for("more workers", lambda: serving(endpoint, MOST), timeout_s=180, every_s=2)
+            wait_for("more workers", lambda: serving(endpoint, MOST), timeout_s=240, every_s=2)
             wait_for_row(endpoint, "shallow for many", MANY, (0, 1))
         with load(ALONE):
             wait_for("one worker", lambda: serving(endpoint, 1), timeout_s=240, every_s=2)

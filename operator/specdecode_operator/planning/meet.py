@@ -19,14 +19,8 @@ MOST_STEPS = 24.0
 
 
 def meet(kept: Kept, reports: Iterable[Report], found: Buckets, *, now: float) -> Kept:
-    """``kept`` with what the first ``reports`` of workers know of costs. Synthetic ones, and steps with another draft,
-    say nothing."""
-    told = summed(
-        pair
-        for report in reports
-        if report.synthetic is None and report.plan.buckets == found
-        for pair in _told(report, kept.draft)
-    )
+    """``kept`` with what the first ``reports`` of workers know of costs. Steps with another draft say nothing."""
+    told = summed(pair for report in reports if report.plan.buckets == found for pair in _told(report, kept.draft))
     if not told:
         return kept
     known = {CellKey.of(cell) for cell in kept.costs}

@@ -70,6 +70,11 @@ def test_several_workers_are_told_of_together() -> None:
     assert cell.values[0] == 16
 
 
+def test_steps_that_knobs_pad_are_believed() -> None:
+    report = first_report(0, 3, synthetic=SyntheticKnobs(acceptance=(0.5,)))
+    assert len(planning.meet(of_draft(report), [report], BUCKETS, now=0).costs) == 2
+
+
 def test_what_is_known_stays() -> None:
     report = first_report(0, 3)
     kept = planning.meet(of_draft(report), [first_report(0)], BUCKETS, now=1)
@@ -81,12 +86,11 @@ def test_what_is_known_stays() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        first_report(0, synthetic=SyntheticKnobs(acceptance=(0.5,))),
         first_report(0, steps=3),
         first_report(0).model_copy(update={"plan": first_report().plan.model_copy(update={"buckets": None})}),
         first_report(),
     ],
-    ids=["synthetic", "too-few-steps", "other-buckets", "nothing-ran"],
+    ids=["too-few-steps", "other-buckets", "nothing-ran"],
 )
 def test_what_says_nothing_is_left(report: Report) -> None:
     kept = of_draft(report)

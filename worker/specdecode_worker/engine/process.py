@@ -48,7 +48,9 @@ if TYPE_CHECKING:  # the server's process imports this module, and no torch
 
 
 CALIBRATION_SECONDS = 5.0
-"""Most time that a start is delayed for it."""
+"""Most time that a start is delayed for it, and once more for shapes."""
+PADDED_CALIBRATION_SECONDS = 60.0
+"""The same where knobs pad steps: what a proof's worker knows of loads is as much as others know."""
 
 
 class Engine(Calibrated, Protocol):
@@ -211,7 +213,7 @@ def main(
             # Before anything is timed: what is told of steps then is what they will take.
             engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
         warm_up(engine)
-        calibrate(engine, CALIBRATION_SECONDS)
+        calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
         port.send([loaded])
         EngineLoop(engine, port).run()
     except Exception as error:
