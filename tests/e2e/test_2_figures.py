@@ -22,7 +22,7 @@ QUESTIONS = PROMPTS[:4]
 MAX_TOKENS = 64
 WINDOW_SECONDS = 60
 ROUNDS = 3
-"""Of bench: one takes six seconds, in which a neighbour's second on the machine is a fifth of what is compared."""
+"""Of bench: one has four seconds of plain steps, of which a neighbour's second on the machine is a quarter."""
 
 
 def speculation_counters(endpoint: Endpoint) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def test_several_workers_are_told_of_together() -> None:
     assert cell.values[0] == 16
 
 
-def test_steps_that_knobs_pad_are_believed() -> None:
+def test_a_report_with_knobs_on_is_believed() -> None:
     report = first_report(0, 3, synthetic=SyntheticKnobs(acceptance=(0.5,)))
     assert len(planning.meet(of_draft(report), [report], BUCKETS, now=0).costs) == 2
 
