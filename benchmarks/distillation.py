@@ -33,27 +33,27 @@ from specdecode_worker.__main__ import main as command
 from specdecode_worker.capture import Reading, Record, read_records
 from specdecode_worker.capture.record import encoded
 from specdecode_worker.capture.segments import SegmentWriter
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local import LocalEngine, Prompt
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.store import default_cache_dir, resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
-from specdecode_worker.training.data import DataSet, batches
-from specdecode_worker.training.export import write_head
-from specdecode_worker.training.going_on import continued_head
-from specdecode_worker.training.golden import by_conversation
-from specdecode_worker.training.mixture import Weighted, compose
-from specdecode_worker.training.paired import Drafted, Sample, steps_of
-from specdecode_worker.training.records import read_samples
-from specdecode_worker.training.replay import Tally
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.splits import split_of
-from specdecode_worker.training.step_costs import step_costs
-from specdecode_worker.training.student import StudySettings, train_settings
-from specdecode_worker.training.trainer import Trainer
-from specdecode_worker.training.verdict import Domain, judge
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import write_head
+from specdecode_worker.training.data.batches import DataSet, batches
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.distillation.mixture import Weighted, compose
+from specdecode_worker.training.distillation.record_shards import read_samples
+from specdecode_worker.training.distillation.splits import split_of
+from specdecode_worker.training.distillation.student_training import StudySettings, train_settings
+from specdecode_worker.training.evaluation.acceptance_replay import Tally
+from specdecode_worker.training.evaluation.draft_verdict import Domain, judge
+from specdecode_worker.training.evaluation.golden_set import by_conversation
+from specdecode_worker.training.evaluation.paired_step_times import step_costs
+from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.optimization.trainer import Trainer
 
 SHAPE = TreeShape.chain(3)
 CPU = torch.device("cpu")

@@ -3,8 +3,9 @@
     python benchmarks/record_ranks.py > benchmarks/recordings/ranks-smollm2.json
 
 The text does not depend on the draft, so one teacher-forced pass a depth over the target's greedy answers to
-prompts/heldout.jsonl gives the rank at every root and depth (specdecode_worker.training.replay). ``ranks`` of an answer
-has one word per depth, a digit per root: 0-7 is the rank, 8 a miss. About three minutes on one core.
+prompts/heldout.jsonl gives the rank at every root and depth
+(specdecode_worker.training.evaluation.acceptance_replay). ``ranks`` of an answer has one word per depth, a digit per
+root: 0-7 is the rank, 8 a miss. About three minutes on one core.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 from machine import described
 
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama, weights_hash
-from specdecode_worker.training.chat import Chat
-from specdecode_worker.training.questions import greedy, read_prompts
-from specdecode_worker.training.replay import ranks
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama, weights_hash
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.question_sources import greedy, read_prompts
+from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.evaluation.acceptance_replay import ranks
 
 DEPTH = 8
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"

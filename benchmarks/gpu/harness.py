@@ -20,15 +20,15 @@ from torch import nn
 
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.contract import WorkerConfig as Config
-from specdecode_worker.engine.blocks import BLOCK_SIZE
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
-from specdecode_worker.engine.inventory import bounds_of
-from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.memory.memory_budget import Budget, Device, Network
+from specdecode_worker.engine.memory.model_inventory import bounds_of
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.sizing import Budget, Device, Network
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
 
 ROOM = 288
 """Tokens that a text may grow by while it is measured."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
-from specdecode_worker.engine import launcher
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.runners import CudaRunner
+from specdecode_worker.engine.graphs.capture_backends import CudaRunner
+from specdecode_worker.engine.step import step_launcher
 
 SHAPE = {
     "vocab_size": 1031,
@@ -67,7 +67,7 @@ def nothing_waits(made: Engine) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made._graphs, "launch", strictly(made._graphs.launch))  # type: ignore[union-attr]
-        patch.setattr(launcher, "tell_rows", strictly(launcher.tell_rows))  # type: ignore[attr-defined]
+        patch.setattr(step_launcher, "tell_rows", strictly(step_launcher.tell_rows))  # type: ignore[attr-defined]
         yield
 
 

@@ -12,7 +12,7 @@ from small_llama import engine_of, networks, plan_of, submit, texts
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
-from specdecode_worker.engine.graphs.runners import EagerRunner
+from specdecode_worker.engine.graphs.capture_backends import EagerRunner
 
 CASES = {
     "greedy chain": ("chain:2", False, {}),

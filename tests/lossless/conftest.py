@@ -14,35 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.engine.blocks import BlockPool
-from specdecode_worker.engine.cache import PagedCache
+from specdecode_worker.engine.drafts.draft_loader import paged_cache
+from specdecode_worker.engine.drafts.draft_model import ModelDrafter
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft, Roster
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loading import paged_cache
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
-from specdecode_worker.engine.drafts.model import ModelDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
-from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.graphs import Graphs
-from specdecode_worker.engine.graphs.runners import EagerRunner
-from specdecode_worker.engine.messages import Sampling, Submit, Tokens
-from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.graphs.capture_backends import EagerRunner
+from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.kv_cache.block_pool import BlockPool
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.engine.target import Target
-from specdecode_worker.models.config import LlamaConfig, eagle3_config, llama_config
-from specdecode_worker.models.draft_config import eagle_config, medusa_config
-from specdecode_worker.models.eagle import EagleHead
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.coupling import Coupling
+from specdecode_worker.engine.shape_selector import Pilot
+from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.models.configs.draft_config import eagle_config, medusa_config
+from specdecode_worker.models.configs.model_config import LlamaConfig, eagle3_config, llama_config
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.speculation.dispatch import Dispatcher
-from specdecode_worker.speculation.sampler import SamplerOf
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.sampler import SamplerOf
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftState, Report, SyntheticKnobs, TreeShape
-from specdecode_worker.engine.drafts.roster import LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.messages import Submit
+from specdecode_worker.engine.ipc.messages import Submit
 
 BUCKETS = (1, 2, 4, 8)
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:2,2,1"), TreeShape(())

@@ -20,14 +20,14 @@ from specdecode_kernels.noise.reference import COIN_STREAM
 from specdecode_kernels.sample.reference import adjusted, processed
 from specdecode_kernels.verify import op as verify
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation import coupling as coupling_module
-from specdecode_worker.speculation import history, processing
-from specdecode_worker.speculation import multi_round as multi_round_module
-from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.history import Texts
-from specdecode_worker.speculation.law import Law
-from specdecode_worker.speculation.multi_round import MultiRound
-from specdecode_worker.speculation.sampler import SamplerOf
+from specdecode_worker.speculation.sampling import coupling as coupling_module
+from specdecode_worker.speculation.sampling import logits_processing, token_counts
+from specdecode_worker.speculation.sampling import multi_round as multi_round_module
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.sampler import SamplerOf
+from specdecode_worker.speculation.sampling.token_counts import Texts
 from specdecode_worker.speculation.trees import Forest, tree_of
 
 DRAWS = 200_000
@@ -181,7 +181,7 @@ def _unmasked_bonus(patch: pytest.MonkeyPatch) -> None:
     """The token behind the accepted path is drawn as if nothing had been refused, or cut."""
     right = verify._try_children
     patch.setattr(verify, "_try_children", lambda *args: (right(*args)[0], args[2]))
-    patch.setattr(processing.op, "processed", lambda logits, *_, **__: torch.log_softmax(logits, -1))
+    patch.setattr(logits_processing.op, "processed", lambda logits, *_, **__: torch.log_softmax(logits, -1))
 
 
 def _reused_coin(patch: pytest.MonkeyPatch) -> None:
@@ -232,13 +232,13 @@ def _drawn_from_another(patch: pytest.MonkeyPatch) -> None:
 
 def _blind_to_the_tree(patch: pytest.MonkeyPatch) -> None:
     """Penalties count what stands before the root, and nothing along a path."""
-    right = history.paths_of
-    patch.setattr(history, "paths_of", lambda *args: torch.zeros_like(right(*args)))
+    right = token_counts.paths_of
+    patch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
 
 
 def _path_of_the_sibling(patch: pytest.MonkeyPatch) -> None:
-    right = history.paths_of
-    patch.setattr(history, "paths_of", lambda *args: right(*args).roll(1, 1))
+    right = token_counts.paths_of
+    patch.setattr(token_counts, "paths_of", lambda *args: right(*args).roll(1, 1))
 
 
 ALL, COUNTED = ("coupled", "mss-best", "mss-drawn"), "all"

@@ -10,8 +10,8 @@ import torch
 from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.engine import told
-from specdecode_worker.engine.messages import Logprobs, Sampling, Submit, Tokens
+from specdecode_worker.engine.ipc.messages import Logprobs, Sampling, Submit, Tokens
+from specdecode_worker.engine.step import logprobs
 
 NEAR = 1e-4
 SHAPES = [TreeShape.parse(text) for text in ("tree:4,2,1", "chain:5", "none", "tree:2,2,2")]
@@ -143,7 +143,7 @@ def test_logprobs_of_a_wrong_node_are_seen(
     plan_of, *_ = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of([SHAPES[0]] * 4))
-    monkeypatch.setattr(told, "nodes_of", lambda path: torch.arange(path.shape[1] + 1).expand(len(path), -1))
+    monkeypatch.setattr(logprobs, "nodes_of", lambda path: torch.arange(path.shape[1] + 1).expand(len(path), -1))
     requests = [request(i) for i in range(4)]
     found = run(engine, requests)
     assert not all(all_right(plain, submit, found[submit.request_id]) for submit in requests)

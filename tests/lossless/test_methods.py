@@ -13,9 +13,9 @@ import torch
 from plain_decoding import dense
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.engine.drafts.roster import LoadedDraft
-from specdecode_worker.engine.messages import Submit
-from specdecode_worker.models.reads import Reads
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.ipc.messages import Submit
+from specdecode_worker.models.configs.target_states import Reads
 
 METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind")
 LEAST = {"draft-model": 1.5}

@@ -10,9 +10,9 @@ from plain_decoding import PlainDecoding
 from scipy.stats import chi2
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.engine.messages import Sampling, Submit
-from specdecode_worker.speculation import multi_round
-from specdecode_worker.speculation.multi_round import MultiRound
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.speculation.sampling import multi_round
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
 PROMPT = (7, 19, 3, 44)

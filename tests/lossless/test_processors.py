@@ -10,9 +10,9 @@ import torch
 from plain_decoding import PlainDecoding
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.messages import Sampling, Submit
-from specdecode_worker.speculation import history
-from specdecode_worker.speculation.columns import Columns
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.speculation.sampling import token_counts
+from specdecode_worker.speculation.sampling.param_columns import Columns
 
 TOKENS, VOCABULARY = 30, 61
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -106,9 +106,9 @@ def test_planted_bugs_are_seen(
     plan_of, *_ = lossless
     engine = make_engine("copy", max_num_seqs=10)
     engine.set_plan(plan_of(SHAPES))
-    right = history.paths_of
+    right = token_counts.paths_of
     if bug == "blind-to-the-tree":
-        monkeypatch.setattr(history, "paths_of", lambda *args: torch.zeros_like(right(*args)))
+        monkeypatch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
     elif bug == "prompt-is-answer":
         nothing = property(lambda self: torch.zeros(len(self._laws), dtype=torch.int64))
         monkeypatch.setattr(Columns, "prompt_tokens_B", nothing)

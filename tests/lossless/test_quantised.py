@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.quantising import QuantisedLinear, quantise_draft, quantise_target
+from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.transforms.quantization import QuantisedLinear, quantise_draft, quantise_target
 
 SHAPES = ("chain:4", "tree:3,2,1,1")
 TOKENS = 40

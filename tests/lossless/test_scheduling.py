@@ -15,7 +15,7 @@ import pytest
 
 from specdecode_worker.contract import Report, TreeShape
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.messages import Sampling, Submit
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
 TOPICS = 4

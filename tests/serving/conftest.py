@@ -20,12 +20,12 @@ import small_model
 from worker_process import worker_config
 
 from specdecode_worker.contract import Plan, TaskMatch
-from specdecode_worker.engine.client import EngineClient
-from specdecode_worker.server.admin import admin_app
+from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Departure, Lifecycle
-from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.routes.admin import admin_app
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Model, Service
-from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.text.tokenizer import Tokenizer
 
 TOKEN = "token-of-the-tests"
 

@@ -26,7 +26,7 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.engine.messages import Loaded, Logprobs, Submit, Tokens
+from specdecode_worker.engine.ipc.messages import Loaded, Logprobs, Submit, Tokens
 from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4

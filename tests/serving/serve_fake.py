@@ -10,7 +10,7 @@ import fake_engine
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.server.errors import CannotStart
-from specdecode_worker.server.run import serve
+from specdecode_worker.server.server_process import serve
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

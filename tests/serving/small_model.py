@@ -53,8 +53,8 @@ def write_target(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import llama_config
-    from specdecode_worker.models.llama import Llama
+    from specdecode_worker.models.configs.model_config import llama_config
+    from specdecode_worker.models.networks.llama import Llama
 
     write_tokenizer(folder)
     torch.manual_seed(0)
@@ -68,8 +68,8 @@ def write_draft(folder: Path, seed: int = 1) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from specdecode_worker.models.config import eagle3_config, llama_config
-    from specdecode_worker.models.eagle3 import Eagle3Head
+    from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
+    from specdecode_worker.models.networks.eagle3 import Eagle3Head
 
     config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": VOCAB_SIZE}
     torch.manual_seed(seed)

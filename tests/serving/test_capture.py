@@ -13,11 +13,11 @@ from worker_process import worker_config
 
 from specdecode_worker.capture import Dropped, Reading, Record, Recorder, opening_of, read_records
 from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
-from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Model, Service
-from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

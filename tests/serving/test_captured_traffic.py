@@ -11,9 +11,9 @@ import torch
 from worker_process import real
 
 from specdecode_worker.capture import Reading, read_records
-from specdecode_worker.models.weights import load_llama, weights_hash
-from specdecode_worker.training.records import Source, prepare, read_samples
-from specdecode_worker.training.shards import read_shard, shard_paths
+from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
+from specdecode_worker.training.data.shards import read_shard, shard_paths
+from specdecode_worker.training.distillation.record_shards import Source, prepare, read_samples
 
 LAWS = (
     {"temperature": 0},

@@ -6,7 +6,7 @@ import fake_engine
 import httpx
 from fastapi.routing import APIRoute
 
-from specdecode_worker.server.routes import public_app
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 
 

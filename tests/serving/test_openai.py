@@ -14,8 +14,8 @@ import pytest_asyncio
 import small_model
 from fake_engine import logprob
 
-from specdecode_worker.engine.messages import Sampling, Submit
-from specdecode_worker.server.routes import public_app
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, TreeShape
-from specdecode_worker.engine.blocks import BlockPool
+from specdecode_worker.engine.drafts.draft_loader import paged_cache
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft, Roster
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.drafts.loading import paged_cache
-from specdecode_worker.engine.drafts.roster import LoadedDraft, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.graphs import Graphs
-from specdecode_worker.engine.graphs.runners import Runner
-from specdecode_worker.engine.messages import Sampling, Submit
-from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.graphs.capture_backends import Runner
+from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.engine.kv_cache.block_pool import BlockPool
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.engine.target import Target
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.reads import Reads
+from specdecode_worker.engine.shape_selector import Pilot
+from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.speculation.dispatch import Dispatcher
 
 SHAPE: dict[str, Any] = {

@@ -23,7 +23,7 @@ from specdecode_operator.sums import Hits, Moments, RequestSums
 from specdecode_operator.suspects import quiet
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
-from specdecode_worker.server.plans import Plans
+from specdecode_worker.server.plan_store import Plans
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
 

@@ -3,7 +3,7 @@
 server ──offer──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
 """
 
-from specdecode_worker.capture.counts import CaptureCounts, Dropped
+from specdecode_worker.capture.counters import CaptureCounts, Dropped
 from specdecode_worker.capture.errors import CaptureError
 from specdecode_worker.capture.record import Record, opening_of
 from specdecode_worker.capture.recorder import Recorder

@@ -9,7 +9,7 @@ import hashlib
 
 import msgspec
 
-from specdecode_worker.engine.messages import Sampling
+from specdecode_worker.engine.ipc.messages import Sampling
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from specdecode_worker.capture.counts import CaptureCounts, Dropped
+from specdecode_worker.capture.counters import CaptureCounts, Dropped
 from specdecode_worker.capture.record import Record, encoded
 from specdecode_worker.capture.redaction import Hook, load_hook, redacted
 from specdecode_worker.capture.segments import SegmentWriter

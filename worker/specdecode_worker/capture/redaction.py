@@ -8,7 +8,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from specdecode_worker.capture.counts import Dropped
+from specdecode_worker.capture.counters import Dropped
 from specdecode_worker.capture.errors import HookNotFound
 from specdecode_worker.capture.record import Record
 

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.bench_files import tables, write_files
-from specdecode_worker.commands.comparing import Variant, compare
-from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_sampling_flags, add_shape_flags
-from specdecode_worker.commands.local import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
-from specdecode_worker.commands.peer import is_installed, transformers_tokens_per_second
+from specdecode_worker.commands.common.bench_results import tables, write_files
+from specdecode_worker.commands.common.comparison import Variant, compare
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_output_flags,
+    add_sampling_flags,
+    add_shape_flags,
+)
+from specdecode_worker.commands.common.local_engine import DEFAULT_SHAPE, NGRAM, LocalEngine, Prompt, local_engine
+from specdecode_worker.commands.common.transformers_peer import is_installed, transformers_tokens_per_second
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError

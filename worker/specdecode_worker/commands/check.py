@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from specdecode_worker.commands.flags import add_model_flags, method_and_draft
+from specdecode_worker.commands.common.flags import add_model_flags, method_and_draft
 from specdecode_worker.contract import CheckVerdict, DraftConfig, EngineConfig, Env, ModelConfig, WorkerConfig
 from specdecode_worker.engine.factory import device_of
-from specdecode_worker.engine.inventory import Inventory, take_inventory
-from specdecode_worker.engine.sizing import Device
-from specdecode_worker.engine.verdict import judge
+from specdecode_worker.engine.memory.memory_budget import Device
+from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.model_inventory import Inventory, take_inventory
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.store import default_cache_dir, resolve
 
 _ENGINE = EngineConfig()
 

@@ -19,17 +19,17 @@ from typing import Any, NoReturn
 import torch
 
 from specdecode_worker.capture import CaptureError
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
+from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_llama, weights_hash
-from specdecode_worker.training.chat import Chat
-from specdecode_worker.training.descent import Ancestor
-from specdecode_worker.training.distillation import Distillation, Job
+from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.distillation.pipeline import Distillation, Job
+from specdecode_worker.training.distillation.record_shards import Interrupted
+from specdecode_worker.training.distillation.student_training import StudySettings
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.records import Interrupted
-from specdecode_worker.training.student import StudySettings
 
 INTERRUPTED = 143
 """128 + SIGTERM, as if it had not been caught: a Job shall start it again."""

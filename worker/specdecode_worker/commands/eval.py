@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands import samplers
-from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.common import sampler_comparison
+from specdecode_worker.commands.common.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.quantising import quantise_draft, quantise_target
-from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_eagle3, load_llama
+from specdecode_worker.models.transforms.quantization import quantise_draft, quantise_target
 from specdecode_worker.server.errors import TokenizerProblem
-from specdecode_worker.training.chat import Chat
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.question_sources import greedy, read_prompts
+from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.evaluation import evaluate
-from specdecode_worker.training.questions import greedy, read_prompts
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.shards import Conversation
+from specdecode_worker.training.evaluation.draft_evaluation import evaluate
 
 _ROWS = 32
 
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_flags(parser)
     parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
     parser.add_argument(
-        "--sampler", type=samplers.samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains"
+        "--sampler", type=sampler_comparison.samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains"
     )
     parser.add_argument(
         "--temperature",
-        type=samplers.temperatures,
-        default=samplers.TEMPERATURES,
+        type=sampler_comparison.temperatures,
+        default=sampler_comparison.TEMPERATURES,
         metavar="T,T",
         help="with --sampler (default: 0.3 to 1.2)",
     )
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
     try:
-        document = samplers.compare(args) if args.sampler else _evaluated(args, str(draft))
+        document = sampler_comparison.compare(args) if args.sampler else _evaluated(args, str(draft))
     except (TrainingError, ModelError, TokenizerProblem, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
-    table = samplers.table if args.sampler else _table
+    table = sampler_comparison.table if args.sampler else _table
     print(json.dumps(document, indent=2) if args.json else table(document))
     return 0
 

@@ -7,8 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-from specdecode_worker.commands.flags import add_model_flags, add_output_flags, add_sampling_flags, add_shape_flags
-from specdecode_worker.commands.local import (
+from specdecode_worker.commands.common.flags import (
+    add_model_flags,
+    add_output_flags,
+    add_sampling_flags,
+    add_shape_flags,
+)
+from specdecode_worker.commands.common.local_engine import (
     DEFAULT_SHAPE,
     Answer,
     LocalEngine,
@@ -19,7 +24,7 @@ from specdecode_worker.commands.local import (
     sampling_of,
 )
 from specdecode_worker.embedded.errors import EmbeddedModelError
-from specdecode_worker.engine.messages import Tokens
+from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.errors import TokenizerProblem
 

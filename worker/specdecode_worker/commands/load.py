@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from specdecode_worker.load.run import Aim, Crowd, summary
-from specdecode_worker.load.schedule import Kind, Profile
+from specdecode_worker.load_generator.run import Aim, Crowd, summary
+from specdecode_worker.load_generator.schedule import Kind, Profile
 
 QUESTIONS = (
     "Write a Python function that returns the factorial of n.",

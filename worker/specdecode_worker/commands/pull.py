@@ -12,14 +12,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from specdecode_worker.contract import Env, WorkerConfig
-from specdecode_worker.models import hub, store
+from specdecode_worker.models.checkpoints import hub, model_store
 from specdecode_worker.models.errors import ModelError
 
 _SECONDS_BETWEEN_LINES = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("uris", nargs="*", metavar="URI", help=f"{store.FORMS}; default: those of ${Env.config}")
+    parser.add_argument("uris", nargs="*", metavar="URI", help=f"{model_store.FORMS}; default: those of ${Env.config}")
     parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker pull: {error}", file=sys.stderr)
         return 2
     if config is None:
-        cache = Path(args.cache_dir) if args.cache_dir else store.default_cache_dir()
+        cache = Path(args.cache_dir) if args.cache_dir else model_store.default_cache_dir()
         return max([_pull(uri, cache) for uri in args.uris])
     return _pull_for_pod(config, Path(args.cache_dir or config.cache_dir))
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def _pod_config() -> WorkerConfig:
     text = os.environ.get(Env.config)
     if text is None:
-        raise ValueError(f"name a model: {store.FORMS}")
+        raise ValueError(f"name a model: {model_store.FORMS}")
     try:
         return WorkerConfig.model_validate_json(text)
     except ValidationError as error:
@@ -57,7 +57,7 @@ def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
 
 def _pull(uri: str, cache: Path) -> int:
     try:
-        folder = _hub_pull(uri, cache) if uri.startswith("hf://") else store.resolve(uri, cache)
+        folder = _hub_pull(uri, cache) if uri.startswith("hf://") else model_store.resolve(uri, cache)
     except ModelError as error:
         _say(f"{uri}: {error}")
         return 1
@@ -66,7 +66,7 @@ def _pull(uri: str, cache: Path) -> int:
 
 
 def _hub_pull(uri: str, cache: Path) -> Path:
-    model = store.hub_model(uri)
+    model = model_store.hub_model(uri)
     server = hub.Hub.from_environment()
     try:
         return server.pull(model, cache, ProgressLines(), _say)

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, method_and_draft
-from specdecode_worker.commands.speculative_config import take_speculative_config
+from specdecode_worker.commands.common.flags import add_model_flags, add_shape_flags, method_and_draft
+from specdecode_worker.commands.common.speculative_config import take_speculative_config
 from specdecode_worker.contract import (
     CaptureConfig,
     DraftConfig,
@@ -27,9 +27,9 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.models.store import default_cache_dir
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
-from specdecode_worker.server.run import serve
+from specdecode_worker.server.server_process import serve
 from specdecode_worker.termination import write_termination_message
 
 _DEFAULT_SHAPE = TreeShape.chain(3)

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.flags import EMBEDDED_TARGET
-from specdecode_worker.models.drafts import WeightMethod, load_draft
+from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
+from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, load_draft
+from specdecode_worker.models.checkpoints.model_store import resolve
+from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.store import resolve
-from specdecode_worker.models.weights import load_llama
-from specdecode_worker.training.chat import Chat
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import FAMILIES
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.question_sources import read_prompts
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.export import FAMILIES
-from specdecode_worker.training.peers import join
-from specdecode_worker.training.questions import read_prompts
+from specdecode_worker.training.optimization.data_parallel import join
+from specdecode_worker.training.optimization.trainer import TrainSettings
 from specdecode_worker.training.recipe import Material, Plan, train_draft
-from specdecode_worker.training.trainer import TrainSettings
 
 _DEFAULTS = TrainSettings()
 _METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model")

@@ -13,25 +13,25 @@ from dataclasses import dataclass
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
-from specdecode_worker.engine.costs import StepCosts
-from specdecode_worker.engine.drafts.roster import LoadDraft, LoadedDraft, Roster
-from specdecode_worker.engine.graphs.graphs import Graphs
-from specdecode_worker.engine.launched import Launched
-from specdecode_worker.engine.launcher import Launcher
-from specdecode_worker.engine.laws import check_tokens
-from specdecode_worker.engine.messages import Submit, Tokens
-from specdecode_worker.engine.meter import Meter
-from specdecode_worker.engine.phases import Phases
-from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.recorder import Read, Recorder
-from specdecode_worker.engine.report import Identity, Moment, build_report
+from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft, Roster
+from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.sampling_params import check_tokens
 from specdecode_worker.engine.scheduler import Row, Scheduler
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.engine.statistics import Statistics
-from specdecode_worker.engine.target import Target
-from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.sampler import SamplerOf
+from specdecode_worker.engine.shape_selector import Pilot
+from specdecode_worker.engine.stats.report_builder import Identity, Moment, build_report
+from specdecode_worker.engine.stats.statistics import Statistics
+from specdecode_worker.engine.stats.step_costs import StepCosts
+from specdecode_worker.engine.stats.step_phases import Phases
+from specdecode_worker.engine.stats.step_recorder import Read, Recorder
+from specdecode_worker.engine.stats.step_timer import Meter
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.launched_step import Launched
+from specdecode_worker.engine.step.step_launcher import Launcher
+from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.sampler import SamplerOf
 from specdecode_worker.speculation.synthetic import Synthetic
 
 

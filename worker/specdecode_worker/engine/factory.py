@@ -11,32 +11,32 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
-from specdecode_worker.engine.beside import LoadBeside
-from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
-from specdecode_worker.engine.device_memory import free_now
-from specdecode_worker.engine.drafts.loading import DraftLoader, Resolve, paged_cache
-from specdecode_worker.engine.drafts.roster import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
+from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
+from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
 from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.graphs import Graphs
-from specdecode_worker.engine.graphs.runners import CudaRunner
-from specdecode_worker.engine.inventory import graph_rows, take_inventory
-from specdecode_worker.engine.parallel.group import Group
-from specdecode_worker.engine.parallel.leading import LeadingTarget
-from specdecode_worker.engine.parallel.messages import Assignment
-from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.report import Identity
+from specdecode_worker.engine.graphs.capture_backends import CudaRunner
+from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.memory.device_memory import free_now
+from specdecode_worker.engine.memory.draft_memory_check import LoadBeside
+from specdecode_worker.engine.memory.memory_budget import Budget, kv_tokens
+from specdecode_worker.engine.memory.memory_verdict import insist, memory_state
+from specdecode_worker.engine.memory.model_inventory import graph_rows, take_inventory
+from specdecode_worker.engine.parallel.leader_target import LeadingTarget
+from specdecode_worker.engine.parallel.rank_group import Group
+from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.sizing import Budget, kv_tokens
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.engine.target import Target
-from specdecode_worker.engine.verdict import insist, memory_state
+from specdecode_worker.engine.shape_selector import Pilot
+from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.quantising import quantise_target
-from specdecode_worker.models.weights import load_llama, weights_hash
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.transforms.quantization import quantise_target
 from specdecode_worker.speculation.dispatch import Dispatcher
-from specdecode_worker.speculation.sampler import SAMPLERS
+from specdecode_worker.speculation.sampling.sampler import SAMPLERS
 
 log = logging.getLogger(__name__)
 

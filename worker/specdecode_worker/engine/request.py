@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE
-from specdecode_worker.engine.drafts.progress import DraftProgress
-from specdecode_worker.engine.laws import law_of
-from specdecode_worker.engine.messages import FinishReason, Logprobs, Submit
-from specdecode_worker.speculation.law import Law
+from specdecode_worker.engine.drafts.draft_progress import DraftProgress
+from specdecode_worker.engine.ipc.messages import FinishReason, Logprobs, Submit
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.sampling_params import law_of
+from specdecode_worker.speculation.sampling.params import Law
 
 
 @dataclass(frozen=True, slots=True)

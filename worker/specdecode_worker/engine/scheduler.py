@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool, blocks_for
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
+from specdecode_worker.engine.kv_cache.prefix_reuse import Reuse
 from specdecode_worker.engine.request import Hit, Request
-from specdecode_worker.engine.reuse import Reuse
 from specdecode_worker.speculation.trees import PLAIN, Tree
 
 PROMPT_SHARE = 8

@@ -4,7 +4,7 @@ A report holds no speculation by task and no request of its own; the server coun
 through it, and ``other`` takes the rest of the report's totals (steps whose tokens nobody waited for).
 """
 
-from specdecode_worker.metrics.counts import Counts, Observer
-from specdecode_worker.metrics.page import CONTENT_TYPE, render
+from specdecode_worker.metrics.exposition import CONTENT_TYPE, render
+from specdecode_worker.metrics.server_counters import Counts, Observer
 
 __all__ = ["CONTENT_TYPE", "Counts", "Observer", "render"]

@@ -8,8 +8,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.core import SummaryMetricFamily
 
 from specdecode_worker.contract import Metric, Report
-from specdecode_worker.metrics.counts import Counts
 from specdecode_worker.metrics.families import counter, histogram
+from specdecode_worker.metrics.server_counters import Counts
 
 _REPORTED = {
     "ttft": (Metric.time_to_first_token_seconds, "From arrival to the first token."),

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric as Family
 
 from specdecode_worker.contract import OTHER_TASK, Metric, Report
-from specdecode_worker.metrics.counts import Counts
 from specdecode_worker.metrics.families import Samples, counter, gauge
+from specdecode_worker.metrics.server_counters import Counts
 
 
 def speculation(report: Report, counts: Counts) -> Iterator[Family]:

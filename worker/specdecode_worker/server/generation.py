@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdecode_worker.engine.client import Stream
 from specdecode_worker.engine.errors import EngineGone
-from specdecode_worker.engine.messages import Tokens
-from specdecode_worker.server.answers import Choice, Piece, Statistics
+from specdecode_worker.engine.ipc.engine_client import Stream
+from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.server.errors import EngineFailed
-from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.reader import AnswerReader, Reading
-from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.responses import Choice, Piece, Statistics
+from specdecode_worker.server.text.detokenizer import AnswerReader, Reading
+from specdecode_worker.server.text.prompts import Prompt
+from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

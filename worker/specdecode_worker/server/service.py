@@ -16,22 +16,22 @@ from functools import cached_property
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, ToolFormat, WorkerConfig
-from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.errors import CallRefused, EngineGone
-from specdecode_worker.engine.messages import Loaded, Sampling, Submit
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.ipc.messages import Loaded, Sampling, Submit
 from specdecode_worker.metrics import Counts
-from specdecode_worker.server.capturing import Capturing
+from specdecode_worker.server.admission import Line
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, Watcher, Wish
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.line import Line
-from specdecode_worker.server.plans import Plans
-from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.reader import Reading
+from specdecode_worker.server.plan_store import Plans
+from specdecode_worker.server.request_capture import Capturing
+from specdecode_worker.server.request_sampling import Limits, check_ids, logprobs_of, sampling_of, seeds_of, token_limit
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
-from specdecode_worker.server.sampling import Limits, check_ids, logprobs_of, sampling_of, seeds_of, token_limit
-from specdecode_worker.server.text import Tokenizer
-from specdecode_worker.server.tools.choice import format_of
+from specdecode_worker.server.text.detokenizer import Reading
+from specdecode_worker.server.text.prompts import Prompt
+from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tools.parser_choice import format_of
 from specdecode_worker.server.version import VERSION
 
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specdecode_worker.server.answers import DONE, Format, Json, Piece, event, usage
 from specdecode_worker.server.errors import ApiError
 from specdecode_worker.server.generation import Generation
-from specdecode_worker.server.requests.generation import StreamOptions
+from specdecode_worker.server.requests.common import StreamOptions
+from specdecode_worker.server.responses import DONE, Format, Json, Piece, event, usage
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 

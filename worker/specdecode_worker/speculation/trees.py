@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES, TreeShape
-from specdecode_worker.speculation.rows import Nodes
+from specdecode_worker.speculation.sampling.row_selection import Nodes
 
 
 @dataclass(frozen=True)

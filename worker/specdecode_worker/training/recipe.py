@@ -21,28 +21,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.drafts import Draft, WeightMethod
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import weights_hash
-from specdecode_worker.training import lineage, vocabulary
-from specdecode_worker.training.calibration import write_calibration
-from specdecode_worker.training.chat import Chat
-from specdecode_worker.training.copying import with_copiers
-from specdecode_worker.training.data import DataSet
+from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod
+from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts import lineage
+from specdecode_worker.training.artifacts.atomic_files import write_json
+from specdecode_worker.training.artifacts.export import Names, write_draft
+from specdecode_worker.training.data import draft_vocabulary
+from specdecode_worker.training.data.batches import DataSet
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.normalizers import normalise
+from specdecode_worker.training.data.question_sources import PromptLine, TrainingQuestions
+from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
+from specdecode_worker.training.data.shards import read_shard, shard_paths
+from specdecode_worker.training.data.state_recording import answer_tokens, record, text_conversations
 from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.export import Names, write_draft
-from specdecode_worker.training.files import write_json
-from specdecode_worker.training.going_on import continued
-from specdecode_worker.training.normalisers import normalise
-from specdecode_worker.training.peers import Peers
-from specdecode_worker.training.questions import PromptLine, TrainingQuestions
-from specdecode_worker.training.recording import answer_tokens, record, text_conversations
-from specdecode_worker.training.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.shards import read_shard, shard_paths
-from specdecode_worker.training.start import new_draft_model, new_eagle, new_head, new_medusa
-from specdecode_worker.training.students import vocabulary_of
-from specdecode_worker.training.trainer import Trainer, TrainSettings
+from specdecode_worker.training.evaluation.draft_calibration import write_calibration
+from specdecode_worker.training.heads.continued_head import continued
+from specdecode_worker.training.heads.copy_attention import with_copiers
+from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
+from specdecode_worker.training.optimization.data_parallel import Peers
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
 _CALIBRATION_CONVERSATIONS = 32
@@ -189,15 +190,15 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> 
     path, told = out / "vocabulary.json", out / "uncovered.json"
     if path.exists() and told.exists():
         return
-    masses = vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
+    masses = draft_vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
         size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
         origin = plan.origin
         if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
             chosen = origin.target_ids  # a draft that is trained on keeps what it knows
         else:
-            chosen = vocabulary.choose(masses, size)
+            chosen = draft_vocabulary.choose(masses, size)
         write_json(path, chosen.tolist())
-    lacking = vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
+    lacking = draft_vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
     tell(f"vocabulary: probability of what the draft cannot say, by domain: {lacking}")
     write_json(told, lacking)

@@ -17,7 +17,7 @@ from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.exploration import Exploration as RealExploration
 from specdecode_worker.speculation.guard import Guard as RealGuard
 from specdecode_worker.speculation.guard import Pace as RealPace
-from specdecode_worker.speculation.plain_curve import PlainCurve
+from specdecode_worker.speculation.plain_step_times import PlainCurve
 
 
 def test_many_steps_at_once_move_a_pace_as_one_after_the_other() -> None:

@@ -8,7 +8,7 @@ import pytest
 from specdecode_operator.simulate.walks import PLAIN, chain, form_of
 from specdecode_operator.simulate.world import Library
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.training.replay import accepted
+from specdecode_worker.training.evaluation.acceptance_replay import accepted
 
 SHAPES = [TreeShape.chain(1), TreeShape.chain(5), TreeShape.levels(3, 2, 1), TreeShape((0, 0, 1, 1, 2))]
 

@@ -10,11 +10,11 @@ from typing import Any
 from fleet import Loop, Truth, deployment_with
 
 from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
-from specdecode_worker.engine.costs import StepSize
-from specdecode_worker.engine.pilot import Pilot
-from specdecode_worker.engine.report import Identity, Moment, build_report
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.statistics import Sort, Statistics
+from specdecode_worker.engine.shape_selector import Pilot
+from specdecode_worker.engine.stats.report_builder import Identity, Moment, build_report
+from specdecode_worker.engine.stats.statistics import Sort, Statistics
+from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.dispatch import Dispatcher
 
 SORT = Sort(OTHER_TASK, False, "d1")

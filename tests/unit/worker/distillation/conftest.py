@@ -18,8 +18,8 @@ import small_model
 from serving_records import records_of
 
 from specdecode_worker.capture import Record
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.networks.llama import Llama
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from specdecode_worker.capture import Record
 from specdecode_worker.capture.record import encoded
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands import distill
-from specdecode_worker.training import student
-from specdecode_worker.training.splits import split_of
+from specdecode_worker.training.distillation import student_training
+from specdecode_worker.training.distillation.splits import split_of
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
@@ -127,13 +127,13 @@ class _Threading:
 
 
 def test_a_signal_is_what_stops_it(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = student._Student.step
+    step = student_training._Student.step
 
     def signalled(self: Any, batch: Any) -> float:
         signal.raise_signal(signal.SIGTERM)
         return step(self, batch)
 
-    monkeypatch.setattr(student._Student, "step", signalled)
+    monkeypatch.setattr(student_training._Student, "step", signalled)
     handler = signal.getsignal(signal.SIGTERM)
     assert run(flags, tmp_path / "out", "--replay-share", "0") == 143
     assert signal.getsignal(signal.SIGTERM) is handler

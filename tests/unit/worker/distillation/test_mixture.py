@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from specdecode_worker.training.mixture import (
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.distillation.mixture import (
     MOST_REPLAY,
     Line,
     Weighted,
@@ -18,7 +19,6 @@ from specdecode_worker.training.mixture import (
     replay_share,
     worst_fall,
 )
-from specdecode_worker.training.shards import Conversation
 
 WEIGHTS = {"new": 1.0}
 

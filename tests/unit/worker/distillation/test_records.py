@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record, opening_of
-from specdecode_worker.engine.messages import Sampling
+from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.training.data.shards import Conversation, write_shard
+from specdecode_worker.training.distillation.record_shards import Source, select
+from specdecode_worker.training.distillation.replay_pool import read_pool
+from specdecode_worker.training.distillation.splits import Runs, runs_of, split_of
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.golden import apart_from, runs_of_samples, text_of
-from specdecode_worker.training.paired import Sample
+from specdecode_worker.training.evaluation.golden_set import apart_from, runs_of_samples, text_of
+from specdecode_worker.training.evaluation.paired_steps import Sample
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
-from specdecode_worker.training.records import Source, select
-from specdecode_worker.training.replay_pool import read_pool
-from specdecode_worker.training.shards import Conversation, write_shard
-from specdecode_worker.training.splits import Runs, runs_of, split_of
 
 SIZE = 50_000
 

@@ -11,12 +11,12 @@ import torch
 from serving_records import LAWS, engine_of
 
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.local import Prompt
+from specdecode_worker.commands.common.local_engine import Prompt
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3
-from specdecode_worker.training.paired import Drafted, Sample, steps_of
-from specdecode_worker.training.replaying import TIE_LOGITS, Replayed, Unfit, misfit, near_ties, replay
+from specdecode_worker.models.checkpoints.weights import load_eagle3
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.distillation.record_replay import TIE_LOGITS, Replayed, Unfit, misfit, near_ties, replay
+from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
 
 SIZE, POSITIONS = 258, 256
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.capture import opening_of
-from specdecode_worker.training.splits import (
+from specdecode_worker.training.distillation.splits import (
     NGRAM_TOKENS,
     Split,
     Text,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import UnknownEmbeddedModel, WheelMismatch, WheelMissing
-from specdecode_worker.models.store import default_cache_dir
-from specdecode_worker.models.weights import load_eagle3, load_llama
-from specdecode_worker.training.chat import Chat
-from specdecode_worker.training.recording import read_states
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir
+from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.state_recording import read_states
 
 CPU = torch.device("cpu")
 
@@ -117,10 +117,10 @@ def test_unpacked_target_is_what_transformers_reads() -> None:
 @pytest.mark.embedded
 def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape
-    from specdecode_worker.training.evaluation import walked
-    from specdecode_worker.training.questions import Question
-    from specdecode_worker.training.replay import ranks
-    from specdecode_worker.training.rollout import Rollout, RolloutSettings
+    from specdecode_worker.training.data.question_sources import Question
+    from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
+    from specdecode_worker.training.evaluation.acceptance_replay import ranks
+    from specdecode_worker.training.evaluation.draft_evaluation import walked
 
     path = folder(TARGET, default_cache_dir())
     target = load_llama(path, dtype=torch.float32, device=CPU)

@@ -13,15 +13,15 @@ from small_llama import engine_of, networks, plan_of, submit
 
 import specdecode_worker
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.engine import launcher
-from specdecode_worker.engine.arrival import to_host
+from specdecode_worker.engine.step import step_launcher
+from specdecode_worker.engine.step.host_copy import to_host
 
 
 def test_a_first_token_leaves_before_the_draft_follows_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(networks(torch.float64))
     engine.set_plan(plan_of("chain:3"))
     order: list[str] = []
-    follows, copied = engine._drafts.prefill, launcher.to_host
+    follows, copied = engine._drafts.prefill, step_launcher.to_host
 
     def prefill(*args: Any) -> None:
         order.append("draft")
@@ -32,7 +32,7 @@ def test_a_first_token_leaves_before_the_draft_follows_its_prompt(monkeypatch: p
         return copied(*args, **named)
 
     monkeypatch.setattr(engine._drafts, "prefill", prefill)
-    monkeypatch.setattr(launcher, "to_host", leaves)
+    monkeypatch.setattr(step_launcher, "to_host", leaves)
     engine.add(submit(0, sampled=False, tokens=4))
     [first] = engine.step()
     assert len(first.tokens) == 1

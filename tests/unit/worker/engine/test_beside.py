@@ -10,10 +10,10 @@ import torch
 from small_folders import config_of, write_head, write_target
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine import device_memory
-from specdecode_worker.engine.beside import LoadBeside
-from specdecode_worker.engine.device_memory import free_now
 from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.memory import device_memory
+from specdecode_worker.engine.memory.device_memory import free_now
+from specdecode_worker.engine.memory.draft_memory_check import LoadBeside
 from specdecode_worker.models.errors import ModelError
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.blocks import PADDING_BLOCK, BlockPool
-from specdecode_worker.engine.prefixes import extend_digests, root_digest
+from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK, BlockPool
+from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest
 
 TURNS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.booleans()), max_size=60)
 """(sequence, blocks wanted, give all back instead)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_engine import drain, plan_of, small_engine, submit
 
-from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.engine.stats.step_time_calibration import calibrate
 
 
 def test_every_load_is_timed_and_nothing_else_stays() -> None:

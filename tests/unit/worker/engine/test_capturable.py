@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.runners import Captured, Work
-from specdecode_worker.engine.graphs.step import Step
+from specdecode_worker.engine.graphs.capture_backends import Captured, Work
+from specdecode_worker.engine.graphs.captured_step import Step
 
 WAITING = (
     "aten._local_scalar_dense",

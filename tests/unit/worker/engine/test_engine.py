@@ -11,7 +11,7 @@ from small_engine import drain, plan_of, small_engine, submit, texts
 from specdecode_worker.contract import Plan, Report, StepCell, SyntheticKnobs, TreeShape
 from specdecode_worker.engine import engine as engine_module
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.messages import Submit, Tokens
+from specdecode_worker.engine.ipc.messages import Submit, Tokens
 
 SHAPES = ["none", "chain:3", "tree:3,2,1"]
 

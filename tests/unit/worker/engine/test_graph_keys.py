@@ -9,11 +9,11 @@ import torch
 from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.contract import EngineConfig, TreeShape
-from specdecode_worker.engine.graphs.inputs import Layout
-from specdecode_worker.engine.graphs.keys import NODES, Key, key_of, row_buckets
-from specdecode_worker.engine.graphs.runners import EagerRunner
-from specdecode_worker.engine.graphs.topology import shapes, topology
-from specdecode_worker.engine.inventory import graph_rows
+from specdecode_worker.engine.graphs.capture_backends import EagerRunner
+from specdecode_worker.engine.graphs.graph_key import NODES, Key, key_of, row_buckets
+from specdecode_worker.engine.graphs.static_inputs import Layout
+from specdecode_worker.engine.graphs.tree_tables import shapes, topology
+from specdecode_worker.engine.memory.model_inventory import graph_rows
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))

@@ -10,8 +10,7 @@ import torch
 from small_engine import request, submit
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.launched import Launched
-from specdecode_worker.engine.messages import (
+from specdecode_worker.engine.ipc.messages import (
     Abort,
     Crashed,
     Done,
@@ -24,10 +23,11 @@ from specdecode_worker.engine.messages import (
     ToEngine,
     Tokens,
 )
-from specdecode_worker.engine.pilot import Choice
-from specdecode_worker.engine.recorder import size_of
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.engine.shape_selector import Choice
+from specdecode_worker.engine.stats.step_recorder import size_of
+from specdecode_worker.engine.step.launched_step import Launched
+from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import tree_of
 
 TREE = tree_of(TreeShape.chain(2))

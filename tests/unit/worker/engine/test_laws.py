@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_engine import VOCABULARY, drain, small_engine, submit, texts
 
-from specdecode_worker.engine.laws import check_tokens, law_of
 from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.sampling_params import check_tokens, law_of
 
 
 def test_a_law_says_what_was_asked_for() -> None:

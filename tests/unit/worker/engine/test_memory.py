@@ -13,14 +13,15 @@ from small_folders import config_of, write_head, write_target, write_tokenizer
 from torch import Tensor, nn
 
 from specdecode_worker.contract import MemoryState, NamedDraft, WorkerConfig
-from specdecode_worker.engine import device_memory as memory_of
-from specdecode_worker.engine import factory, sizing
+from specdecode_worker.engine import factory
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.inventory import take_inventory
-from specdecode_worker.engine.sizing import Device, kv_cache_bytes, kv_tokens
-from specdecode_worker.engine.state import RING
-from specdecode_worker.engine.verdict import judge
+from specdecode_worker.engine.memory import device_memory as memory_of
+from specdecode_worker.engine.memory import memory_budget
+from specdecode_worker.engine.memory.memory_budget import Device, kv_cache_bytes, kv_tokens
+from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.model_inventory import take_inventory
+from specdecode_worker.engine.step.device_state import RING
 from specdecode_worker.models.errors import CannotServe, ModelError
 
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def memory(engine: Engine) -> MemoryState:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
     """bf16 unpacked here: packed matrices are opaque, and as large."""
-    monkeypatch.setattr("specdecode_worker.models.fusing._packs", lambda model: False)
-    monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
     config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
     engine = load_engine(config, Path)
@@ -79,8 +80,8 @@ def test_quantised_weights_are_counted_as_they_are_kept(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
     """On a CPU as plain ones; for a GPU, which is asked about, as they are stored."""
-    monkeypatch.setattr("specdecode_worker.models.fusing._packs", lambda model: False)
-    monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
     plain = config_of(folder, head, model={"dtype": dtype})
     config = plain.model_copy(
@@ -104,7 +105,9 @@ def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> 
     config = config_of(write_target(tmp_path / "t", tie_word_embeddings=True), model={"dtype": "bfloat16"})
     sizes = []
     for packed in (False, True):
-        monkeypatch.setattr("specdecode_worker.engine.inventory.packs", lambda dtype, device, packed=packed: packed)
+        monkeypatch.setattr(
+            "specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device, packed=packed: packed
+        )
         sizes.append(take_inventory(config, Path, CPU).budget.target.weights)
     assert sizes[1] - sizes[0] == 97 * 32 * 2
 
@@ -158,7 +161,7 @@ def test_the_state_of_slots_is_what_is_allocated(target: Path, head: Path, draft
     kept = [v for k, v in vars(engine._state).items() if isinstance(v, Tensor) and k != "block_aux_NA"]
     tables = found.target.tables + sum(each.tables for each in found.drafts)
     assert found.state == storages(*kept) + tables
-    assert sizing.RING == RING
+    assert memory_budget.RING == RING
 
 
 def test_a_misfit_draft_takes_no_memory_and_is_told_as_loading_tells_it(tmp_path: Path, target: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_draft_for_another_target_is_told_by_its_field(tmp_path: Path, target:
 
 def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     device = Device(kind="cpu", limit=size, free=size, source="container's memory limit")
-    monkeypatch.setattr("specdecode_worker.engine.inventory.device_memory", lambda kind, count: device)
+    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.device_memory", lambda kind, count: device)
 
 
 def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

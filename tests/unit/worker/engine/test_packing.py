@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE, PADDING_BLOCK
-from specdecode_worker.engine.cache import PagedCache
-from specdecode_worker.engine.keeping import Roots, keep_paths
-from specdecode_worker.engine.packed import Packed, slots_of, spread
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.speculation.accept import Outcome
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLOCK
+from specdecode_worker.engine.kv_cache.kv_commit import Roots, keep_paths
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.packed_batch import Packed, slots_of, spread
+from specdecode_worker.speculation.acceptance import Outcome
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from small_llama import engine_of, networks, plan_of, submit, texts
 
-from specdecode_worker.engine.blocks import PADDING_BLOCK
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.runners import EagerRunner
+from specdecode_worker.engine.graphs.capture_backends import EagerRunner
+from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
 
 
 def poison(engine: Engine) -> None:

@@ -17,11 +17,11 @@ from small_engine import drain, plan_of, submit, texts
 from small_folders import SHAPE, config_of, write_head, write_target
 
 from specdecode_worker.contract import ModelConfig, WorkerConfig
-from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.parallel.leading import LeadingTarget
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.parallel.leader_target import LeadingTarget
 from specdecode_worker.models.errors import ConfigMismatch
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]

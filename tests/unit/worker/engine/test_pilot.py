@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.engine.pilot import Pilot
+from specdecode_worker.engine.shape_selector import Pilot
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.guard import LOSES
 

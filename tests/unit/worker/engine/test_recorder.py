@@ -6,10 +6,10 @@ import pytest
 from small_engine import request
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
-from specdecode_worker.engine.recorder import Read, Recorder, size_of
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.statistics import Statistics
+from specdecode_worker.engine.stats.statistics import Statistics
+from specdecode_worker.engine.stats.step_recorder import Read, Recorder, size_of
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 CHAIN = tree_of(TreeShape.chain(2))

@@ -16,10 +16,10 @@ from specdecode_worker.contract import (
     StepTime,
     SyntheticKnobs,
 )
-from specdecode_worker.engine.costs import StepSize
-from specdecode_worker.engine.report import Moment, build_report
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.statistics import MAX_STEP_CELLS, Sort, Statistics
+from specdecode_worker.engine.stats.report_builder import Moment, build_report
+from specdecode_worker.engine.stats.statistics import MAX_STEP_CELLS, Sort, Statistics
+from specdecode_worker.engine.stats.step_costs import StepSize
 
 MOMENT = Moment(
     draft=DraftState(method="eagle3", hash="d"),

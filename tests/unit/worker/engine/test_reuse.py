@@ -6,8 +6,8 @@ import pytest
 from device import Device, text_of
 from small_engine import submit
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE
-from specdecode_worker.engine.drafts.progress import DraftProgress
+from specdecode_worker.engine.drafts.draft_progress import DraftProgress
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits, Row
 
@@ -124,7 +124,7 @@ def test_switched_off_nothing_is_kept() -> None:
 
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdecode_worker.engine import prefixes
+    from specdecode_worker.engine.kv_cache import prefix_index
 
     made: list[bytes] = []
 
@@ -132,9 +132,9 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(data)
         return blake2b(data, **sizes)
 
-    blake2b = prefixes.blake2b
+    blake2b = prefix_index.blake2b
     machine = device(limits=Limits(2, 16))
-    monkeypatch.setattr(prefixes, "blake2b", counting)
+    monkeypatch.setattr(prefix_index, "blake2b", counting)
     one = served(machine, new=60)
     assert len(made) == len(set(made)) == len(one.digests) == (60 + 60 - 1) // BLOCK_SIZE
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE
-from specdecode_worker.engine.inventory import Inventory
-from specdecode_worker.engine.sizing import (
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.memory.memory_budget import (
     GRAPH_BYTES,
     GRAPH_TABLE_BYTES,
     MOST_GRAPHS,
@@ -24,7 +23,8 @@ from specdecode_worker.engine.sizing import (
     kv_cache_bytes,
     kv_tokens,
 )
-from specdecode_worker.engine.verdict import judge
+from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.model_inventory import Inventory
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.messages import SetDraft
-from specdecode_worker.engine.swapping import Swap, Swaps
+from specdecode_worker.engine.drafts.draft_swap import Swap, Swaps
+from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.llama import Llama
+from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.networks.llama import Llama
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 

@@ -12,15 +12,21 @@ from checkpoints import CPU, eagle3_tensors, eagle_tensors, medusa_tensors, writ
 from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 
-from specdecode_worker.models.config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig, llama_config
-from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
-from specdecode_worker.models.eagle import EagleHead
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
+from specdecode_worker.models.checkpoints.safetensors_headers import describe, method_of, read_tensor_headers
+from specdecode_worker.models.configs.model_config import (
+    Eagle3Config,
+    EagleConfig,
+    LlamaConfig,
+    MedusaConfig,
+    llama_config,
+)
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.headers import describe, method_of, read_tensor_headers
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.transforms.fusion import fuse
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {
     "eagle3": (Eagle3Head, Eagle3Config),

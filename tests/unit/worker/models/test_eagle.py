@@ -11,12 +11,12 @@ from checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, wri
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.eagle import EagleHead
+from specdecode_worker.models.checkpoints.weights import load_eagle
+from specdecode_worker.models.configs.target_states import Reads
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.models.weights import load_eagle
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
 
 
 def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:

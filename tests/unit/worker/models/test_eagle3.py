@@ -12,13 +12,13 @@ from checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, noise, norm, referen
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.config import eagle3_config
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.checkpoints.weights import load_eagle3
+from specdecode_worker.models.configs.model_config import eagle3_config
+from specdecode_worker.models.configs.target_states import Reads
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
 
 
 def load3(folder: Path, target: Llama) -> Eagle3Head:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
-from specdecode_worker.models import fusing, native
-from specdecode_worker.models.config import eagle3_config, llama_config
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.fusing import FusedAttention, FusedMLP, PackedLinear, fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.native import NativeBlock, NativeLinear, NativeMidlayer
-from specdecode_worker.models.reads import Reads
+from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks import compiled_cpu
+from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeLinear, NativeMidlayer
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms import fusion
+from specdecode_worker.models.transforms.fusion import FusedAttention, FusedMLP, PackedLinear, fuse
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
-PACKS = fusing._packs(nn.Linear(16, 16).bfloat16())
+PACKS = fusion._packs(nn.Linear(16, 16).bfloat16())
 needs_bf16 = pytest.mark.skipif(not PACKS, reason="this CPU does not multiply bf16 natively")
 
 
@@ -86,7 +87,7 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether blocks run natively; the other way is that of machines without a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(compiled_cpu, "library", lambda: None)
     elif library() is None:
         pytest.skip("nothing is compiled on this machine")
     return bool(request.param == "compiled")
@@ -127,8 +128,8 @@ def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) ->
 
 
 def test_only_bf16_is_packed(target: Llama) -> None:
-    assert not fusing._packs(target)
-    assert not fusing._packs(target.double())
+    assert not fusion._packs(target)
+    assert not fusion._packs(target.double())
 
 
 @pytest.mark.parametrize("order", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj", "k_proj")])
@@ -136,13 +137,13 @@ def test_parts_in_another_order_are_seen(
     order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: queries, keys and values joined in a wrong order."""
-    right = fusing._joined
+    right = fusion._joined
     names = ("q_proj", "k_proj", "v_proj")
 
     def joined(*parts: nn.Linear) -> nn.Linear:
         return right(*(parts[names.index(name)] for name in order)) if len(parts) == 3 else right(*parts)
 
     wanted = logits(target, dense)
-    monkeypatch.setattr(fusing, "_joined", joined)
+    monkeypatch.setattr(fusion, "_joined", joined)
     fuse(target)
     assert (logits(target, dense) - wanted).abs().max() > 1e-2

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 from torch import Tensor, nn
 
-from specdecode_worker.models.config import eagle3_config, eagle_config, llama_config, medusa_config
-from specdecode_worker.models.drafts import WeightMethod, check_draft, load_draft
+from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, check_draft, load_draft
+from specdecode_worker.models.checkpoints.safetensors_headers import INDEX, describe
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.configs.model_config import eagle3_config, eagle_config, llama_config, medusa_config
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.headers import INDEX, describe
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.weights import load_llama
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
 
 few = settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "15")), deadline=None)
 KINDS = ("eagle3", "eagle", "medusa", "draft-model", "target")

@@ -10,12 +10,12 @@ from checkpoints import CPU, medusa_tensors, noise, write
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.checkpoints.weights import load_medusa
+from specdecode_worker.models.configs.target_states import Reads
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.models.weights import load_medusa
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.transforms.fusion import fuse
 
 
 def vllms(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, dequantise, quantise
-from specdecode_worker.models.config import eagle3_config, llama_config
-from specdecode_worker.models.eagle3 import Eagle3Head
+from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.fusing import fuse
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.quantising import QuantisedLinear, added_bytes, quantise_draft, quantise_target
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.transforms.quantization import (
+    QuantisedLinear,
+    added_bytes,
+    quantise_draft,
+    quantise_target,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tokens import saved, tokenizer
 
-from specdecode_worker.models.config import llama_config
+from specdecode_worker.models.checkpoints.vocabulary_check import PROBE, check_vocabulary, fit_vocabulary
+from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.errors import VocabularyMismatch
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.vocabulary import PROBE, check_vocabulary, fit_vocabulary
+from specdecode_worker.models.networks.llama import Llama
 
 TOKENS = torch.randint(0, 90, (11,), generator=torch.Generator().manual_seed(4))
 

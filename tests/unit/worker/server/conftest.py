@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from specdecode_worker.server import text
+from specdecode_worker.server.text import tokenizer as text_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -35,5 +35,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(model_folder: Path) -> text.Tokenizer:
-    return text.Tokenizer.from_folder(model_folder)
+def tokenizer(model_folder: Path) -> text_tokenizer.Tokenizer:
+    return text_tokenizer.Tokenizer.from_folder(model_folder)

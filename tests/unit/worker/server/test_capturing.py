@@ -8,9 +8,9 @@ import pytest
 
 from specdecode_worker.capture import Dropped, Recorder
 from specdecode_worker.contract import CaptureConfig, Sampler
-from specdecode_worker.engine.messages import Sampling, Tokens
-from specdecode_worker.server.capturing import Capturing
-from specdecode_worker.server.prompts import Prompt
+from specdecode_worker.engine.ipc.messages import Sampling, Tokens
+from specdecode_worker.server.request_capture import Capturing
+from specdecode_worker.server.text.prompts import Prompt
 
 
 @pytest.mark.parametrize(("sampler", "temperature", "taken"), [("mss", 0.7, 0), ("mss", 0.0, 1), ("coupled", 0.7, 1)])

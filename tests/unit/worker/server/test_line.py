@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from specdecode_worker.server.admission import Line
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
-from specdecode_worker.server.line import Line
 
 
 def ended(line: Line, *times: float) -> Line:

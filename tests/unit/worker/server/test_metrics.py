@@ -19,7 +19,7 @@ from specdecode_worker.contract import (
     SyntheticKnobs,
     TrafficCell,
 )
-from specdecode_worker.engine.messages import Tokens
+from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.metrics import Counts, render
 
 STEP = StepCell(

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.engine.messages import Logprobs, Tokens
-from specdecode_worker.server.answers import Piece
-from specdecode_worker.server.reader import AnswerReader, Reading
-from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.engine.ipc.messages import Logprobs, Tokens
+from specdecode_worker.server.responses import Piece
+from specdecode_worker.server.text.detokenizer import AnswerReader, Reading
+from specdecode_worker.server.text.tokenizer import Tokenizer
 
 END = 257
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

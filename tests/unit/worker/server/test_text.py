@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
-from specdecode_worker.server.template import find_template
-from specdecode_worker.server.text import Tokenizer
+from specdecode_worker.server.text.chat_template import find_template
+from specdecode_worker.server.text.tokenizer import Tokenizer
 
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

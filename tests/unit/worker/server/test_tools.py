@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import ToolFormat
-from specdecode_worker.server.tools.choice import format_of, parser_for
 from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Said
+from specdecode_worker.server.tools.parser_choice import format_of, parser_for
 
 FUNCTIONS = ["weather", "now"]
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo }", "days": [1, {"a": "\\""}]}}\n</tool_call>'

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels import dispatch
-from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.history import Texts
-from specdecode_worker.speculation.law import Law
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.token_counts import Texts
 from specdecode_worker.speculation.trees import PLAIN, Forest
 
 V = 23

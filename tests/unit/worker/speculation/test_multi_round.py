@@ -9,10 +9,10 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.history import Texts
-from specdecode_worker.speculation.law import Law
-from specdecode_worker.speculation.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.token_counts import Texts
 from specdecode_worker.speculation.trees import Forest, forest_of, tree_of
 
 V, CPU = 7, torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.speculation.plain_curve import PlainCurve
+from specdecode_worker.speculation.plain_step_times import PlainCurve
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specdecode_kernels.sample import reference
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation import processing as module
-from specdecode_worker.speculation.coupling import Coupling
-from specdecode_worker.speculation.history import Texts
-from specdecode_worker.speculation.law import Law
-from specdecode_worker.speculation.processing import Processing
-from specdecode_worker.speculation.rows import Group, Nodes
+from specdecode_worker.speculation.sampling import logits_processing as module
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.logits_processing import Processing
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
+from specdecode_worker.speculation.sampling.token_counts import Texts
 from specdecode_worker.speculation.trees import Tree, forest_of, paths_of, tree_of
 
 V, CPU = 11, torch.device("cpu")

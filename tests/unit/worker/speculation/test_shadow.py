@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.speculation.shadow import Score, Shadow, scores
+from specdecode_worker.speculation.shadow_scores import Score, Shadow, scores
 
 TOKENS = [9, 8, 1, 2, 3, 4, 5]
 """The root is at index 1; what comes out behind it is 1, 2, 3, 4, 5."""

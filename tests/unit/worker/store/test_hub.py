@@ -18,7 +18,7 @@ from stand_in_hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
-from specdecode_worker.models import hub, store
+from specdecode_worker.models.checkpoints import hub, model_store
 from specdecode_worker.models.errors import (
     AccessDenied,
     DiskFull,
@@ -41,7 +41,7 @@ FILES = {
     "original/params.json": b"no",
 }
 WANTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
-MODEL = store.hub_model("hf://org/model")
+MODEL = model_store.hub_model("hf://org/model")
 
 Pull = Callable[..., Path]
 
@@ -70,11 +70,11 @@ def partial(tmp_path: Path) -> Path:
 def test_what_is_used_is_fetched_and_nothing_else(pull: Pull, tmp_path: Path) -> None:
     repository = Repository(FILES)
     folder = pull(repository)
-    assert {path.name for path in folder.iterdir()} == WANTED | {store.MANIFEST}
+    assert {path.name for path in folder.iterdir()} == WANTED | {model_store.MANIFEST}
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
-    manifest = json.loads((folder / store.MANIFEST).read_text())
+    manifest = json.loads((folder / model_store.MANIFEST).read_text())
     assert (manifest["commit"], len(manifest["files"])) == (COMMIT, len(WANTED))
-    assert store.resolve("hf://org/model", tmp_path) == folder
+    assert model_store.resolve("hf://org/model", tmp_path) == folder
 
 
 def test_a_second_pull_asks_nothing(pull: Pull) -> None:
@@ -110,7 +110,7 @@ def test_a_connection_that_brings_nothing_ends_in_an_error(pull: Pull, tmp_path:
     with pytest.raises(HubUnreachable, match=r"model\.safetensors breaks off at 0 bytes"):
         pull(Repository(FILES, cut_after=0))
     with pytest.raises(NotPresent, match="specdecode-worker pull"):
-        store.resolve("hf://org/model", tmp_path)
+        model_store.resolve("hf://org/model", tmp_path)
 
 
 @pytest.mark.parametrize("earlier", [b"", b"wrong bytes of an earlier time"])
@@ -122,7 +122,7 @@ def test_wrong_bytes_never_count(pull: Pull, tmp_path: Path, earlier: bytes) -> 
         pull(Repository(FILES, tampered="" if earlier else "model.safetensors"))
     assert not partial(tmp_path).exists()
     with pytest.raises(NotPresent):
-        store.resolve("hf://org/model", tmp_path)
+        model_store.resolve("hf://org/model", tmp_path)
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
@@ -199,7 +199,7 @@ def test_what_is_no_hub_says_so(tmp_path: Path) -> None:
 
 
 def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    model = store.hub_model("hf://org/model@v9")
+    model = model_store.hub_model("hf://org/model@v9")
     with StandInHub(Repository(FILES)) as stand_in, pytest.raises(NotOnHub, match="org/model@v9"):
         hub.Hub(stand_in.url, None, retry_seconds=0).pull(model, tmp_path, nothing, nothing)
 
@@ -225,7 +225,7 @@ def test_two_pulls_at_once_wait_for_each_other(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_UN)
         second.join(10)
     assert "waiting" in notes[0]
-    assert (folder / store.MANIFEST).is_file()
+    assert (folder / model_store.MANIFEST).is_file()
 
 
 class Ended(NamedTuple):

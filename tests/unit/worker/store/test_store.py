@@ -6,47 +6,47 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.models import store
+from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import BadUri, NotPresent
 
 
 def test_a_folder_is_named_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert store.resolve(f"file://{tmp_path}") == tmp_path
+    assert model_store.resolve(f"file://{tmp_path}") == tmp_path
     with pytest.raises(NotPresent, match=r"holds no config\.json"):
-        store.resolve("file:///nowhere")
+        model_store.resolve("file:///nowhere")
 
 
 def test_a_claim_is_where_the_operator_mounts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CLAIMS", tmp_path)
+    monkeypatch.setattr(model_store, "CLAIMS", tmp_path)
     folder = tmp_path / "claim" / "llama" / "8b"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    assert store.resolve("pvc://claim/llama/8b") == folder
+    assert model_store.resolve("pvc://claim/llama/8b") == folder
     with pytest.raises(BadUri):
-        store.resolve("pvc://claim/../../etc")
+        model_store.resolve("pvc://claim/../../etc")
 
 
 def test_a_repository_has_a_folder_for_every_revision(tmp_path: Path) -> None:
-    model = store.hub_model("hf://meta-llama/Llama-3.1-8B@refs/pr/1")
+    model = model_store.hub_model("hf://meta-llama/Llama-3.1-8B@refs/pr/1")
     assert (model.id, model.revision) == ("meta-llama/Llama-3.1-8B", "refs/pr/1")
     assert model.folder(tmp_path) == tmp_path / "hf" / "meta-llama" / "Llama-3.1-8B" / "refs--pr--1"
-    assert store.hub_model("hf://a/b").revision == "main"
+    assert model_store.hub_model("hf://a/b").revision == "main"
 
 
 def test_what_has_no_manifest_is_not_there(tmp_path: Path) -> None:
-    folder = store.hub_model("hf://a/b").folder(tmp_path)
+    folder = model_store.hub_model("hf://a/b").folder(tmp_path)
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"half")
     with pytest.raises(NotPresent, match="pull hf://a/b@main"):
-        store.resolve("hf://a/b", tmp_path)
+        model_store.resolve("hf://a/b", tmp_path)
 
 
 def test_the_users_own_cache_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert store.default_cache_dir() == Path("/somewhere/specdecode/models")
+    assert model_store.default_cache_dir() == Path("/somewhere/specdecode/models")
 
 
 def test_an_unknown_embedded_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotPresent, match="there is no embedded model 'x'"):
-        store.resolve("embedded://x", tmp_path)
+        model_store.resolve("embedded://x", tmp_path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.models.config import LlamaConfig
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.recording import read_states
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.start import new_head
+from specdecode_worker.models.configs.model_config import LlamaConfig
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.training.heads.initialization import new_head
 
 VOCABULARY = 64
 

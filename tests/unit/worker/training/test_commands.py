@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.commands import samplers
-from specdecode_worker.models.config import llama_config
-from specdecode_worker.models.headers import method_of, read_tensor_headers
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import weights_hash
+from specdecode_worker.commands.common import sampler_comparison
+from specdecode_worker.models.checkpoints.safetensors_headers import method_of, read_tensor_headers
+from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.configs.model_config import llama_config
+from specdecode_worker.models.networks.llama import Llama
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,7 +178,7 @@ def test_samplers_side_by_side(model: Path, prompts: Path, tmp_path: Path, capsy
         assert len(cell["acceptance"]) == 3
         assert cell["acceptance"][0] + 1 <= cell["tokens_per_step"] + 1e-4
         assert 6 <= cell["steps"] <= 22, "two answers of twelve tokens, the first of each from its prompt"
-    assert len(samplers.table(document).splitlines()) == 5
+    assert len(sampler_comparison.table(document).splitlines()) == 5
     with pytest.raises(SystemExit):
         main(["eval", *flags, "--sampler", "typical"])
     assert "typical" in capsys.readouterr().err

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.copying import with_copiers
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.data.state_recording import read_states
 from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.recording import read_states
-from specdecode_worker.training.replay import ranks
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.start import new_head
-from specdecode_worker.training.unroll import UnrolledAttention
+from specdecode_worker.training.evaluation.acceptance_replay import ranks
+from specdecode_worker.training.heads.copy_attention import with_copiers
+from specdecode_worker.training.heads.initialization import new_head
+from specdecode_worker.training.heads.unroll import UnrolledAttention
 
 PERIOD = 20
 

@@ -11,16 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle, load_eagle3, load_llama, load_medusa
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.checkpoints.weights import load_eagle, load_eagle3, load_llama, load_medusa
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import FAMILIES, Names, write_draft, write_head
+from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.export import FAMILIES, Names, write_draft, write_head
-from specdecode_worker.training.going_on import continued_head
-from specdecode_worker.training.replay import ranks
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.start import head_config, new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.evaluation.acceptance_replay import ranks
+from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.heads.initialization import (
+    head_config,
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+)
 
 CPU = torch.device("cpu")
 LAYER = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.normalisers import TEMPERATURES, normalisers
-from specdecode_worker.training.objective import Aim, loss_of, root_counts, target_distribution
-from specdecode_worker.training.overlap import overlap, soft_cross_entropy
-from specdecode_worker.training.schedule import TrainSettings, aim_at, depth_at
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.unroll import make_batch, unroll
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.normalizers import TEMPERATURES, normalisers
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.unroll import make_batch, unroll
+from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts, target_distribution
+from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
+from specdecode_worker.training.optimization.schedule import TrainSettings, aim_at, depth_at
 
 DEPTH = 3
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.training import passages, prompts
+from specdecode_worker.training.data import passages, prompts
+from specdecode_worker.training.data.prompts import draw, ngrams, overlaps
+from specdecode_worker.training.data.question_sources import PromptLine, TrainingQuestions, read_prompts
 from specdecode_worker.training.errors import PromptFileError
-from specdecode_worker.training.prompts import draw, ngrams, overlaps
-from specdecode_worker.training.questions import PromptLine, TrainingQuestions, read_prompts
 
 HELD_OUT = Path(__file__).parents[4] / "benchmarks" / "prompts" / "heldout.jsonl"
 

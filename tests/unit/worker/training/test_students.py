@@ -9,18 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.drafts import Draft
-from specdecode_worker.models.eagle import EagleHead
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.training.data import DataSet
-from specdecode_worker.training.objective import Aim, loss_of
-from specdecode_worker.training.recording import read_states
-from specdecode_worker.training.shards import Conversation, write_shard
-from specdecode_worker.training.start import new_draft_model, new_eagle, new_head, new_medusa
-from specdecode_worker.training.students import batch_for, logits_of, unrolled, vocabulary_of, working_copy
-from specdecode_worker.training.trainer import Trainer, TrainSettings
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.training.data.batches import DataSet
+from specdecode_worker.training.data.shards import Conversation, write_shard
+from specdecode_worker.training.data.state_recording import read_states
+from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads.trainable_drafts import (
+    batch_for,
+    logits_of,
+    unrolled,
+    vocabulary_of,
+    working_copy,
+)
+from specdecode_worker.training.optimization.objective import Aim, loss_of
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 DEPTH = 3
 METHODS = ("eagle3", "two layers", "eagle", "medusa", "draft-model")

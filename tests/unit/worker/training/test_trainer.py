@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.models.weights import load_eagle3
-from specdecode_worker.training import calibration
-from specdecode_worker.training.calibration import FACTORS, TEMPERATURES, agreement
-from specdecode_worker.training.data import DataSet, answer_length, batches
+from specdecode_worker.models.checkpoints.weights import load_eagle3
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.artifacts.export import write_head
+from specdecode_worker.training.data.batches import DataSet, answer_length, batches
+from specdecode_worker.training.data.shards import Conversation, write_shard
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.export import write_head
-from specdecode_worker.training.going_on import continued_head
-from specdecode_worker.training.objective import target_distribution
-from specdecode_worker.training.overlap import soft_cross_entropy
-from specdecode_worker.training.shards import Conversation, write_shard
-from specdecode_worker.training.start import new_head
-from specdecode_worker.training.trainer import Trainer, TrainSettings, rate_at
-from specdecode_worker.training.validation import validation_line
+from specdecode_worker.training.evaluation import draft_calibration
+from specdecode_worker.training.evaluation.draft_calibration import FACTORS, TEMPERATURES, agreement
+from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.heads.initialization import new_head
+from specdecode_worker.training.optimization.objective import target_distribution
+from specdecode_worker.training.optimization.overlap import soft_cross_entropy
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings, rate_at
+from specdecode_worker.training.optimization.validation import validation_line
 
 SETTINGS = TrainSettings(steps=12, depth=3, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
 
@@ -99,7 +99,7 @@ def test_a_run_that_gets_no_better_stops_at_its_best(
 ) -> None:
     found = iter([1.1, 1.5, 1.4, 1.3, 1.2])
     monkeypatch.setattr(
-        "specdecode_worker.training.trainer.validation_line", lambda *_: {"tokens_per_step": next(found)}
+        "specdecode_worker.training.optimization.trainer.validation_line", lambda *_: {"tokens_per_step": next(found)}
     )
     run = trainer(target, recorded, replace(SETTINGS, steps=500, patience=2, validate_every=0.0))
     best: list[torch.Tensor] = []
@@ -125,7 +125,7 @@ def test_a_machine_that_stood_still_did_not_train(
         return now[0]
 
     run = trainer(target, recorded, replace(SETTINGS, steps=30))
-    monkeypatch.setattr("specdecode_worker.training.trainer.time.monotonic", clock)
+    monkeypatch.setattr("specdecode_worker.training.optimization.trainer.time.monotonic", clock)
     steps(run, 30)
     assert 30 * 0.5 < run.progress.seconds < 30 * 0.5 + 10 * 0.6
 
@@ -225,9 +225,9 @@ def test_a_draft_that_knows_agrees_uncalibrated() -> None:
     generator = torch.Generator().manual_seed(6)
     logits, noise = 3 * torch.randn(400, 30, generator=generator), torch.randn(400, 30, generator=generator)
     drawn, ids = (logits + noise).argmax(dim=-1), torch.arange(30)
-    assert calibration._hits(logits, noise, ids, drawn)[FACTORS.index(1.0)] == 400
+    assert draft_calibration._hits(logits, noise, ids, drawn)[FACTORS.index(1.0)] == 400
     # A draft of half the target's logits is put right by a factor of two.
-    assert int(calibration._hits(logits / 2, noise, ids, drawn).argmax()) == FACTORS.index(2.0)
+    assert int(draft_calibration._hits(logits / 2, noise, ids, drawn).argmax()) == FACTORS.index(2.0)
 
 
 def test_the_rate_rises_then_falls() -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.eagle3 import Eagle3Head
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.replay import RANKS, Tally, accepted, distinct_ngrams, ranks
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.unroll import make_batch, unroll
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.evaluation.acceptance_replay import RANKS, Tally, accepted, distinct_ngrams, ranks
+from specdecode_worker.training.heads.unroll import make_batch, unroll
 
 DEPTH = 4
 

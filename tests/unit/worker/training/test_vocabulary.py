@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.shards import Conversation, shard_paths, write_shard
-from specdecode_worker.training.vocabulary import choose, domain_masses, uncovered
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.draft_vocabulary import choose, domain_masses, uncovered
+from specdecode_worker.training.data.shards import Conversation, shard_paths, write_shard
 
 
 def test_masses_are_the_targets_probabilities_by_domain(

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.cache import PagedCache
+from specdecode_worker.engine.drafts.aux_hidden_states import Columns
+from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
 from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
-from specdecode_worker.engine.drafts.features import Columns
-from specdecode_worker.engine.drafts.passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.packed import Packed, Tables
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.state import RING, DeviceState
-from specdecode_worker.models.layers import Attend
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.rows import Nodes
-from specdecode_worker.speculation.sampler import Sampler
+from specdecode_worker.engine.step.device_state import RING, DeviceState
+from specdecode_worker.engine.step.packed_batch import Packed, Tables
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.speculation.sampling.row_selection import Nodes
+from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.engine.drafts.aux_hidden_states import Columns
 from specdecode_worker.engine.drafts.drafter import Ranking, grow
-from specdecode_worker.engine.drafts.features import Columns
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.state import DeviceState
-from specdecode_worker.models.reads import Reads
-from specdecode_worker.speculation.sampler import Sampler
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specdecode_worker.server.openapi.objects import ANSWERS, COUNT, TEXT, record
-from specdecode_worker.server.openapi.schemas import PREFIX, schemas_of, within
+from specdecode_worker.server.openapi.request_schemas import PREFIX, schemas_of, within
+from specdecode_worker.server.openapi.response_schemas import ANSWERS, COUNT, TEXT, record
+from specdecode_worker.server.request_sampling import Limits
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -14,7 +15,6 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from specdecode_worker.server.sampling import Limits
 from specdecode_worker.server.version import VERSION
 
 Json = dict[str, Any]

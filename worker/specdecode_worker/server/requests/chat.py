@@ -8,10 +8,10 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic_core import CoreSchema
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests.checked import Checked
-from specdecode_worker.server.requests.generation import MAX_LOGPROBS, GenerationRequest
-from specdecode_worker.server.requests.neutral import unsupported
+from specdecode_worker.server.requests.base import Checked
+from specdecode_worker.server.requests.common import MAX_LOGPROBS, GenerationRequest
 from specdecode_worker.server.requests.tools import MAX_TOOLS, NamedToolChoice, Tool, ToolCall
+from specdecode_worker.server.requests.unsupported_fields import unsupported
 
 # Templates know OpenAI's older name of the role.
 _RENDERED_ROLES = {"developer": "system"}

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests.checked import TokenId
-from specdecode_worker.server.requests.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest
+from specdecode_worker.server.requests.base import TokenId
+from specdecode_worker.server.requests.common import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest
 
 MAX_PROMPTS = 64
 _DEFAULT_TOKENS = 16

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
+from specdecode_worker.server.requests.base import Checked, TokenId
 from specdecode_worker.server.requests.chat import Messages
-from specdecode_worker.server.requests.checked import Checked, TokenId
 from specdecode_worker.server.requests.tools import MAX_TOOLS, Tool
 
 

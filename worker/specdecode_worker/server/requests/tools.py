@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from specdecode_worker.server.requests.checked import Checked
+from specdecode_worker.server.requests.base import Checked
 
 MAX_TOOLS = 128
 JSON_OBJECT = "json-object"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from specdecode_worker.capture import Record, opening_of
-from specdecode_worker.commands.local import LocalEngine
+from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.engine.messages import Sampling
-from specdecode_worker.models.weights import weights_hash
+from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.models.checkpoints.weights import weights_hash
 
 LAWS = (
     {"temperature": 0.0},

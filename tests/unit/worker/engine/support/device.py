@@ -11,7 +11,7 @@ from random import Random
 
 from small_engine import request
 
-from specdecode_worker.engine.blocks import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits, Row, Scheduler
 from specdecode_worker.speculation.trees import PLAIN, Tree

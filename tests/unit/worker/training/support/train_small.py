@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.models.config import LlamaConfig
-from specdecode_worker.models.llama import Llama
-from specdecode_worker.training.data import DataSet
-from specdecode_worker.training.peers import join
-from specdecode_worker.training.shards import Conversation
-from specdecode_worker.training.start import new_head
-from specdecode_worker.training.trainer import Trainer, TrainSettings
+from specdecode_worker.models.configs.model_config import LlamaConfig
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.batches import DataSet
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.initialization import new_head
+from specdecode_worker.training.optimization.data_parallel import join
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 
 def small_target() -> Llama:

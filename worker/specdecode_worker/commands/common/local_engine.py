@@ -1,0 +1,167 @@
+"""An engine in this process, for the commands that need no server: built from flags, fed with prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdecode_worker.commands.common.flags import method_and_draft
+from specdecode_worker.contract import (
+    OTHER_TASK,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    Plan,
+    Sampler,
+    TaskMatch,
+    TreeShape,
+    WorkerConfig,
+)
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.server.text.tokenizer import Tokenizer
+
+DEFAULT_SHAPE = TreeShape.chain(3)
+NGRAM = "ngram"
+"""Name of a draft that is always there: it has no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of a prompts file, tokenized."""
+
+    tokens: tuple[int, ...]
+    domain: str = "other"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came out for one prompt, and the request's own speculation sums."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+
+    def take(self, new: Tokens) -> None:
+        self.tokens += new.tokens
+        self.finish = new.finish or ""
+        self.drafts, self.draft_tokens, self.accepted = new.drafts, new.draft_tokens, new.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a run of requests took, from the first token on: prompts are not what is compared."""
+
+    seconds: float
+    tokens: int
+    steps: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_milliseconds(self) -> float:
+        return 1000 * self.seconds / self.steps if self.steps else 0.0
+
+
+class LocalEngine:
+    """An engine, its tokenizer, and a plan that it is told to run."""
+
+    def __init__(self, config: WorkerConfig, cache_dir: Path) -> None:
+        self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
+        self.folder = resolve(config.model.uri, cache_dir)
+        self.tokenizer = Tokenizer.from_folder(self.folder)
+        self._plans = 0
+
+    def run_shape(self, shape: TreeShape, draft: str = "") -> None:
+        """Every step from now on runs ``shape`` with the draft of this name: no guard, no exploration."""
+        self._plans += 1
+        first = self.engine.draft.hash
+        tasks = (TaskMatch(name=OTHER_TASK, draft=draft),) if draft else ()
+        plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
+        self.engine.set_plan(plan)
+
+    def prompt(self, line: dict[str, Any]) -> Prompt:
+        """Raises ValueError for a line with neither messages nor prompt."""
+        domain = str(line.get("domain", "other"))
+        if "messages" in line:
+            return Prompt(tuple(self.tokenizer.chat(line["messages"])), domain)
+        if isinstance(line.get("prompt"), str):
+            return Prompt(tuple(self.tokenizer.encode(line["prompt"])), domain)
+        raise ValueError('a line of a prompts file is {"messages": [...]} or {"prompt": "..."}')
+
+    def prompts(self, path: Path) -> list[Prompt]:
+        return [self.prompt(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[Sampling],
+        on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
+    ) -> tuple[list[Answer], Pace]:
+        """Runs all prompts together. The pace counts from when the last prompt has given its first token."""
+        answers = [Answer() for _ in prompts]
+        for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
+            self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how))
+        began: float | None = None
+        tokens = steps = 0
+        while not self.engine.idle:
+            for new in self.engine.step():
+                answers[int(new.request_id)].take(new)
+                tokens += len(new.tokens)
+                on_tokens(int(new.request_id), new)
+            steps += 1
+            if began is None and all(answer.tokens or answer.finish for answer in answers):
+                began, tokens, steps = time.monotonic(), 0, 0
+        now = time.monotonic()
+        return answers, Pace(now - (began or now), tokens, steps)
+
+
+def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:
+    """From the flags of ``add_model_flags``. Raises ValueError, ModelError."""
+    method, draft = method_and_draft(args)
+    config = WorkerConfig(
+        model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, quantization=args.quantization),
+        draft=DraftConfig.model_validate(
+            {
+                "method": method,
+                "uri": draft,
+                "required": draft is not None,
+                "quantization": args.draft_quantization,
+            }
+        ),
+        drafts=(NamedDraft(name=NGRAM, method="ngram"),),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, device=args.device, threads=args.threads, sampler=sampler),
+    )
+    return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
+
+
+def sampling_of(args: argparse.Namespace, index: int) -> Sampling:
+    """From the flags of ``add_sampling_flags``; every prompt has a seed of its own."""
+    return Sampling(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=(args.seed or 0) + index,
+    )
+
+
+def distinct_4grams(answers: Sequence[Sequence[int]]) -> float:
+    """Share of 4-grams that are the first of their kind in their answer: looping text flatters acceptance."""
+    seen = total = 0
+    for tokens in answers:
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        seen, total = seen + len(set(grams)), total + len(grams)
+    return seen / total if total else 1.0

@@ -1,0 +1,131 @@
+"""From a draft's config to a draft that can run: weights, cache, calibration. At start, and again for a swap."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdecode_worker.contract import DraftConfig, DraftState
+from specdecode_worker.engine.drafts.draft_model import ModelDrafter
+from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadedDraft
+from specdecode_worker.engine.drafts.drafter import Drafter
+from specdecode_worker.engine.drafts.eagle import EagleDrafter
+from specdecode_worker.engine.drafts.medusa import MedusaDrafter
+from specdecode_worker.engine.drafts.ngram import NgramDrafter
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.models.checkpoints.draft_weights import Draft, load_draft
+from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.configs.draft_config import Eagle3Config, EagleConfig
+from specdecode_worker.models.configs.target_config import LlamaConfig
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.models.transforms.fusion import fuse
+from specdecode_worker.models.transforms.quantization import quantise_draft
+
+Resolve = Callable[[str], Path]
+"""Model URI -> folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLoader:
+    """Loads drafts for one target, into caches of as many blocks as the target's. Touches nothing that runs."""
+
+    target: Llama
+    target_folder: Path
+    max_model_len: int
+    state: DeviceState
+    blocks: int
+    resolve: Resolve
+    foresees: bool
+    """Nothing is launched ahead: see NgramDrafter."""
+
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+        """Raises ModelError for a draft that does not fit its target."""
+        if config.method == "ngram":
+            return self._ngram(config, name)
+        assert config.method != "none", "nothing is loaded for it"
+        assert config.uri is not None, "the contract asks for it"
+        folder = self.resolve(config.uri)
+        draft = load_draft(
+            config.method,
+            folder,
+            self.target,
+            target_folder=self.target_folder,
+            dtype=self._dtype,
+            device=self._device,
+            max_model_len=self.max_model_len,
+        )
+        quantise_draft(draft, config.quantization)
+        fuse(draft)
+        state = DraftState(name=name, method=config.method, hash=weights_hash(folder), uri=config.uri)
+        return LoadedDraft(self._drafter(draft, read_sharpness(folder)), state)
+
+    def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
+        match draft:
+            case Eagle3Head() | EagleHead():
+                ids = draft.target_ids if self._has_own_vocabulary(draft) else None
+                cache = self._cache(draft.config)
+                return EagleDrafter(draft, ids, cache, self.state, self._positions, sharpness)
+            case MedusaHeads():
+                return MedusaDrafter(draft, draft.target_ids, self.state, sharpness)
+            case Llama():
+                cache = self._cache(draft.config)
+                return ModelDrafter(draft, self.target.config.vocab_size, cache, self.state, sharpness)
+
+    def _has_own_vocabulary(self, head: Eagle3Head | EagleHead) -> bool:
+        return isinstance(head, Eagle3Head) and head.config.draft_vocab_size != self.target.config.vocab_size
+
+    def _ngram(self, config: DraftConfig, name: str) -> LoadedDraft:
+        shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+        drafter = NgramDrafter(self.state, self.target.config.vocab_size, shortest, longest, foresees=self.foresees)
+        return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
+
+    def _cache(self, config: CachedConfig) -> PagedCache:
+        return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.target.model.embed_tokens.weight.dtype
+
+    @property
+    def _device(self) -> torch.device:
+        return self.target.model.embed_tokens.weight.device
+
+    @property
+    def _positions(self) -> int:
+        return self.target.config.max_position_embeddings
+
+
+CachedConfig = LlamaConfig | Eagle3Config | EagleConfig
+"""Shapes of networks that keep keys and values."""
+
+
+def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
+    return PagedCache(
+        layers=layers,
+        blocks=blocks,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def read_sharpness(folder: Path) -> tuple[float, ...]:
+    """Factors on the draft's logits by depth, from ``calibration.json`` beside the weights; absent means none."""
+    path = folder / "calibration.json"
+    if not path.exists():
+        return ()
+    try:
+        return tuple(float(factor) for factor in json.loads(path.read_text())["sharpness"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f'{path} should hold {{"sharpness": [factor of depth 1, ...]}}: {error}') from None

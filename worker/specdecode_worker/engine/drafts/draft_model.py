@@ -1,0 +1,106 @@
+"""A second, smaller model as the draft: it reads tokens alone, so it can always catch up.
+
+Draft slot i holds the keys of token i. The slots that the last steps accepted are run again in one pass that ends at
+the root: a chain's keys stand there already, a tree's do not, and one pass costs what a single token does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.drafts.aux_hidden_states import Columns
+from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
+from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.request import Request
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.packed_batch import Packed, Tables
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.speculation.sampling.row_selection import Nodes
+from specdecode_worker.speculation.sampling.sampler import Sampler
+from specdecode_worker.speculation.trees import Forest, Level, Tree
+
+LONGEST_CATCH_UP = 1024
+"""A draft that did not run for longer begins anew with as many last tokens: no step shall wait for a long prompt."""
+
+
+class ModelDrafter(PagedDrafter):
+    """Drafter of method draft-model; both models share one vocabulary, which loading has checked."""
+
+    def __init__(
+        self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
+    ) -> None:
+        """``vocab_size`` is the target's: embeddings padded beyond it are never proposed."""
+        self.reads, self.columns = Reads(), Columns()
+        self._model, self._cache, self._state = model, cache, state
+        self._vocab_size = vocab_size
+        self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
+        self._ranking = Ranking(None, sharpness)
+
+    def ready(self, request: Request) -> bool:
+        return request.cached_least <= self.last_position
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        first_B = to_device([row.start for row in rows], self._state.length_S.device)
+        self._run([row.request for row in rows], [row.count for row in rows], first_B)
+        for row in rows:
+            if row.request.draft.lag > 1:  # it did not follow the prompt so far
+                row.request.draft.start = row.start if row.start == 0 else max(row.start, 2)
+            row.request.draft.lag = 1
+
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
+        drafting = self.drafting(rows, forest.trees)
+        if not drafting:
+            return None
+        hidden_RE = self._caught_up(rows, drafting)
+
+        def expand(depth: int, level: Level) -> Tensor:
+            nonlocal hidden_RE
+            hidden_RE = hidden_RE[level.source_R]
+            if depth:
+                packed = level_pass(self._state, rows, level, depth, forest, self.last_position, first_slot=0)
+                hidden_RE = self.node_states(hidden_RE, packed)
+            return self.rank(hidden_RE, level.nodes, depth, sampler)
+
+        return grow(rows, forest, self._state, expand)
+
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
+
+    def behind(self, requests: Sequence[Request]) -> list[int]:
+        return [min(request.unseen(0), LONGEST_CATCH_UP) for request in requests]
+
+    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        for request, count in zip(requests, counts, strict=True):
+            if request.unseen(0) > count:
+                request.draft.start = max(request.cached_least + 1 - count, 2)  # 1 would show slot 0
+            request.draft.reached_root(len(request.in_flight))
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+        return self._forward(packed)
+
+    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+        """It reads tokens alone."""
+        return self._forward(packed)
+
+    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        return self._ranking.of(self._model.logits(hidden_RE)[:, : self._vocab_size], at, depth, sampler)
+
+    def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+        requests = [rows[b].request for b in drafting]
+        counts = self.behind(requests)
+        self.caught_up(requests, counts)
+        first_B, _, _ = catch_up_runs(self._state, requests, counts)
+        return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
+
+    def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
+        """Hidden states [T, E] of ``counts[b]`` slots from ``first_B[b]`` on."""
+        return self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=0))
+
+    def _forward(self, packed: Packed | Tables) -> Tensor:
+        return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]

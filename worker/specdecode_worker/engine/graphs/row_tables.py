@@ -1,0 +1,79 @@
+"""The rows of a step as tables: their slots and laws, and what their draft has to catch up with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from specdecode_worker.engine.graphs.graph_key import NODES, Key
+from specdecode_worker.engine.graphs.static_inputs import Shapes
+from specdecode_worker.engine.request import Request
+
+FLOATS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """By row of the step: how many slots up to the root the draft runs (0 where it does not draft), and which is the
+    first that it sees."""
+
+    counts: tuple[int, ...] = ()
+    key_starts: tuple[int, ...] = ()
+
+
+def shapes(key: Key) -> Shapes:
+    """[B + 1], of which the last is nobody: slot, whether somebody is there, seed, top-k, how deep an accepted path may
+    stay. Of a draft: [B + 1] slots to catch up with and the first to see, the packed slots [T] of that pass, and which
+    of them are the roots [B]."""
+    rows = key.rows + 1
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "kept_depth"), (rows,))
+    if key.passes:
+        found |= dict.fromkeys(("count", "key_start", "catch_start"), (rows,))
+        found |= {"catch_sequence": (key.tokens,), "catch_row": (key.tokens,), "catch_last": (key.rows,)}
+    return found
+
+
+def float_shapes(key: Key) -> Shapes:
+    return dict.fromkeys(FLOATS, (key.rows + 1,))
+
+
+def floats_of(requests: Sequence[Request], key: Key) -> dict[str, list[float]]:
+    laws, more = [request.law for request in requests], key.rows + 1 - len(requests)
+    return {
+        "temperature": [law.temperature for law in laws] + [0.0] * more,
+        "top_p": [law.top_p for law in laws] + [1.0] * more,
+        "min_p": [law.min_p for law in laws] + [0.0] * more,
+    }
+
+
+def rows_of(
+    requests: Sequence[Request], key: Key, catch_up: CatchUp, kept_depths: Sequence[int] | None, nobody: int
+) -> dict[str, list[int]]:
+    """``kept_depths`` None: accepted paths are cut nowhere. ``nobody`` is the slot of padding."""
+    more = key.rows + 1 - len(requests)
+    kept = [NODES] * len(requests) if kept_depths is None else list(kept_depths)
+    found = {
+        "slot": [request.slot for request in requests] + [nobody] * more,
+        "live": [1] * len(requests) + [0] * more,
+        "seed": [request.law.seed for request in requests] + [0] * more,
+        "top_k": [request.law.top_k for request in requests] + [0] * more,
+        "kept_depth": kept + [NODES] * more,
+    }
+    return found | _catch_up(catch_up, key) if key.passes else found
+
+
+def _catch_up(catch_up: CatchUp, key: Key) -> dict[str, list[int]]:
+    more = key.rows + 1 - len(catch_up.counts)
+    counts = [*catch_up.counts, *[0] * more]
+    total = sum(counts)
+    starts = list(accumulate(counts[: key.rows], initial=0))
+    padding = key.tokens - total
+    return {
+        "count": counts,
+        "key_start": [*catch_up.key_starts, *[0] * more],
+        "catch_start": starts,
+        "catch_sequence": [b for b, count in enumerate(counts) for _ in range(count)] + [key.rows] * padding,
+        "catch_row": [row for count in counts for row in range(count)] + [0] * padding,
+        "catch_last": [max(end - 1, 0) for end in starts[1:]],
+    }

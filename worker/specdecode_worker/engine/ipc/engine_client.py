@@ -1,0 +1,261 @@
+"""The server's side of the engine process: starts it, hands it requests, and fans its tokens out to their streams.
+
+One reader task decodes what arrives and routes it by request id. A process that dies, however it dies, ends every
+open stream with EngineGone; nothing here restarts it, for a pod that lost its engine should be replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.engine.errors import CallRefused, EngineGone
+from specdecode_worker.engine.ipc import engine_process
+from specdecode_worker.engine.ipc.messages import (
+    Abort,
+    Crashed,
+    Done,
+    FromEngine,
+    GetReport,
+    Loaded,
+    SetDraft,
+    SetPlan,
+    SetSynthetic,
+    Shutdown,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+
+_EXIT_SECONDS = 5.0
+
+
+class Stream:
+    """The tokens of one request, in order. Close it when nobody listens any more: an unfinished one is aborted.
+
+    with client.submit(request) as stream:
+        async for tokens in stream: ...
+    """
+
+    def __init__(self, client: EngineClient, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._queue: asyncio.Queue[Tokens | EngineGone] = asyncio.Queue()
+        self._over = False
+
+    def deliver(self, item: Tokens | EngineGone) -> None:
+        self._queue.put_nowait(item)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Tokens:
+        """Raises EngineGone when the engine dies first."""
+        if self._over:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, EngineGone):
+            self._over = True
+            raise item
+        self._over = item.finish is not None
+        return item
+
+    def close(self) -> None:
+        """May be called twice. Who still waits for tokens gets EngineGone."""
+        self._client._forget(self._request_id, abort=not self._over)
+        if not self._over:
+            self.deliver(EngineGone("nobody listens any more"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EngineClient:
+    """One engine process. ``loaded`` and ``gone`` are futures that resolve at most once."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        plan: Plan | None,
+        knobs: SyntheticKnobs | None = None,
+        *,
+        build: engine_process.Build | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[Loaded] = loop.create_future()
+        self.gone: asyncio.Future[str] = loop.create_future()
+        """Why the engine is gone; never resolves after ``close``."""
+        self._folder = tempfile.mkdtemp(prefix="specdecode-")  # mode 0700: nobody else can connect
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://{self._folder}/engine"
+        self._socket.bind(address)
+        self._streams: dict[str, Stream] = {}
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._call_ids = itertools.count(1)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
+        self._process = _spawn(address, config, plan, knobs, build)
+        self._reader = asyncio.create_task(self._read())
+        loop.add_reader(self._process.sentinel, self._process_ended)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not finished."""
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def submit(self, request: Submit) -> Stream:
+        """Hands a request over. Raises EngineGone."""
+        self._check_alive()
+        assert request.request_id not in self._streams, "request ids are unique"
+        stream = self._streams[request.request_id] = Stream(self, request.request_id)
+        self._send(request)
+        return stream
+
+    async def set_plan(self, plan: Plan) -> None:
+        """Raises CallRefused, EngineGone."""
+        await self._call(lambda call_id: SetPlan(call_id, plan.model_dump_json().encode()))
+
+    async def set_draft(self, draft: DraftConfig, name: str = "") -> None:
+        """Returns once ``draft`` has taken over from the one of that name. Raises CallRefused, EngineGone."""
+        body = draft.model_dump_json(exclude={"name"}).encode()
+        await self._call(lambda call_id: SetDraft(call_id, body, name))
+
+    async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
+        """Raises CallRefused, EngineGone."""
+        body = b"null" if knobs is None else knobs.model_dump_json().encode()
+        await self._call(lambda call_id: SetSynthetic(call_id, body))
+
+    async def report(self) -> Report:
+        """Raises EngineGone."""
+        return Report.model_validate_json(await self._call(GetReport))
+
+    def end_streams(self, reason: str) -> None:
+        """Ends every open stream with EngineGone, the engine alive or not."""
+        for stream in self._streams.values():
+            stream.deliver(EngineGone(reason))
+
+    async def close(self) -> None:
+        """Ends the process; what still runs in it is lost."""
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        # While it loads it reads no messages.
+        if self._process.is_alive() and self.loaded.done():
+            self._send(Shutdown())
+            await asyncio.to_thread(self._process.join, _EXIT_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _forget(self, request_id: str, *, abort: bool) -> None:
+        if self._streams.pop(request_id, None) is not None and abort and not self.gone.done():
+            self._send(Abort(request_id))
+
+    def _send(self, message: ToEngine) -> None:
+        # Leaves at once (there is no high-water mark) or, before the engine has connected, waits inside the socket.
+        self._socket.send(self._encoder.encode([message]))
+
+    async def _call(self, make: Callable[[int], ToEngine]) -> bytes:
+        self._check_alive()
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            self._send(make(call_id))
+            return await answer
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def _read(self) -> None:
+        while True:
+            for message in self._decoder.decode(await self._socket.recv()):
+                self._route(message)
+
+    def _route(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                if (stream := self._streams.get(message.request_id)) is not None:
+                    stream.deliver(message)
+            case Done():
+                self._answer(message)
+            case Loaded():
+                self.loaded.set_result(message)
+            case Crashed(reason):
+                self._lose(reason)
+
+    def _answer(self, done: Done) -> None:
+        answer = self._calls.get(done.call_id)
+        if answer is None or answer.done():
+            return
+        if done.error:
+            answer.set_exception(CallRefused(done.error))
+        else:
+            answer.set_result(done.body)
+
+    def _process_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        # Its last words may still be on their way through the socket.
+        asyncio.get_running_loop().call_later(0.2, self._lose_silently)
+
+    def _lose_silently(self) -> None:
+        self._process.join()
+        self._lose(f"the engine process ended with exit code {self._process.exitcode}")
+
+    def _lose(self, reason: str) -> None:
+        if self.gone.done():
+            return
+        self.gone.set_result(reason)
+        self.end_streams(reason)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineGone(reason))
+
+    def _check_alive(self) -> None:
+        if self.gone.done():
+            raise EngineGone(self.gone.result())
+
+
+def _spawn(
+    address: str,
+    config: WorkerConfig,
+    plan: Plan | None,
+    knobs: SyntheticKnobs | None,
+    build: engine_process.Build | None,
+) -> SpawnProcess:
+    written = [one and one.model_dump_json() for one in (plan, knobs)]
+    # spawn, not fork: the server has threads, and CUDA cannot be used after a fork.
+    child = multiprocessing.get_context("spawn").Process(
+        target=engine_process.main,
+        args=(address, config.model_dump_json(), *written, build),
+        name="specdecode-engine",
+    )
+    child.start()
+    return child

@@ -1,0 +1,1 @@
+"""Paged KV cache: block ownership, prefix reuse and commit of accepted keys."""

@@ -1,0 +1,123 @@
+"""The paged cache of keys and values, and the attention that models run on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.cpu.ops import Pages, attends
+from specdecode_kernels.cpu.ops import attend as attend_natively
+from specdecode_kernels.kv_keep.op import kv_keep
+from specdecode_kernels.rope_cache.op import rope_cache
+from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.step.packed_batch import Packed, Tables
+from specdecode_worker.models.networks.layers import Attend, TurningAttend
+from specdecode_worker.models.networks.rope import Turns
+
+
+class PagedCache:
+    """Keys and values ``[layer, 2, block, 16, kv_head, head_dim]``, zeroed: masked keys must be finite."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
+        self._groups = heads // kv_heads
+        self._natively = attends(dtype, device, head_dim)
+
+    def attend(self, packed: Packed | Tables) -> Attend:
+        """The attention of one pass, for all of its layers."""
+        if isinstance(packed, Tables):
+            return self._attending(packed.slots_T, self._prepared(packed))
+        if self._natively:
+            return NativeAttend(self.data, packed)
+        prepared = prepare(
+            blocks=packed.blocks,
+            block_table_BM=packed.block_table_BM,
+            block_size=BLOCK_SIZE,
+            query_counts=packed.query_counts,
+            key_bounds=packed.key_bounds,
+            prefix_len_B=packed.prefix_len_B,
+            ancestors_T=packed.ancestors_T,
+            key_starts=packed.key_starts,
+            dense=packed.dense,
+            groups=self._groups,
+            dtype=self.data.dtype,
+            kv_heads=self.data.shape[4],
+        )
+        return self._attending(packed.slots_T, prepared)
+
+    def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
+        """Moves accepted nodes' keys and values to the slots that their positions own; ``group`` as in kv_keep."""
+        kv_keep(self.data, source_slots, target_slots, group=group)
+
+    def _prepared(self, tables: Tables) -> Prepared:
+        return prepare_tables(
+            query_start=tables.query_start,
+            prefix_len_B=tables.prefix_len_B,
+            key_start_B=tables.key_start_B,
+            ancestors_T=tables.ancestors_T,
+            block_table_BM=tables.block_table_BM,
+            block_size=BLOCK_SIZE,
+            groups=self._groups,
+            kv_heads=self.data.shape[4],
+        )
+
+    def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
+        kind = TurningPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
+        return kind(self.data, slots_T, prepared)
+
+
+class PagedAttend:
+    """models.layers.Attend: writes this pass's keys and values to their slots, then attends over the paged keys."""
+
+    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared) -> None:
+        self._layers = data.unbind(0)
+        self._rows = data.flatten(2, 3).unbind(0)
+        self._slots_T = slots_T
+        self._prepared = prepared
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        rows = self._rows[layer]
+        rows[0].index_copy_(0, self._slots_T, k_TKD)
+        rows[1].index_copy_(0, self._slots_T, v_TKD)
+        return attend(q_THD, self._layers[layer], self._prepared)
+
+
+class TurningPagedAttend(PagedAttend, TurningAttend):
+    """The same where a kernel rotates too, while it writes the keys."""
+
+    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+        cache = self._layers[layer]
+        turned_THD = rope_cache(q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache)
+        return attend(turned_THD, cache, self._prepared)
+
+
+class NativeAttend:
+    """The same in one compiled call a layer."""
+
+    def __init__(self, data: Tensor, packed: Packed) -> None:
+        self._layers = data.flatten(2, 3).unbind(0)
+        self._slots_T = packed.slots_T
+        self._scale = data.shape[-1] ** -0.5
+        self._pages = Pages(
+            block_table_BM=packed.block_table_BM.contiguous(),
+            block_size=BLOCK_SIZE,
+            prefix_len_B=packed.prefix_len_B.contiguous(),
+            first_B=torch.tensor(packed.key_starts),
+            query_start=torch.tensor(packed.query_start),
+            ancestors_T=packed.ancestors_T.contiguous(),
+        )
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return attend_natively(q_THD, k_TKD, v_TKD, self._layers[layer], self._slots_T, self._pages, self._scale)

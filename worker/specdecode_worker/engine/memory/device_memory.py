@@ -1,0 +1,81 @@
+"""How much memory there is: of the GPU, of the container, or of the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from specdecode_worker.engine.memory.memory_budget import Device
+from specdecode_worker.models.errors import ModelError
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def device_memory(device: torch.device, count: int = 1) -> Device:
+    """Of ``device``; with several GPUs, of the one that has least. Raises ModelError when there are too few."""
+    return _cuda(count) if device.type == "cuda" else _cpu(count)
+
+
+def free_now(device: torch.device) -> int:
+    """Bytes that a process which has run for a while can still have: what its allocator holds for itself included."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    _, free = _machine()
+    limit, used = _container_limit(), _container_usage()
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _cuda(count: int) -> Device:
+    there = torch.cuda.device_count()
+    if there < count:
+        raise ModelError(f"tensor_parallel_size is {count}, but torch sees {there} GPUs here; lower it or add GPUs")
+    found = [torch.cuda.mem_get_info(index) for index in range(count)]
+    free, limit = min(free for free, _ in found), min(total for _, total in found)
+    return Device(kind="cuda", limit=limit, free=free, source="GPU memory", count=count)
+
+
+def _cpu(count: int) -> Device:
+    """The ranks of a CPU share what there is. Pages of files that were just read are no use of memory."""
+    machine, free = _machine()
+    limit = _container_limit()
+    if limit is None or limit >= machine:
+        return Device(kind="cpu", limit=machine // count, free=free // count, source="machine's memory", count=count)
+    free = min(limit, free)
+    return Device(kind="cpu", limit=limit // count, free=free // count, source="container's memory limit", count=count)
+
+
+def _machine() -> tuple[int, int]:
+    """(all, what programs can still have), in bytes."""
+    try:
+        found = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return tuple(int(found[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+    except (OSError, KeyError, ValueError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+
+
+def _container_usage() -> int | None:
+    """What the container has in use, pages of files aside that can be dropped at any time."""
+    for folder, usage in ((CGROUP, "memory.current"), (CGROUP / "memory", "memory.usage_in_bytes")):
+        try:
+            words = (folder / "memory.stat").read_text().split()
+            stat = dict(zip(words[::2], words[1::2], strict=True))
+            idle = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+            return int((folder / usage).read_text()) - int(idle)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _container_limit() -> int | None:
+    """Of cgroup v2, or v1; None where there is none."""
+    for path in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):  # "max" is no number
+            continue
+    return None

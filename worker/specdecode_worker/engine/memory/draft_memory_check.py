@@ -1,0 +1,56 @@
+"""Drafts that are to be loaded beside what runs: judged by their headers, and held against the memory that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdecode_worker.contract import DraftConfig
+from specdecode_worker.engine.drafts.draft_loader import DraftLoader
+from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadedDraft
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.memory.model_inventory import expect_own_logits, network_of
+from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, shape_draft
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.transforms.fusion import packs
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBeside:
+    """A LoadDraft for a worker that serves. ``free_bytes`` is asked anew for every draft."""
+
+    loader: DraftLoader
+    ranks: int
+    free_bytes: Callable[[], int]
+
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+        """Raises ModelError for a draft that does not fit its target, or not into memory beside the old one."""
+        method = config.method
+        if method == "ngram" or method == "none" or config.uri is None:
+            return self.loader(config, name)
+        expect_own_logits(config, self.ranks)
+        needed, free = self._needed_bytes(method, config.uri), self.free_bytes()
+        if needed > free:
+            raise ModelError(
+                f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "
+                f"{free / _GIB:.2f} GiB are free; give the worker more memory, or change the draft in the spec, "
+                "which restarts workers one by one"
+            )
+        return self.loader(config, name)
+
+    def _needed_bytes(self, method: WeightMethod, uri: str) -> int:
+        """Weights, twice while they are packed, and keys and values for as many blocks as the target has."""
+        loader, weight = self.loader, self.loader.target.model.embed_tokens.weight
+        draft = shape_draft(
+            method,
+            loader.resolve(uri),
+            loader.target,
+            target_folder=loader.target_folder,
+            max_model_len=loader.max_model_len,
+        )
+        network = network_of("draft", draft, weight.dtype, weight.device)
+        copies = 2 if packs(weight.dtype, weight.device) else 1
+        cache = loader.blocks * BLOCK_SIZE * network.kv_bytes_per_token(weight.dtype.itemsize)
+        return copies * network.weights + network.tables + cache

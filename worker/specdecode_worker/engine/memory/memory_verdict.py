@@ -1,0 +1,145 @@
+"""Says what a budget comes to: the arithmetic line by line, what does not fit, and what to change."""
+
+from __future__ import annotations
+
+import logging
+
+from specdecode_worker.contract import CheckVerdict, MemoryState
+from specdecode_worker.engine.memory.memory_budget import LARGE_DRAFT, SLACK_TOKENS, Budget, kv_cache_bytes, kv_tokens
+from specdecode_worker.engine.memory.model_inventory import Inventory
+from specdecode_worker.models.errors import CannotServe
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def judge(inventory: Inventory) -> CheckVerdict:
+    """Never raises: what is wrong is part of it."""
+    budget = inventory.budget
+    return CheckVerdict(
+        serves=budget.fits and not (inventory.draft_problem and inventory.draft_required),
+        fits=budget.fits,
+        problem="" if budget.fits else f"{shortfall(budget)}; {remedies(budget)}"[:1000],
+        arithmetic=tuple(arithmetic(budget)),
+        memory=memory_state(budget),
+        kv_tokens=kv_tokens(budget) if budget.fits else budget.room_tokens,
+        max_model_len=budget.bounds.max_model_len,
+        sequences=budget.sequences,
+        draft_problem=inventory.draft_problem and inventory.draft_problem[:1000],
+        warnings=tuple(warnings(budget)),
+    )
+
+
+def insist(inventory: Inventory) -> None:
+    """Raises CannotServe for what the memory cannot hold, and for a required draft that is not for the target."""
+    verdict = judge(inventory)
+    if not verdict.serves:
+        raise CannotServe(verdict)
+    for warning in verdict.warnings:
+        log.warning(warning)
+
+
+def memory_state(budget: Budget) -> MemoryState:
+    return MemoryState(
+        limit=budget.device.limit,
+        weights=budget.target.weights,
+        drafts=budget.draft_weights,
+        kv_cache=kv_cache_bytes(budget, kv_tokens(budget)) if budget.fits else 0,
+        reserve=budget.reserve,
+    )
+
+
+def arithmetic(budget: Budget) -> list[str]:
+    """From the limit down to tokens; every line is one term."""
+    lines = [_line(_limit(budget), budget.device.limit)]
+    lines += [_line(f"- {what}", -size) for what, size in _terms(budget)]
+    lines.append(_line("= for keys and values", budget.left))
+    lines.append(f"{'/ bytes per block of 16 tokens ' + _per_token(budget):62}{budget.bytes_per_block:>13,} B")
+    lines.append(f"{'= tokens of keys and values that there is room for':62}{budget.room_tokens:>13,}")
+    length = budget.bounds.max_model_len
+    lines.append(f"{f'  one sequence of {length:,} tokens needs':62}{length + SLACK_TOKENS:>13,}")
+    return lines
+
+
+def shortfall(budget: Budget) -> str:
+    """What does not fit, in one sentence."""
+    what, bounds = _limit(budget), budget.bounds
+    if budget.left <= 0:
+        return (
+            f"the {what} of {_gib(budget.device.limit)} leaves no room for keys and values: {_gib(-budget.left)} short"
+        )
+    room = f"the {what} of {_gib(budget.device.limit)} leaves room for {budget.room_tokens:,} tokens of keys and values"
+    if bounds.kv_cache_tokens:
+        return f"{room}, kv_cache_tokens asks for {bounds.kv_cache_tokens:,}"
+    return f"{room}, one sequence of max_model_len {bounds.max_model_len:,} needs {budget.least_tokens:,}"
+
+
+def remedies(budget: Budget) -> str:
+    """What a user can change, the least painful first. Names are those of the flags and of the resource."""
+    bounds, found = budget.bounds, []
+    if bounds.kv_cache_tokens and budget.room_tokens:
+        found.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
+    elif budget.longest:
+        found.append(f"set max_model_len to at most {budget.longest}")
+    if budget.occupied:
+        found.append(f"free the {_gib(budget.occupied)} that others use")
+    if bounds.max_num_seqs > 1:
+        found.append(f"lower max_num_seqs ({bounds.max_num_seqs})")
+    if budget.drafts:
+        found.append(f"serve without the draft ({_gib(budget.draft_weights)})")
+    if bounds.dtype_bytes > 2:
+        found.append("set dtype to bfloat16")
+    found.append("give it more memory" if budget.device.kind == "cpu" else "take a larger GPU, or more of them")
+    return ", or ".join(found)
+
+
+def warnings(budget: Budget) -> list[str]:
+    """What fits and is still no good idea."""
+    found = []
+    for draft in budget.drafts:
+        share = draft.weights / max(budget.target.weights, 1)
+        if share > LARGE_DRAFT:
+            found.append(
+                f"the {draft.name}'s weights are {share:.0%} of the target's; beyond {LARGE_DRAFT:.0%} a draft usually"
+                " costs more than it brings"
+            )
+    return found
+
+
+def _terms(budget: Budget) -> list[tuple[str, int]]:
+    reserve = f"reserve of {1 - budget.bounds.utilization:.0%}"
+    found = [(reserve, budget.reserve)]
+    if budget.occupied:
+        found.append(("in use by others", budget.occupied))
+    found.append(("Python and torch" if budget.device.kind == "cpu" else "CUDA context", budget.runtime))
+    found.append((_shared("weights of the target", budget.device.count), budget.target.weights))
+    found += [(f"weights of the {draft.name}", draft.weights) for draft in budget.drafts]
+    found.append((f"tables and state of {budget.bounds.max_num_seqs} sequences", budget.state))
+    found.append((f"activations of a step of {budget.bounds.max_num_batched_tokens} tokens", budget.activations))
+    if budget.device.kind == "cuda":
+        captured = f"of up to {budget.bounds.graph_rows} sequences" if budget.graphs else "(none are captured)"
+        found.append((f"CUDA graphs {captured}", budget.graphs))
+    return found
+
+
+def _limit(budget: Budget) -> str:
+    return budget.device.source
+
+
+def _shared(what: str, count: int) -> str:
+    return what if count == 1 else f"{what}, its share of {count} devices"
+
+
+def _per_token(budget: Budget) -> str:
+    size = budget.bounds.dtype_bytes
+    parts = [f"{network.name} {network.kv_bytes_per_token(size):,}" for network in (budget.target, *budget.drafts)]
+    return f"({', '.join(parts)} a token)"
+
+
+def _line(what: str, size: int) -> str:
+    return f"{what:62}{size / _GIB:>11.2f} GiB"
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"

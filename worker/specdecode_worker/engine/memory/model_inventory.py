@@ -1,0 +1,173 @@
+"""What a worker is asked to hold, from config.json and the headers of the weights alone: figures for ``sizing``.
+
+The networks are those that the loader fills, still on the meta device: so their sizes are those that will be, and what
+does not fit together is told in the words of loading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
+from specdecode_worker.engine.drafts.aux_hidden_states import joined
+from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
+from specdecode_worker.engine.graphs.graph_key import row_buckets
+from specdecode_worker.engine.memory.device_memory import device_memory
+from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
+from specdecode_worker.models.checkpoints.draft_weights import Draft, shape_draft
+from specdecode_worker.models.checkpoints.weights import prepare_llama
+from specdecode_worker.models.configs.draft_config import MedusaConfig
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.tensor_parallel import Shard, split_network
+from specdecode_worker.models.transforms.fusion import packs
+from specdecode_worker.models.transforms.quantization import added_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """``draft_problem`` says why a draft that was asked for is not in the budget."""
+
+    budget: Budget
+    draft_problem: str | None = None
+    draft_required: bool = False
+
+
+def take_inventory(
+    config: WorkerConfig, resolve: Resolve, device: torch.device, memory: Device | None = None
+) -> Inventory:
+    """Loads nothing. ``memory`` stands for another device's. Raises ModelError for a target that cannot be served."""
+    dtype, ranks = getattr(torch, config.model.dtype), config.engine.tensor_parallel_size
+    folder = resolve(config.model.uri)
+    prepared = prepare_llama(folder, max_model_len=config.model.max_model_len)
+    prepared.check()
+    target = prepared.network
+    part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
+    found = _drafts(config, resolve, target, folder)
+    models = [(name, one, kind) for name, one, kind in found if not isinstance(one, Misfit)]
+    misfits = [one for _, one, _ in found if isinstance(one, Misfit)]
+    budget = Budget(
+        device=memory or device_memory(device, ranks),
+        bounds=bounds_of(config, target.config.max_position_embeddings),
+        target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
+        drafts=tuple(network_of(name, model, dtype, device, kind) for name, model, kind in models),
+        aux_size=joined(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
+            target.config.hidden_size
+        ),
+    )
+    return Inventory(
+        budget=budget,
+        draft_problem="; ".join(misfit.problem for misfit in misfits) or None,
+        draft_required=any(misfit.required for misfit in misfits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A draft that is not for the target."""
+
+    problem: str
+    required: bool
+
+
+def _drafts(
+    config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
+) -> list[tuple[str, Draft | Misfit, DraftQuantization | None]]:
+    """Drafts with weights, by what to call them, and how they are quantised."""
+    found: list[tuple[str, Draft | Misfit, DraftQuantization | None]] = []
+    for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
+        if draft.uri is None or draft.method == "ngram" or draft.method == "none":
+            continue
+        where, length = draft.uri, config.model.max_model_len
+        try:
+            expect_own_logits(draft, config.engine.tensor_parallel_size)
+            model = shape_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
+            found.append((name, model, draft.quantization))
+        except ModelError as error:
+            words = str(error) if name == "draft" else f"{name}: {error}"
+            found.append((name, Misfit(words, draft.required), None))
+    return found
+
+
+def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
+    """Raises ModelError for a head that would read a matrix of the target's which no device has whole."""
+    if draft.method == "eagle" and ranks > 1:
+        raise ModelError(
+            f"{draft.uri}: a head of method eagle makes logits with the target's matrix, which is split over {ranks}"
+            " devices; take an eagle3 head, or one device"
+        )
+
+
+def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
+    """``positions`` is the model's own limit."""
+    engine = config.engine
+    return Bounds(
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=min(config.model.max_model_len or positions, positions),
+        dtype_bytes=getattr(torch, config.model.dtype).itemsize,
+        utilization=engine.gpu_memory_utilization,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        prefix_caching=engine.enable_prefix_caching,
+        graph_rows=max(graph_rows(engine), default=0),
+    )
+
+
+def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
+    """Numbers of sequences that CUDA graphs are captured for. None, where a step needs the host: other ranks have to be
+    told of it, and multi-round sampling is queued call by call."""
+    if engine.enforce_eager or engine.tensor_parallel_size > 1 or engine.sampler != "coupled":
+        return ()
+    return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
+
+
+def network_of(
+    name: str,
+    model: Draft,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: DraftQuantization | None = None,
+    *,
+    draft: bool = True,
+) -> Network:
+    """``model`` as it is before ``fuse``, still on the meta device; ``dtype``, ``device`` and ``quantization`` are
+    those that it will have."""
+    shape = model.config
+    weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
+    unties = quantization is not None and draft
+    if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
+        weights += model.lm_head.weight.numel() * dtype.itemsize  # packed, it is no longer that of the embeddings
+    return Network(
+        name=name,
+        weights=weights,
+        tables=_tables(model),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
+    )
+
+
+def _blocks(shape: CachedConfig) -> dict[str, int]:
+    return {
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.num_attention_heads,
+        "kv_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "kv_layers": shape.num_hidden_layers,
+    }
+
+
+def _weights(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of what a checkpoint holds, once loaded; a matrix with two names counts once."""
+    kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    return sum(tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in kept)
+
+
+def _tables(model: nn.Module) -> int:
+    """Bytes of what a network computes for itself."""
+    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in kept)

@@ -1,0 +1,47 @@
+"""Rank 0's target: as any, and what is done to it is told to the other ranks first."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.parallel.rank_group import Group
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.target_pass import Pass, Target
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.llama import Llama
+
+
+class LeadingCache(PagedCache):
+    """Rank 0's heads of the cache; blocks are numbered alike on every rank."""
+
+    def __init__(self, own: PagedCache, group: Group) -> None:
+        vars(self).update(vars(own))
+        self._ranks = group
+
+    def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
+        self._ranks.keep(source_slots, target_slots)
+        super().keep(source_slots, target_slots, group=group)
+
+
+class LeadingTarget(Target):
+    """Rank 0's part of the target network."""
+
+    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, group: Group) -> None:
+        super().__init__(model, LeadingCache(cache, group), state)
+        self._ranks = group
+
+    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Raises RankLost when another rank ends under way."""
+        self._ranks.forward(step.packed, step.logit_rows_R)
+        with self._ranks.together():
+            return super().forward(step, reads)
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Raises RankLost when another rank ends under way."""
+        self._ranks.logits(hidden_TE)
+        with self._ranks.together():
+            return super().logits(hidden_TE)
+
+    def close(self) -> None:
+        self._ranks.close()

@@ -1,0 +1,104 @@
+"""What rank 0 tells the others: what host and device know of a pass, so that they can run it too."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.step.packed_batch import Packed
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is: its part of which model, and where it meets the others."""
+
+    rank: int
+    size: int
+    meeting: str
+    """URL of torch.distributed's store."""
+    folder: str
+    dtype: str
+    device: str
+    max_model_len: int | None
+    blocks: int
+    threads: int
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A pass over T tokens of B sequences with logits for R of them; its indices follow in one broadcast."""
+
+    logit_rows: int
+    table_columns: int
+    query_counts: tuple[int, ...]
+    key_bounds: tuple[int, ...]
+    key_starts: tuple[int, ...]
+    dense: bool
+    blocks: tuple[tuple[int, ...], ...]
+    """Read on a CPU alone; elsewhere empty."""
+
+
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Accepted keys move; ``count`` pairs of slots follow in one broadcast."""
+
+    count: int
+
+
+class Logits(msgspec.Struct, frozen=True, tag=True):
+    """Logits of ``count`` hidden states, which follow in one broadcast: those that a prompt's tokens are told by."""
+
+    count: int
+
+
+Told = Forward | Keep | Logits
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded its part."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank's last words."""
+
+    reason: str
+
+
+def announced(packed: Packed, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
+    """A pass as it is told: the message, and all of its indices as one int64 tensor."""
+    columns = -(-max(packed.key_bounds) // BLOCK_SIZE)
+    on_cpu = packed.tokens_T.device.type == "cpu"
+    message = Forward(
+        logit_rows=len(logit_rows_R),
+        table_columns=columns,
+        query_counts=packed.query_counts,
+        key_bounds=packed.key_bounds,
+        key_starts=packed.key_starts,
+        dense=packed.dense,
+        blocks=packed.blocks if on_cpu else ((),) * len(packed.query_counts),
+    )
+    parts = (packed.tokens_T, packed.positions_T, packed.slots_T, packed.ancestors_T, packed.prefix_len_B, logit_rows_R)
+    return message, torch.cat((*parts, packed.block_table_BM[:, :columns].flatten()))
+
+
+def understood(message: Forward, device: torch.device) -> tuple[Packed, Tensor]:
+    """The pass and its logit rows, from the message and the broadcast that follows it."""
+    tokens, sequences = sum(message.query_counts), len(message.query_counts)
+    sizes = [tokens, tokens, tokens, tokens, sequences, message.logit_rows, sequences * message.table_columns]
+    flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+    dist.broadcast(flat, src=0)
+    tokens_T, positions_T, slots_T, ancestors_T, prefix_len_B, logit_rows_R, table = torch.split(flat, sizes)
+    packed = Packed(
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        slots_T=slots_T,
+        prefix_len_B=prefix_len_B,
+        ancestors_T=ancestors_T,
+        block_table_BM=table.view(sequences, -1),
+        blocks=message.blocks,
+        query_counts=message.query_counts,
+        key_bounds=message.key_bounds,
+        key_starts=message.key_starts,
+        dense=message.dense,
+    )
+    return packed, logit_rows_R

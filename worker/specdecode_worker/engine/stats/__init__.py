@@ -1,0 +1,1 @@
+"""Counters, timers and step costs behind the worker report."""

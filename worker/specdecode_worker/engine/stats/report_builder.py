@@ -1,0 +1,93 @@
+"""Puts a worker's counters into a contract.Report that fits its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdecode_worker.contract import (
+    MAX_REPORT_BYTES,
+    DraftState,
+    GuardCell,
+    MemoryState,
+    PhaseSeconds,
+    PlanState,
+    Report,
+    SyntheticKnobs,
+)
+from specdecode_worker.engine.scheduler import Counters
+from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What does not change within a boot."""
+
+    boot_id: str
+    worker: str
+    model: str
+    target: str
+    max_num_seqs: int
+    memory: MemoryState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What holds now."""
+
+    clock_seconds: float
+    draft: DraftState
+    named_drafts: tuple[DraftState, ...]
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    counters: Counters
+    plan: PlanState
+    synthetic: SyntheticKnobs | None
+    phases: PhaseSeconds
+    guard: tuple[GuardCell, ...]
+
+
+def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> Report:
+    """Step and acceptance cells with fewest counts are left out until it is small enough; their counters go on."""
+    share = 1
+    while True:
+        report = Report(
+            boot_id=identity.boot_id,
+            worker=identity.worker,
+            clock_seconds=moment.clock_seconds,
+            model=identity.model,
+            target=identity.target,
+            draft=moment.draft,
+            named_drafts=moment.named_drafts,
+            plan=moment.plan,
+            synthetic=moment.synthetic,
+            phases=moment.phases,
+            max_num_seqs=identity.max_num_seqs,
+            memory=identity.memory,
+            running=moment.running,
+            waiting=moment.waiting,
+            running_request_seconds=statistics.running_request_seconds,
+            waiting_request_seconds=statistics.waiting_request_seconds,
+            kv_tokens_total=moment.kv_tokens_total,
+            kv_tokens_used=moment.kv_tokens_used,
+            kv_tokens_cached=moment.kv_tokens_cached,
+            preemptions=moment.counters.preemptions,
+            prefill_chunks=moment.counters.prefill_chunks,
+            prefix_query_tokens=moment.counters.prefix_query_tokens,
+            prefix_hit_tokens=moment.counters.prefix_hit_tokens,
+            drafts=statistics.drafts,
+            draft_tokens=statistics.draft_tokens,
+            accepted_tokens=statistics.accepted_tokens,
+            plain_steps=statistics.plain_steps,
+            acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
+            requests=statistics.request_cells(),
+            steps=statistics.costs.cells(MAX_STEP_CELLS // share),
+            traffic=statistics.traffic_cells(),
+            latency=statistics.latency_cells(),
+            guard=moment.guard,
+        )
+        if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:
+            return report
+        share *= 2

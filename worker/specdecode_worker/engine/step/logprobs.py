@@ -1,0 +1,124 @@
+"""Logprobs, for requests that ask: of emitted tokens along the accepted path, and of prompts chunk by chunk.
+
+They are of the target's raw logits, before any processor (vLLM's ``raw_logprobs``), and start for the host behind the
+pass. The logits behind a node are those of plain decoding, so speculation changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.ipc.messages import Logprobs
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.step.host_copy import Arrival, to_host
+from specdecode_worker.speculation.acceptance import Outcome, nodes_of
+from specdecode_worker.speculation.trees import Forest
+
+_ROWS_AT_ONCE = 64
+"""Rows of the vocabulary's size that are held at a time."""
+_TOP = 20
+"""So many best tokens are found at least: among equals, how many were asked for would change which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """[T] of some tokens: their ids, log-probabilities and ranks; [T, K] the best beside them. The host's, once they
+    have arrived."""
+
+    tokens_T: Tensor
+    logprob_T: Tensor
+    rank_T: Tensor
+    top_tokens_TK: Tensor
+    top_logprobs_TK: Tensor
+    arrival: Arrival
+
+    def read(self, tops: Sequence[int]) -> list[Logprobs]:
+        """Waits for these copies. Of token t the best ``tops[t]`` are told."""
+        self.arrival.wait()
+        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
+        return [
+            Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
+            for top, token, logprob, rank, best, logprobs in zip(tops, *(c.tolist() for c in columns), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ToldRows:
+    """``told`` holds ``counts[i]`` tokens of row ``rows[i]`` of the step, which asked for ``tops[i]``, one row after
+    the other."""
+
+    rows: tuple[int, ...]
+    tops: tuple[int, ...]
+    counts: tuple[int, ...]
+    told: Told
+
+    def read(self) -> dict[int, list[Logprobs]]:
+        tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
+        found = self.told.read(tops)
+        ends = list(accumulate(self.counts))
+        return {row: found[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+
+
+def tell_emitted(
+    choosing: Sequence[Row], forest: Forest, logits_RV: Tensor, outcome: Outcome | None
+) -> ToldRows | None:
+    """Of the rows that ask: every token of the accepted path and the bonus, and as padding whatever stands behind."""
+    tops = {b: top for b, row in enumerate(choosing) if (top := row.request.submit.sampling.logprobs) is not None}
+    if not tops or outcome is None:
+        return None
+    first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
+    asked_A = to_device(list(tops), logits_RV.device)
+    first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
+    rows_T = (first_A1 + nodes_of(outcome.path_BD[asked_A])).flatten()
+    emitted_AD = outcome.emitted_BD[asked_A].clamp(min=0)
+    told = _told(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
+    return ToldRows(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), told)
+
+
+def tell_prompts(
+    logits_of: Callable[[Tensor], Tensor], rows: Sequence[Row], query_start: Sequence[int], hidden_TE: Tensor
+) -> ToldRows | None:
+    """Of the prefill chunks of rows that ask: every token of the prompt whose place before it is in the chunk. After a
+    preemption nothing is told again."""
+    tops: dict[int, int] = {}
+    places: list[int] = []
+    tokens: list[list[int]] = []
+    for index, (row, begin) in enumerate(zip(rows, query_start, strict=False)):
+        top, request = row.request.submit.sampling.prompt_logprobs, row.request
+        if top is None or not row.is_chunk or request.emitted:
+            continue
+        end = min(row.start + row.count, len(request.submit.prompt) - 1)
+        tops[index] = top
+        tokens.append(request.tokens[row.start + 1 : end + 1])
+        places += range(begin, begin + len(tokens[-1]))
+    if not places:
+        return None
+    wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
+    places_T = to_device(places, hidden_TE.device)
+    told = _told(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
+    return ToldRows(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), told)
+
+
+def _told(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> Told:
+    pieces = []
+    for start in range(0, len(rows_T), _ROWS_AT_ONCE):
+        here = slice(start, start + _ROWS_AT_ONCE)
+        pieces.append(_piece(logits_of(rows_T[here]), tokens_T[here], max(top, _TOP)))
+    columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+    (tokens, logprob, rank, top_tokens, top_logprobs), arrival = to_host([tokens_T, *columns])
+    return Told(tokens, logprob, rank, top_tokens, top_logprobs, arrival)
+
+
+def _piece(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    logp_TV = torch.log_softmax(wide_TV, dim=-1)
+    own_T1 = tokens_T[:, None]
+    rank_T = (wide_TV > wide_TV.gather(1, own_T1)).sum(-1) + 1
+    best = logp_TV.topk(min(top, logp_TV.shape[1]), dim=-1)
+    return logp_TV.gather(1, own_T1)[:, 0], rank_T, best.indices, best.values

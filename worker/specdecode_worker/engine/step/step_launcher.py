@@ -1,0 +1,179 @@
+"""The device's half of a step: draft, verify in one target pass, accept, keep. Queues work and waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.drafts.draft_registry import Roster
+from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.kv_cache.kv_commit import Roots, keep_chunks, keep_paths, tell_rows
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.shape_selector import Choice
+from specdecode_worker.engine.stats.step_phases import Phases
+from specdecode_worker.engine.stats.step_recorder import size_of
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.host_copy import Arrival, to_host
+from specdecode_worker.engine.step.launched_step import Launched
+from specdecode_worker.engine.step.logprobs import ToldRows, tell_emitted, tell_prompts
+from specdecode_worker.engine.step.target_pass import Pass, Target
+from specdecode_worker.speculation.acceptance import Outcome
+from specdecode_worker.speculation.sampling.sampler import Sampler, SamplerOf
+from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.synthetic import Synthetic
+from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Queued:
+    """What a step brings, however it was queued; fields as in Launched."""
+
+    outcome: Outcome | None
+    ranked_BNK: Tensor | None
+    arrival: Arrival
+    emitted_told: ToldRows | None = None
+    prompts_told: ToldRows | None = None
+    draft_seconds: float
+
+
+class Launcher:
+    """Owns nothing of a request: rows come in, a Launched goes out."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: Roster,
+        state: DeviceState,
+        make_sampler: SamplerOf,
+        phases: Phases,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._target, self._drafts, self._state = target, drafts, state
+        self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
+        self.synthetic = Synthetic()
+
+    def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
+        """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
+        tell_rows(self._state, rows)
+        knobs, choosing = self.synthetic, [row for row in rows if row.chooses]
+        kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in choosing)
+        queued = self._replay(rows, choice, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
+        return Launched(
+            rows=rows,
+            epochs=tuple(row.request.epoch for row in rows),
+            choice=choice,
+            size=size_of(rows, max(row.tree.drafted_depth for row in rows)),
+            outcome=queued.outcome,
+            ranked_BNK=queued.ranked_BNK,
+            arrival=queued.arrival,
+            emitted_told=queued.emitted_told,
+            prompts_told=queued.prompts_told,
+            kept_depths=kept_depths,
+            began_seconds=began_seconds,
+            draft_seconds=queued.draft_seconds,
+        )
+
+    def _replay(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...]) -> _Queued | None:
+        """The step as one captured graph, where there is one for it."""
+        if self._graphs is None:
+            return None
+        cuts = kept_depths if self.synthetic.cuts else None
+        done = self._graphs.launch(rows, cuts, ranked=choice.shadow_passes > 0)
+        if done is None:
+            return None
+        self._phases.lap("verify")
+        return _Queued(
+            outcome=done.outcome, ranked_BNK=done.ranked_BNK, arrival=done.arrival, draft_seconds=done.draft_seconds
+        )
+
+    def _run(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, follows: bool) -> _Queued:
+        phases = self._phases
+        choosing = [row for row in rows if row.chooses]
+        forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
+        roots_C = self._target.roots(choosing)
+        sampler = self._sampler_of(choosing, forest, roots_C)
+        phases.lap("bookkeeping")
+        ranked_BNK = self._drafts.propose(choosing, forest, sampler) if choosing else None
+        draft_seconds = phases.lap("draft")
+        step = self._target.pack(rows)
+        phases.lap("bookkeeping")
+        logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
+        phases.lap("verify")
+        outcome = None
+        if choosing:
+            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
+        emitted_told = tell_emitted(choosing, forest, logits_RV, outcome)
+        prompts_told = tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        # Tokens leave before the draft follows the prompts: the first one waits for no draft.
+        found, found_ranked, arrival = _arriving(outcome, ranked_BNK if choice.shadow_passes else None)
+        phases.lap("sample")
+        self._keep(rows, step, roots_C, forest, outcome, aux_TA, follows=follows)
+        phases.lap("bookkeeping")
+        return _Queued(
+            outcome=found,
+            ranked_BNK=found_ranked,
+            arrival=arrival,
+            emitted_told=emitted_told,
+            prompts_told=prompts_told,
+            draft_seconds=draft_seconds,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._state.length_S.device
+
+    def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
+        requests = [row.request for row in choosing]
+        slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
+        bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
+        texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
+        return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
+
+    def _accept(
+        self,
+        sampler: Sampler,
+        step: Pass,
+        forest: Forest,
+        logits_RV: Tensor,
+        ranked_BNK: Tensor | None,
+        kept_depths: tuple[int, ...],
+    ) -> Outcome:
+        """A row's tokens are what the pass has just read."""
+        tokens_BN = torch.full_like(forest.parents_BN, -2)
+        tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
+        kept_B = to_device(kept_depths, logits_RV.device) if self.synthetic.cuts else None
+        at = step.batch_R, step.node_R, step.depth_R
+        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
+
+    def _keep(
+        self,
+        rows: tuple[Row, ...],
+        step: Pass,
+        roots_C: Tensor,
+        forest: Forest,
+        outcome: Outcome | None,
+        aux_TA: Tensor | None,
+        *,
+        follows: bool,
+    ) -> None:
+        """Chunks first: the draft's first slot of a chunk reads the ring before the chunk overwrites it."""
+        chunks = [row for row in rows if row.is_chunk]
+        if chunks and follows:
+            self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
+        keep_chunks(self._state, rows, step, aux_TA)
+        if outcome is not None:
+            roots = Roots(step.slots_B[: len(roots_C)], step.packed.block_table_BM, roots_C, step.root_rows_C)
+            keep_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
+
+
+def _arriving(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, Arrival]:
+    """The same on its way to the host."""
+    if outcome is None:
+        return None, None, Arrival()
+    told = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
+    found, arrival = to_host(told if ranked_BNK is None else [*told, ranked_BNK])
+    return Outcome(*found[:4]), found[4] if ranked_BNK is not None else None, arrival

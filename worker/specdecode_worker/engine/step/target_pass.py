@@ -1,0 +1,145 @@
+"""One pass of the target over a batch of rows: packing, forward, logits where a token is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.transfer import to_device
+from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
+from specdecode_worker.engine.scheduler import Row
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.packed_batch import Packed, Tables, slots_of, spread
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.llama import Llama
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A batch on the device: ``packed``, the sequences' slots, which packed token is the root of each row that
+    chooses, and where each of the R logit rows belongs (packed token; row of the batch, node and its depth)."""
+
+    packed: Packed
+    slots_B: Tensor
+    root_rows_C: Tensor
+    logit_rows_R: Tensor
+    batch_R: Tensor
+    node_R: Tensor
+    depth_R: Tensor
+
+
+class Target:
+    """The target network over its paged cache."""
+
+    def __init__(self, model: Llama, cache: PagedCache, state: DeviceState) -> None:
+        self.cache = cache
+        self._model, self._state = model, state
+        self._last_position = model.config.max_position_embeddings - 1
+
+    def close(self) -> None:
+        """Lets go of what is not the device's."""
+
+    @property
+    def last_position(self) -> int:
+        """Beyond which rotations know no place."""
+        return self._last_position
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(logits [R, V], the states [T, A] that drafts read, None when they read none, last hidden states [T, H])."""
+        return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
+
+    def forward_tables(self, tables: Tables, reads: Reads) -> tuple[Tensor, Tensor | None]:
+        """(logits [T, V], states [T, A]) behind every token; waits for nothing and asks the host nothing."""
+        logits_TV, aux_TA, _ = self.run(self._model, self.cache, tables, tables.tokens_T, reads)
+        return logits_TV, aux_TA
+
+    @staticmethod
+    def run(
+        model: Llama, cache: PagedCache, packed: Packed | Tables, logit_rows_R: Tensor, reads: Reads
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """``forward`` without what only the engine knows: the ranks of a replica run it with their parts."""
+        out = model(packed.tokens_T, packed.positions_T, cache.attend(packed), reads)
+        hidden = out.hidden_TE
+        if len(logit_rows_R) != len(hidden):
+            hidden = hidden[logit_rows_R]
+        return model.logits(hidden) if len(hidden) else hidden, out.aux_TA, out.hidden_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Of last hidden states."""
+        logits_TV: Tensor = self._model.logits(hidden_TE)
+        return logits_TV
+
+    def pack(self, rows: Sequence[Row]) -> Pass:
+        """Chunks read their tokens from the prompt, trees theirs from behind the root, both by slot and index."""
+        state, device = self._state, self._state.length_S.device
+        counts = tuple(row.count for row in rows)
+        slots_B = to_device([row.request.slot for row in rows], device)
+        sequence_T, row_T = spread(counts, device)
+        length_B = state.length_S[slots_B]
+        index_T = length_B[sequence_T] + row_T
+        depth_T, ancestors_T = _topology(rows, device)
+        table_BM = state.block_table_SM[slots_B]
+        packed = Packed(
+            tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
+            positions_T=(length_B[sequence_T] + depth_T).clamp(max=self._last_position),
+            slots_T=slots_of(table_BM, sequence_T, index_T),
+            prefix_len_B=length_B,
+            ancestors_T=ancestors_T,
+            block_table_BM=table_BM,
+            blocks=tuple(tuple(row.request.blocks) for row in rows),
+            query_counts=counts,
+            key_bounds=tuple(row.request.cached_bound + row.count for row in rows),
+            key_starts=(0,) * len(rows),
+            dense=all(row.count == 1 and not row.request.in_flight for row in rows),
+        )
+        logit_rows, batch, node, depth = _logit_rows(rows, device)
+        root_rows = [
+            begin + (row.count - 1 if row.is_chunk else 0)
+            for begin, row in zip(packed.query_start, rows, strict=False)
+            if row.chooses
+        ]
+        return Pass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
+
+    def roots(self, choosing: Sequence[Row]) -> Tensor:
+        """[C] index of the last committed token of every row that chooses."""
+        lengths, device = self._state.length_S, self._state.length_S.device
+        ahead = [row.count - 1 if row.is_chunk else 0 for row in choosing]
+        slots_C = [row.request.slot for row in choosing]
+        slots, ahead_C = to_device([slots_C, ahead], device, dtype=torch.int64)
+        roots_C: Tensor = lengths[slots] + ahead_C
+        return roots_C
+
+
+def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(depth below the sequence's length [T], ancestors [T]); a chunk's tokens are a causal run."""
+    depths: list[int] = []
+    ancestors: list[int] = []
+    for row in rows:
+        if row.is_chunk:
+            depths += range(row.count)
+            ancestors += [0] * row.count
+        else:
+            depths += row.tree.depths[: row.count]
+            ancestors += row.tree.ancestors[: row.count]
+    depth_T, ancestors_T = to_device([depths, ancestors], device)
+    return depth_T, ancestors_T
+
+
+def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found: list[tuple[int, int, int, int]] = []
+    begin = 0
+    for b, row in enumerate(rows):
+        if row.is_chunk and row.chooses:
+            found.append((begin + row.count - 1, b, 0, 0))
+        elif row.chooses:
+            found += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
+        begin += row.count
+    columns = to_device(found, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    return columns[0], columns[1], columns[2], columns[3]

@@ -1,0 +1,112 @@
+"""One visit over HTTP, and how it went."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from specdecode_worker.load_generator.schedule import Kind, Visit
+
+PIECES_BEFORE_HANGING_UP = 3
+
+
+@dataclass(slots=True)
+class Outcome:
+    """``problem`` says what should not have happened; a 429 is ``turned_away`` and no problem."""
+
+    visit: Visit
+    status: int = 0
+    problem: str = ""
+    turned_away: bool = False
+    ttft_seconds: float | None = None
+    e2e_seconds: float = 0.0
+    tokens: int = 0
+    text_hash: str = ""
+
+
+async def visit(client: httpx.AsyncClient, model: str, prompt: str, one: Visit, beyond: int) -> Outcome:
+    """``beyond`` is more tokens than the model takes. Raises nothing: what goes wrong is the outcome's problem."""
+    outcome = Outcome(one)
+    began = time.monotonic()
+    try:
+        if one.kind in (Kind.stream, Kind.disconnect):
+            await _stream(client, _body(model, prompt, one, beyond), outcome, began)
+        else:
+            await _whole(client, _body(model, prompt, one, beyond), outcome)
+    except httpx.HTTPError as error:
+        outcome.problem = f"{type(error).__name__}: {error}"
+    outcome.e2e_seconds = time.monotonic() - began
+    return outcome
+
+
+def _body(model: str, prompt: str, one: Visit, beyond: int) -> bytes:
+    if one.kind is Kind.garbage:
+        return b'{"model": '
+    fields = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": beyond if one.kind is Kind.oversized else one.max_tokens,
+        "temperature": one.temperature,
+        "seed": one.seed,
+        "stream": one.kind in (Kind.stream, Kind.disconnect),
+    }
+    if fields["stream"]:
+        fields["stream_options"] = {"include_usage": True}
+    return msgspec.json.encode(fields)
+
+
+async def _whole(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> None:
+    answer = await client.post("/v1/chat/completions", content=body)
+    if not _expected(outcome, answer.status_code, answer.text):
+        return
+    if answer.status_code == 200:
+        found = answer.json()
+        outcome.tokens = found["usage"]["completion_tokens"]
+        outcome.text_hash = _hash(found["choices"][0]["message"]["content"])
+
+
+async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome, began: float) -> None:
+    text, finished, pieces = "", False, 0
+    async with client.stream("POST", "/v1/chat/completions", content=body) as answer:
+        if answer.status_code != 200:
+            _expected(outcome, answer.status_code, (await answer.aread()).decode())
+            return
+        outcome.status = 200
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                finished = finished or line == "data: [DONE]"
+                continue
+            chunk = msgspec.json.decode(line.removeprefix("data: "))
+            if "error" in chunk:
+                outcome.problem = f"the stream ended with an error: {chunk['error']['message']}"
+                return
+            outcome.tokens = (chunk.get("usage") or {}).get("completion_tokens", outcome.tokens)
+            for choice in chunk["choices"]:
+                piece = choice["delta"].get("content") or ""
+                pieces += bool(piece)
+                text += piece
+            if text and outcome.ttft_seconds is None:
+                outcome.ttft_seconds = time.monotonic() - began
+            if outcome.visit.kind is Kind.disconnect and pieces >= PIECES_BEFORE_HANGING_UP:
+                return
+    if not finished:
+        outcome.problem = "the stream broke off before [DONE]"
+    outcome.text_hash = _hash(text)
+
+
+def _expected(outcome: Outcome, status: int, text: str) -> bool:
+    """Notes a status that this client should not have got."""
+    outcome.status = status
+    outcome.turned_away = status == 429
+    if status in ((400, 429) if outcome.visit.kind.refused else (200, 429)):
+        return True
+    outcome.problem = f"{status}: {text[:200]}"
+    return False
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

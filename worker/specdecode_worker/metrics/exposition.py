@@ -1,0 +1,33 @@
+"""The text of /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from specdecode_worker.contract import Report
+from specdecode_worker.metrics.capture import capture
+from specdecode_worker.metrics.latency import latency
+from specdecode_worker.metrics.server_counters import Counts
+from specdecode_worker.metrics.speculation import speculation
+from specdecode_worker.metrics.traffic import load
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(report: Report, counts: Counts) -> bytes:
+    registry = CollectorRegistry()
+    families = [*speculation(report, counts), *load(report), *latency(report, counts)]
+    registry.register(_Once([*families, *capture(report.model, counts.capture)]))
+    return generate_latest(registry)
+
+
+class _Once(Collector):
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families

@@ -1,0 +1,1 @@
+"""Find, download, check and load model folders."""

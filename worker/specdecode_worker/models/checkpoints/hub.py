@@ -1,0 +1,239 @@
+"""Fetches a repository of a hub into the cache: only what is used, resumable, every hash checked, all or nothing.
+
+The hub's API is the public one's: ``/api/models/{id}/revision/{revision}`` lists the files of a commit, and
+``/{id}/resolve/{commit}/{file}`` announces hash and size in headers, then redirects to the bytes. A large file's hash
+is its sha256, a small one's is git's (sha1 over a header and the content).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specdecode_worker.models.checkpoints.model_store import MANIFEST, HubModel
+from specdecode_worker.models.errors import AccessDenied, DiskFull, HashMismatch, HubUnreachable, NotOnHub
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_ATTEMPTS = 5
+_CHUNK_BYTES = 1 << 20
+# Room that is left free, so that a full cache does not take the node down with it.
+_SPARE_BYTES = 64 << 20
+_TIMEOUT = httpx.Timeout(30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file as the hub announces it. ``digest`` is a sha256 (64 digits) or git's blob hash (40)."""
+
+    name: str
+    size: int
+    digest: str
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with a file's name, bytes there and bytes in all."""
+
+
+class Hub:
+    """One hub. ``token`` opens gated and private repositories."""
+
+    def __init__(self, endpoint: str, token: str | None, *, retry_seconds: float = 1.0) -> None:
+        # identity: sizes, hashes and ranges are of the bytes themselves
+        headers = {"User-Agent": "specdecode-worker", "Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
+        self._client = httpx.Client(base_url=endpoint, headers=headers, timeout=_TIMEOUT)
+        self._has_token = token is not None
+        self._retry_seconds = retry_seconds
+
+    @classmethod
+    def from_environment(cls) -> Hub:
+        """HF_ENDPOINT and HF_TOKEN, as the hub's own tools name them."""
+        return cls(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, os.environ.get("HF_TOKEN") or None)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def pull(self, model: HubModel, cache_dir: Path, progress: Progress, note: Callable[[str], None]) -> Path:
+        """The folder of ``model``, complete. Raises PullFailed; what came so far is kept for the next call."""
+        folder = model.folder(cache_dir)
+        with _room_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_name(f"{folder.name}.lock"), note):
+                if not (folder / MANIFEST).is_file():
+                    self._fetch_all(model, folder, progress)
+        return folder
+
+    def _fetch_all(self, model: HubModel, folder: Path, progress: Progress) -> None:
+        commit, names = self._list(model)
+        files = [self._head(model, commit, name) for name in wanted_files(model, names)]
+        _check_room(folder, files)
+        for file in files:
+            self._fetch(f"/{model.id}/resolve/{commit}/{file.name}", file, folder, progress)
+        manifest = {"uri": model.uri, "commit": commit, "files": [asdict(file) for file in files]}
+        partial = folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(manifest, indent=1))
+        os.replace(partial, folder / MANIFEST)
+
+    def _list(self, model: HubModel) -> tuple[str, list[str]]:
+        answer = self._get(model, "GET", f"/api/models/{model.id}/revision/{model.revision.replace('/', '%2F')}")
+        try:
+            body: Any = answer.json()
+            return str(body["sha"]), [str(entry["rfilename"]) for entry in body["siblings"]]
+        except (ValueError, KeyError, TypeError):
+            raise HubUnreachable(f"{self._client.base_url} does not answer as a hub does; check HF_ENDPOINT") from None
+
+    def _head(self, model: HubModel, commit: str, name: str) -> RemoteFile:
+        path = f"/{model.id}/resolve/{commit}/{name}"
+        answer = self._get(model, "HEAD", path)
+        headers = answer.headers
+        digest = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").removeprefix("W/").strip('"')
+        size = headers.get("X-Linked-Size") or headers.get("Content-Length") or ""
+        if len(digest) not in (40, 64) or not size.isdigit():
+            raise HubUnreachable(f"{path}: the hub announces neither hash nor size; check HF_ENDPOINT")
+        return RemoteFile(name, int(size), digest)
+
+    def _get(self, model: HubModel, method: str, path: str) -> httpx.Response:
+        """An answer of the hub itself; redirects within it (renamed repositories) are followed, others are not."""
+        for _ in range(3):
+            answer = self._retried(lambda path=path: self._client.request(method, path))  # type: ignore[misc]
+            target = httpx.URL(answer.headers.get("Location", ""))
+            if not answer.is_redirect or target.is_absolute_url:
+                break
+            path = str(target)
+        self._check(model, answer)
+        return answer
+
+    def _check(self, model: HubModel, answer: httpx.Response) -> None:
+        if answer.status_code in (401, 403):
+            raise AccessDenied(self._denied(model))
+        if answer.status_code == 404:
+            raise NotOnHub(f"{answer.request.url} does not exist; check the name and revision of {model.uri}")
+        if answer.is_error:
+            raise HubUnreachable(f"{answer.request.url} answers {answer.status_code}")
+
+    def _denied(self, model: HubModel) -> str:
+        if self._has_token:
+            return f"{model.id}: the token in HF_TOKEN has no access; accept the model's terms with its account first"
+        return (
+            f"{model.id} is gated, private or does not exist, and there is no token: set HF_TOKEN (in a "
+            "SpecDecodeDeployment, spec.model.tokenSecretRef names the Secret that holds it)"
+        )
+
+    def _retried(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                answer = send()
+                if answer.status_code not in (429, 500, 502, 503, 504) or attempt == _ATTEMPTS:
+                    return answer
+            except httpx.TransportError as error:
+                if attempt == _ATTEMPTS:
+                    raise HubUnreachable(f"{self._client.base_url} cannot be reached: {error}") from None
+            time.sleep(self._retry_seconds * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _fetch(self, path: str, file: RemoteFile, folder: Path, progress: Progress) -> None:
+        """One file, from where an earlier attempt broke off. Attempts that bring something don't count."""
+        done, partial = folder / file.name, folder / f"{file.name}.partial"
+        if done.is_file() and done.stat().st_size == file.size:
+            return  # renamed only after its hash was right
+        failures = 0
+        while (before := _size(partial)) < file.size or not partial.exists():
+            try:
+                self._append(path, file, partial, progress)
+            except httpx.HTTPError as error:
+                failures = 1 if _size(partial) > before else failures + 1
+                if failures == _ATTEMPTS:
+                    raise HubUnreachable(f"{file.name} breaks off at {_size(partial)} bytes: {error}") from None
+                time.sleep(self._retry_seconds * failures)
+        _check_hash(file, partial)
+        os.replace(partial, done)
+
+    def _append(self, path: str, file: RemoteFile, partial: Path, progress: Progress) -> None:
+        start = _size(partial)
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self._client.stream("GET", path, headers=headers, follow_redirects=True) as answer:
+            answer.raise_for_status()
+            # A server that ignores Range begins anew.
+            resumed = answer.status_code == httpx.codes.PARTIAL_CONTENT
+            there = start if resumed else 0
+            with partial.open("ab" if resumed else "wb") as out:
+                for chunk in answer.iter_raw():  # unbuffered: what came before a cut is kept
+                    out.write(chunk)
+                    there += len(chunk)
+                    progress(file.name, there, file.size)
+        if _size(partial) > file.size:
+            partial.unlink()
+            raise HashMismatch(f"{file.name} is longer than the {file.size} bytes that the hub announced; pull again")
+
+
+def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
+    """What is fetched of a repository: weights as safetensors, JSON, tokenizer, chat template. Raises NotOnHub."""
+    top = [name for name in names if "/" not in name and not name.startswith(".")]
+    if not any(name.endswith(".safetensors") for name in top):
+        if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
+            raise NotOnHub(
+                f"{model.id} has only pickled weights (*.bin), which are never loaded here: convert them to "
+                "safetensors on a trusted machine, and name the result as file:// or pvc://"
+            )
+        raise NotOnHub(f"{model.id} holds no *.safetensors; nothing else is served")
+    kept = [name for name in top if name.endswith((".json", ".safetensors", ".jinja")) or name == "tokenizer.model"]
+    return sorted(kept, key=lambda name: (name.endswith(".safetensors"), name))
+
+
+def _check_room(folder: Path, files: Sequence[RemoteFile]) -> None:
+    missing = sum(f.size - _size(folder / f.name) - _size(folder / f"{f.name}.partial") for f in files)
+    free = shutil.disk_usage(folder).free
+    if missing + _SPARE_BYTES > free:
+        raise DiskFull(f"{folder} needs {missing / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")
+
+
+def _check_hash(file: RemoteFile, partial: Path) -> None:
+    with partial.open("rb") as content:
+        if len(file.digest) == 64:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        else:
+            digest = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+            while chunk := content.read(_CHUNK_BYTES):
+                digest.update(chunk)
+            found = digest.hexdigest()
+    if found != file.digest:
+        partial.unlink()
+        raise HashMismatch(f"{file.name} has hash {found}, the hub announced {file.digest}; it was removed, pull again")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, note: Callable[[str], None]) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("another pull of this model is running; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _room_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"the disk of {folder} is full; free some room and pull again, it goes on from here") from None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

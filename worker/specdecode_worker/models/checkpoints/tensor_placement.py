@@ -1,0 +1,143 @@
+"""Strict placing of a checkpoint's tensors in a network, by name, all of them and no others.
+
+What does not fit is known from the headers before anything is read, so that a checkpoint can be judged without
+loading it (``Prepared``) and is loaded only once it fits. Safetensors only: no pickle, no remote code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from specdecode_worker.models.checkpoints.safetensors_headers import TensorHeader, read_tensor_headers
+from specdecode_worker.models.errors import WeightMismatch
+
+Network = TypeVar("Network", bound=nn.Module)
+Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
+"""Name in the network and shape -> one slice a dimension."""
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the initial values of embeddings: on the meta device torch imports its compiler for them, which is
+    seconds of every start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return given["tensor"] if func is nn.init.normal_ else func(*args, **given)
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Networks that are made inside have names and shapes, and no data."""
+    with torch.device("meta"), _Unfilled():
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder's tensors by the names that the network gives them; ``origins`` has the folder's own names."""
+
+    folder: Path
+    tensors: Mapping[str, TensorHeader]
+    origins: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def without(self, *names: str) -> Checkpoint:
+        return Checkpoint(self.folder, {k: v for k, v in self.tensors.items() if k not in names}, self.origins)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as it is stored."""
+        return dict(self.read_all([name]))[name]
+
+    def read_all(self, names: Iterable[str], part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names in the network, file by file; of each only its ``part``, where that is given. Raises
+        WeightMismatch when a file cannot be read."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file_name, inside in by_file.items():
+            try:
+                with safe_open(self.folder / file_name, framework="pt") as file:
+                    for name in inside:
+                        origin = self.origins[name]
+                        if part is None:
+                            yield name, file.get_tensor(origin)
+                        else:
+                            yield name, file.get_slice(origin)[part(name, self.tensors[name].shape)]
+            except (SafetensorError, OSError) as error:
+                raise WeightMismatch(f"{self.folder / file_name} cannot be read as safetensors: {error}") from None
+
+
+def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: name) -> Checkpoint:
+    """Headers alone. Raises WeightMismatch, also when two tensors are the same one by ``rename``."""
+    tensors = read_tensor_headers(folder).tensors
+    origins: dict[str, str] = {}
+    for origin in tensors:
+        if (name := rename(origin)) in origins:
+            raise WeightMismatch(f"{folder}: {origins[name]} and {origin} are the same tensor; keep one")
+        origins[name] = origin
+    return Checkpoint(folder, {name: tensors[origin] for name, origin in origins.items()}, origins)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[Network]):
+    """A network on the meta device and the checkpoint that is to fill it. ``given``: parts of the network that are
+    filled by other means; ``spare``: tensors that the checkpoint may have beside the network's."""
+
+    network: Network
+    checkpoint: Checkpoint
+    given: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        """Raises WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong kind."""
+        folder, found, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
+        wanted = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise WeightMismatch(f"{folder}: {missing[0]} is missing ({len(missing)} missing in all)")
+        if extra := sorted(origins[name] for name in found.keys() - wanted.keys() - self.spare):
+            raise WeightMismatch(f"{folder}: {extra[0]} is not part of this model ({len(extra)} extra in all)")
+        for name, tensor in wanted.items():
+            _expect(folder, origins[name], found[name], tensor)
+
+    def fill(self, *, dtype: torch.dtype, device: torch.device, finite: bool = False) -> Network:
+        """The network, filled, in ``dtype`` on ``device``, frozen. ``finite`` refuses NaN and infinity. Raises
+        WeightMismatch."""
+        self.check()
+        placed: dict[str, Tensor] = {}
+        for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):
+            if finite and not tensor.isfinite().all():
+                raise WeightMismatch(f"{self.checkpoint.folder}: {self.checkpoint.origins[name]} holds NaN or infinity")
+            placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
+        self.network.load_state_dict(placed, strict=False, assign=True)
+        self.network.requires_grad_(False)
+        for child in self.network.modules():
+            if hasattr(child, "cos_PD"):
+                child.to(device)
+        return self.network
+
+
+def _integer(tensor: Tensor) -> torch.dtype:
+    return torch.bool if tensor.dtype == torch.bool else torch.int64
+
+
+def _expect(folder: Path, name: str, found: TensorHeader, wanted: Tensor) -> None:
+    if found.shape != tuple(wanted.shape):
+        raise WeightMismatch(
+            f"{folder}: {name} has shape {list(found.shape)}, config.json asks for {list(wanted.shape)}"
+        )
+    if found.is_floating_point != wanted.is_floating_point():
+        raise WeightMismatch(f"{folder}: {name} has dtype {found.dtype}, expected {wanted.dtype}")
+    if found.is_floating_point and found.dtype not in _FLOATS:
+        raise WeightMismatch(f"{folder}: {name} has dtype {found.dtype}; quantised weights are not supported")

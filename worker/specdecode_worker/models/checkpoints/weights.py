@@ -1,0 +1,162 @@
+"""Networks out of model folders: what each kind of checkpoint is called inside, and what it may leave out.
+
+``prepare_*`` judge config.json and the tensor headers alone; ``load_*`` read the weights as well. Renames of the known
+families happen here and nowhere else. Every one raises ConfigMismatch or WeightMismatch, which name what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models.checkpoints.tensor_placement import Checkpoint, Prepared, open_checkpoint, unfilled
+from specdecode_worker.models.configs.model_config import (
+    eagle3_config,
+    eagle_config,
+    llama_config,
+    medusa_config,
+    read_config,
+)
+from specdecode_worker.models.errors import WeightMismatch
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+
+_EMBEDDING = "embed_tokens.weight"
+
+
+def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Prepared[Llama]:
+    """A target, or a draft model, that serves texts of up to ``max_model_len`` tokens."""
+    config = llama_config(read_config(folder), max_model_len)
+    checkpoint = open_checkpoint(folder)
+    with unfilled():
+        model = Llama(config)
+    if not config.tie_word_embeddings:
+        return Prepared(model, checkpoint)
+    # A tied checkpoint may or may not repeat the matrix; the embedding is the one that counts.
+    return Prepared(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
+
+
+def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> Llama:
+    """The target in ``folder``."""
+    model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
+    config = eagle3_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, _eagle3_name)
+    own = _EMBEDDING in checkpoint
+    if not own and config.hidden_size != target.config.hidden_size:
+        raise WeightMismatch(
+            f"{folder}: {_EMBEDDING} is missing; a head of hidden_size {config.hidden_size} cannot use the target's "
+            f"embeddings of size {target.config.hidden_size}"
+        )
+    with unfilled():
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
+        head = Eagle3Head(config, embedding, own_embedding=own)
+    whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
+    return Prepared(head, checkpoint, frozenset(("d2t",) if whole else ()), spare=frozenset(("t2d",)))
+
+
+def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
+    """The EAGLE-3 head in ``folder`` for ``target``."""
+    prepared = prepare_eagle3(folder, target)
+    head = prepared.fill(dtype=dtype, device=device, finite=True)
+    if "d2t" in prepared.given:
+        head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+    _check_map(head, prepared.checkpoint)
+    return head
+
+
+def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
+    config = eagle_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, _eagle_name)
+    if config.fc_bias is None:
+        config = replace(config, fc_bias="fc.bias" in checkpoint)
+    with unfilled():
+        head = EagleHead(
+            config, target, own_embedding=_EMBEDDING in checkpoint, own_lm_head="lm_head.weight" in checkpoint
+        )
+    return Prepared(head, checkpoint)
+
+
+def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
+    """The EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
+    return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
+
+
+def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
+    config = medusa_config(read_config(folder), target.config)
+    checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
+    with unfilled():
+        heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
+    return Prepared(heads, checkpoint)
+
+
+def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+    """Medusa's heads in ``folder`` for ``target``."""
+    heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
+    if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
+        raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
+    return heads
+
+
+def weights_hash(folder: Path) -> str:
+    """Hash over config.json and every safetensors file: the identity of a target or a draft in plans and reports."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _eagle3_name(name: str) -> str:
+    """SafeAILab's ``midlayer.*`` is ``layers.0.*`` with speculators, ``model.layers.0.*`` with NeMo; TensorRT-LLM
+    numbers midlayers, and speculators' class has a plural for the norms before ``fc``."""
+    name = re.sub(r"^fc_norms\.", "fc_norm.", name.removeprefix("model."))
+    name = re.sub(r"^midlayer\.(?=\d+\.)", "layers.", name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _eagle_name(name: str) -> str:
+    """SafeAILab's names are ours; vLLM nests them in ``model.``, speculators call the parts otherwise."""
+    name = name.removeprefix("model.")
+    return re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", name))
+
+
+def _medusa_name(name: str, layers: int) -> str:
+    """FasterDecoding's head h is ``layers`` blocks and a matrix in turn: ``h.0.linear.weight``, ``h.1.weight``."""
+    name = re.sub(r"^medusa_heads?\.", "", name)
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight", name)
+
+
+def _check_map(head: Eagle3Head, checkpoint: Checkpoint) -> None:
+    folder, config, ids = checkpoint.folder, head.config, head.target_ids
+    if not _maps_into(ids, config.vocab_size):
+        raise WeightMismatch(f"{folder}: d2t maps outside the target's vocabulary of {config.vocab_size}")
+    if config.draft_vocab_size == config.vocab_size and head.d2t.any():
+        raise WeightMismatch(f"{folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0")
+    if "t2d" not in checkpoint:
+        return
+    known_V = checkpoint.read("t2d").bool().flatten()
+    if known_V.shape != (config.vocab_size,):
+        raise WeightMismatch(f"{folder}: t2d has {len(known_V)} entries, the target's vocabulary {config.vocab_size}")
+    mapped_V = torch.zeros_like(known_V)
+    mapped_V[ids.cpu()] = True
+    if (wrong := (mapped_V != known_V).nonzero()).numel():
+        raise WeightMismatch(f"{folder}: t2d and d2t disagree on target token {int(wrong[0])}")
+
+
+def _maps_into(ids: Tensor, size: int) -> bool:
+    return bool(((ids >= 0) & (ids < size)).all())

@@ -1,0 +1,1 @@
+"""Shapes of networks, read from config.json."""

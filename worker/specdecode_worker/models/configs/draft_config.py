@@ -1,0 +1,181 @@
+"""Shapes of draft heads, read from config.json for the target that they draft for.
+
+Sources: EAGLE-3 heads as SafeAILab, vLLM and SGLang read them (``norm_before_fc`` vllm-project/speculators#337,
+``fc_norm`` and ``norm_output`` vllm-project/vllm#42764, the two conventions of layer ids sgl-project/sglang#25454);
+EAGLE-1 as SafeAILab's cnets1.py; speculators' nested config as vLLM's transformers_utils/configs/speculators flattens
+it; Medusa as FasterDecoding's MedusaConfig and vLLM's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdecode_worker.models.configs.config_fields import Fields
+from specdecode_worker.models.configs.target_config import BlockConfig, LlamaConfig, block_fields, refuse_unknown
+from specdecode_worker.models.errors import ConfigMismatch
+
+log = logging.getLogger(__name__)
+
+_MOST_LAYERS = 64
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(BlockConfig):
+    """Shape of an EAGLE-3 head: a decoder layer over pairs (hidden state of the target, embedding), and further ones.
+
+    ``aux_layers`` are the target's layers whose inputs are fused; none means that the head reads the target's final
+    hidden state as it is and has no ``fc`` (``use_aux_hidden_state: false``).
+    """
+
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    num_hidden_layers: int = 1
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    """One norm over all the states that ``fc`` reads."""
+    fc_norm: bool = False
+    """A norm for each of them."""
+    norm_output: bool = False
+    """The next step reads the hidden state behind the last norm instead of before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(BlockConfig):
+    """Shape of an EAGLE-1 or EAGLE-2 head. ``fc_bias`` None: config.json does not say, the weights do."""
+
+    vocab_size: int
+    num_hidden_layers: int = 1
+    fc_bias: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """Shape of Medusa's heads, each of ``num_layers`` residual blocks and a matrix to the vocabulary."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+
+
+def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
+    """Raises ConfigMismatch when the head was made for a target of another shape, or uses what is not supported."""
+    fields = _flattened(raw, "eagle3")
+    nested = fields.part("eagle_config")
+    fields.refuse("parallel_drafting")
+    blocks = _blocks(fields, target)
+    hidden = fields.integer("target_hidden_size", blocks["hidden_size"])
+    _expect("hidden_size", hidden, target.hidden_size)
+    vocab = _vocabulary(fields, target)
+    reads_aux = nested.flag("use_aux_hidden_state", True)
+    if not reads_aux and blocks["hidden_size"] != target.hidden_size:
+        raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
+    found = Eagle3Config(
+        target_hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=fields.integer("draft_vocab_size", vocab, most=vocab),
+        aux_layers=_aux_layers(fields, nested, target) if reads_aux else (),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
+        # speculators leave it out where it is true (vLLM's update_eagle3); everyone else, where it is false.
+        norm_before_residual=fields.flag("norm_before_residual", fields.has("speculators_model_type")),
+        norm_before_fc=reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc")),
+        fc_norm=reads_aux and fields.flag("fc_norm"),
+        norm_output=fields.flag("norm_output"),
+        **blocks,
+    )
+    if found.fc_norm and found.norm_before_fc:
+        raise ConfigMismatch("config.json: fc_norm and norm_before_fc exclude each other; which one was trained?")
+    return found
+
+
+def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
+    """Raises ConfigMismatch when the head was made for a target of another shape, or uses what is not supported."""
+    fields = _flattened(raw, "eagle")
+    for name in ("add_para_norm", "layernorms"):
+        fields.refuse(name)
+    blocks = _blocks(fields, target)
+    _expect("hidden_size", blocks["hidden_size"], target.hidden_size)
+    bias = "fusion_bias" if fields.has("fusion_bias") else "bias"
+    return EagleConfig(
+        vocab_size=_vocabulary(fields, target),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
+        fc_bias=fields.flag(bias) if fields.has(bias) else None,
+        **blocks,
+    )
+
+
+def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
+    """FasterDecoding's names of the fields, or vLLM's. Raises ConfigMismatch."""
+    fields = Fields(raw)
+    fields.refuse("original_lm_head")
+    fields.refuse("logit_scale", 1)
+    ours = fields.has("medusa_num_heads")
+    _expect("hidden_size", fields.integer("hidden_size", target.hidden_size), target.hidden_size)
+    vocab = _vocabulary(fields, target)
+    return MedusaConfig(
+        num_heads=fields.integer("medusa_num_heads" if ours else "num_heads", most=64),
+        num_layers=fields.integer("medusa_num_layers" if ours else "num_hidden_layers", 1, most=_MOST_LAYERS),
+        hidden_size=target.hidden_size,
+        vocab_size=vocab,
+        draft_vocab_size=fields.integer("truncated_vocab_size", vocab, most=vocab),
+    )
+
+
+def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
+    """speculators keep the layer's shape in ``transformer_layer_config``; what stands outside goes first."""
+    fields = Fields(raw)
+    found = fields.text("speculators_model_type", kind)
+    if found != kind:
+        raise ConfigMismatch(f"speculators_model_type {found!r} is no {kind} head")
+    if not fields.has("transformer_layer_config"):
+        return fields
+    outside = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
+    return Fields({**fields.part("transformer_layer_config").raw, **outside})
+
+
+def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
+    refuse_unknown(fields)
+    # Heads ship a short limit that only describes their training text; positions follow the target's.
+    known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
+    bias = fields.flag("attention_bias")
+    return block_fields(Fields(known)) | {
+        "max_position_embeddings": target.max_position_embeddings,
+        "qkv_bias": fields.flag("qkv_bias", bias),
+        "o_bias": bias,
+        "mlp_bias": fields.flag("mlp_bias"),
+    }
+
+
+def _vocabulary(fields: Fields, target: LlamaConfig) -> int:
+    vocab = fields.integer("vocab_size", target.vocab_size)
+    if vocab != target.vocab_size:
+        raise ConfigMismatch(f"the draft's vocab_size is {vocab}, the target's {target.vocab_size}")
+    return vocab
+
+
+def _expect(name: str, drafts: int, targets: int) -> None:
+    if drafts != targets:
+        raise ConfigMismatch(f"the draft was made for a target of {name} {drafts}, this target has {targets}")
+
+
+def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[int, ...]:
+    found = fields.integers(_IDS) or nested.integers(_IDS)
+    count = fields.integer("num_aux_hidden_states", len(found) or 3, most=target.num_hidden_layers + 1)
+    if not found and count == 3:
+        return target.aux_layers
+    # Two conventions exist: inputs of layers, or outputs (then the first id is 1, and input = output + 1).
+    outputs = found[:1] == (1,) and all(a < b for a, b in itertools.pairwise(found))
+    ids = tuple(i + outputs for i in found)
+    if len(ids) != count or any(i > target.num_hidden_layers for i in ids):
+        raise ConfigMismatch(f"{_IDS} {list(found)} do not name {count} of the target's layers")
+    meaning = "outputs" if outputs else "inputs"
+    log.info("%s %s name %s of layers: reading the inputs of layers %s", _IDS, list(found), meaning, list(ids))
+    return ids

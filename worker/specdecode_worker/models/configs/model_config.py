@@ -1,0 +1,34 @@
+"""Shapes of the networks, read from Hugging Face's config.json: the one place to import them from.
+
+Targets are in ``target_config``, heads in ``draft_config``, scalings of rotary positions in ``rope``.
+"""
+
+from __future__ import annotations
+
+from specdecode_worker.models.configs.config_fields import read_config
+from specdecode_worker.models.configs.draft_config import (
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+    eagle3_config,
+    eagle_config,
+    medusa_config,
+)
+from specdecode_worker.models.configs.target_config import BlockConfig, LlamaConfig, llama_config
+from specdecode_worker.models.networks.rope import LinearScaling, RopeScaling, YarnScaling
+
+__all__ = [
+    "BlockConfig",
+    "Eagle3Config",
+    "EagleConfig",
+    "LinearScaling",
+    "LlamaConfig",
+    "MedusaConfig",
+    "RopeScaling",
+    "YarnScaling",
+    "eagle3_config",
+    "eagle_config",
+    "llama_config",
+    "medusa_config",
+    "read_config",
+]

@@ -1,0 +1,131 @@
+"""Blocks and heads that run on the compiled operations of ``specdecode_kernels.cpu``: bf16 on a CPU that has them.
+
+They compute what their origins do, rounded once where those round twice, and every row by itself: the same bits
+whatever stands beside it. So speculation changes no text in bf16 either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_kernels.cpu import matrix
+from specdecode_kernels.cpu.native import library
+from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
+from specdecode_worker.models.networks.eagle3 import Midlayer, normed_pair
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
+from specdecode_worker.models.networks.rope import Turns
+
+
+class NativeLinear(nn.Module):
+    """A matrix in panels; the plain one is let go."""
+
+    def __init__(self, origin: nn.Linear) -> None:
+        super().__init__()
+        self._run = Linear(matrix.pack(origin.weight, origin.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
+class NativeNorm(nn.Module):
+    """An RMSNorm in one pass over its rows."""
+
+    def __init__(self, origin: RMSNorm) -> None:
+        super().__init__()
+        self.weight = origin.weight
+        self._run = Norm(origin.weight.detach(), origin.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As RMSNorm.of_sum."""
+        summed = x + residual
+        return self._run(summed), summed
+
+
+class NativeBlock(nn.Module):
+    """A Block in three calls: up to queries, keys and values; attention; the rest."""
+
+    def __init__(self, origin: Block) -> None:
+        super().__init__()
+        norm = origin.input_layernorm
+        self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
+        self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
+
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        return self._tail(attend(layer, *self._entry(x_TE, rope.tables)), x_TE)
+
+
+class NativeMidlayer(nn.Module):
+    """A Midlayer; its two norms are plain, since what they make is read side by side."""
+
+    def __init__(self, origin: Midlayer) -> None:
+        super().__init__()
+        self.norm_before_residual = origin.norm_before_residual
+        self.input_layernorm, self.hidden_norm = NativeNorm(origin.input_layernorm), NativeNorm(origin.hidden_norm)
+        self._entry = _entry(origin.self_attn, None)
+        self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
+
+    def forward(
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+    ) -> Tensor:
+        pair, residual_TE = normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+        return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
+
+
+def runs_natively(part: nn.Linear | RMSNorm) -> bool:
+    fits = part.weight.dtype == torch.bfloat16 if isinstance(part, RMSNorm) else matrix.packable(part.weight)
+    return fits and part.weight.device.type == "cpu" and library() is not None
+
+
+def run_blocks_natively(model: nn.Module) -> None:
+    """Replaces blocks that can be, in place. Those whose parts were exchanged (several devices) stay as they are."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, Block) and _suits(child.self_attn, child.mlp):
+            setattr(model, name, NativeBlock(child))
+        elif isinstance(child, Midlayer) and _suits(child.self_attn, child.mlp):
+            setattr(model, name, NativeMidlayer(child))
+        else:
+            run_blocks_natively(child)
+
+
+def _suits(attention: Attention, mlp: MLP) -> bool:
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    parts += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    plain = all(type(part) is nn.Linear and runs_natively(part) for part in parts)
+    return plain and attention.head_dim in HEAD_SIZES
+
+
+def _entry(attention: Attention, norm: RMSNorm | None) -> Entry:
+    size = attention.head_dim
+    heads = Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    return Entry(
+        matrix.pack(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None),
+        heads,
+        norm_weight=None if norm is None else norm.weight.detach(),
+        norm_eps=0.0 if norm is None else norm.eps,
+        head_norm_HD=joined_norm(attention, heads.queries, heads.keys),
+        head_eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
+    )
+
+
+def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
+    return Tail(
+        matrix.pack(attention.o_proj.weight, attention.o_proj.bias),
+        matrix.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias),
+        matrix.pack(mlp.down_proj.weight, mlp.down_proj.bias),
+        norm_weight=norm.weight.detach(),
+        norm_eps=norm.eps,
+    )
+
+
+def joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
+    """[queries + keys, D] weights of the norms that each head has, when it has one."""
+    if origin.q_norm is None or origin.k_norm is None:
+        return None
+    q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()
+    return torch.cat((q_D.expand(queries, -1), k_D.expand(keys, -1)))

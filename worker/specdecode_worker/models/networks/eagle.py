@@ -1,0 +1,59 @@
+"""The EAGLE-1 draft head, which EAGLE-2 uses too (Li et al., arXiv 2401.15077 and 2406.16858).
+
+Slot i reads the pair (embedding of token i, feature f[i-1]) through ``fc`` and gives the next feature. The feature is
+the target's final hidden state behind its last norm, which the target's own lm_head turns into logits: SafeAILab's
+ea_model.py gives the head ``base_model.model(...)[0]`` and vLLM's llama_eagle.py the model's output, both normed.
+Layers and names are cnets1.py's: the first layer has no norm on its input.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from specdecode_kernels.draft_input.op import draft_input
+from specdecode_worker.models.configs.draft_config import EagleConfig
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.layers import Attend, Block
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.rope import Rope
+
+
+class EagleHead(nn.Module):
+    """A draft head over the target's whole vocabulary. Embeddings and lm_head are the target's, unless the checkpoint
+    brings copies."""
+
+    reads = Reads((), final=True)
+    target_ids: None = None
+    """Logits are over the target's vocabulary already."""
+
+    def __init__(
+        self, config: EagleConfig, target: Llama, *, own_embedding: bool = False, own_lm_head: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bool(config.fc_bias))
+        self.layers = nn.ModuleList(Block(config, input_norm=i > 0) for i in range(config.num_hidden_layers))
+        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        vocab, size = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(vocab, size) if own_embedding else None
+        self.lm_head = nn.Linear(size, vocab, bias=False) if own_lm_head else None
+        # In a tuple: no part of this module. The target may be fused later, so its parts are looked up late.
+        self._target = (target,)
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        """The target's final hidden state [T, E] is the feature."""
+        return aux_TA
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Features for the next slot [T, E]. ``positions_T`` are the slots'; ``attend`` is called for every layer."""
+        embed_tokens = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        x_TE: Tensor = self.fc(draft_input(embed_tokens.weight, tokens_T, hidden_TE)[0])
+        rope = self.rope.at(positions_T, hidden_TE.dtype)
+        for layer, block in enumerate(self.layers):
+            x_TE = block(layer, x_TE, rope, attend)
+        return x_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """[T, vocab]: what the target's lm_head makes of a feature."""
+        result: Tensor = self._target[0].logits(hidden_TE) if self.lm_head is None else self.lm_head(hidden_TE)
+        return result

@@ -1,0 +1,141 @@
+"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one decoder layer over pairs of states.
+
+Slot i of the draft reads the pair (hidden state h[i-1], embedding of token i) and proposes token i + 1. ``h`` is the
+target's, fused from three layers by ``fc``, wherever the target has run; beyond it, the head's own output. Further
+layers, where a head has them, are ordinary ones (vLLM's llama_eagle3.py). Parameter names are SafeAILab's
+(``midlayer.*``); other families are renamed on load.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.draft_input.op import draft_input
+from specdecode_worker.models.configs.draft_config import Eagle3Config
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
+from specdecode_worker.models.networks.rope import Rope, Turns
+
+
+class Midlayer(nn.Module):
+    """The head's decoder layer; its attention reads both states side by side, its residual is the hidden one."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+    ) -> Tensor:
+        pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
+        attended_TE = self.self_attn(0, pair, rope, attend)
+        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, residual_TE)
+        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
+
+    def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [T, 2 E], and what the layer adds to [T, E]. On a GPU one launch; elsewhere norms may be
+        compiled ones."""
+        if not dispatch.on_gpu(hidden_TE):
+            return normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+        token, hidden = self.input_layernorm, self.hidden_norm
+        pair, plain_TE = draft_input(
+            embed_tokens.weight,
+            tokens_T,
+            hidden_TE,
+            token_weight_A=token.weight,
+            hidden_weight_E=hidden.weight,
+            eps=hidden.eps,
+        )
+        return pair, pair[:, -plain_TE.shape[1] :].contiguous() if self.norm_before_residual else plain_TE
+
+
+class Paired(Protocol):
+    """A layer that reads two states, each under a norm of its own."""
+
+    norm_before_residual: bool
+
+    @property
+    def input_layernorm(self) -> nn.Module: ...
+
+    @property
+    def hidden_norm(self) -> nn.Module: ...
+
+
+def normed_pair(layer: Paired, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """(what attention reads, what the layer adds to)."""
+    normed_TE: Tensor = layer.hidden_norm(hidden_TE)
+    pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
+    return pair, normed_TE if layer.norm_before_residual else hidden_TE
+
+
+class Eagle3Head(nn.Module):
+    """A draft head. ``embed_tokens`` is shared with the target unless the checkpoint brings its own, which is then a
+    part of the head.
+
+    ``d2t`` [draft_vocab] holds offsets: target id = draft id + d2t[draft id].
+    """
+
+    d2t: Tensor
+
+    def __init__(self, config: Eagle3Config, embed_tokens: nn.Embedding, *, own_embedding: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        size, eps, states = config.target_hidden_size, config.rms_norm_eps, len(config.aux_layers)
+        self.input_norm = RMSNorm(states * size, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(states)) if config.fc_norm else None
+        if states:
+            self.fc = nn.Linear(states * size, config.hidden_size, bias=False)
+        self.midlayer = Midlayer(config)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(1, config.num_hidden_layers)})
+        self.norm = RMSNorm(config.hidden_size, eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.embed_tokens = embed_tokens if own_embedding else None
+        self._shared_embedding = (embed_tokens,)  # in a tuple: no parameter of this module
+
+    @property
+    def reads(self) -> Reads:
+        """What ``fuse`` expects of the target."""
+        return Reads(self.config.aux_layers, final=not self.config.aux_layers)
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        """The target's aux states side by side [T, A] as one hidden state [T, E]."""
+        if self.input_norm is not None:
+            aux_TA = self.input_norm(aux_TA)
+        if self.fc_norm is not None:
+            parts = aux_TA.chunk(len(self.fc_norm), dim=-1)
+            aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        result: Tensor = self.fc(aux_TA) if self.config.aux_layers else aux_TA
+        return result
+
+    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states for the next slot, before the norm (behind it with ``norm_output``): [T, E].
+
+        ``positions_T`` are the slots'; ``attend`` is called for layers 0 to num_hidden_layers - 1.
+        """
+        embed_tokens = self._shared_embedding[0] if self.embed_tokens is None else self.embed_tokens
+        rope = self.rope.at(positions_T, hidden_TE.dtype)
+        x_TE: Tensor = self.midlayer(embed_tokens, tokens_T, hidden_TE, rope, attend)
+        for layer, block in enumerate(self.layers.values(), start=1):
+            x_TE = block(layer, x_TE, rope, attend)
+        return self.norm(x_TE) if self.config.norm_output else x_TE
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """[T, draft_vocab]; ``target_ids`` maps its columns to the target's vocabulary."""
+        result: Tensor = self.lm_head(hidden_TE if self.config.norm_output else self.norm(hidden_TE))
+        return result
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab] target ids of the draft's vocabulary."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t

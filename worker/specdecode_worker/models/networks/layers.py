@@ -1,0 +1,109 @@
+"""The pieces that target and drafts share: norm, attention projections, gated MLP, and the block made of them.
+
+Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimension, E hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdecode_kernels.rms_norm.op import rms_norm
+from specdecode_worker.models.configs.target_config import BlockConfig
+from specdecode_worker.models.networks.rope import Turns
+
+
+class Attend(Protocol):
+    """Attention of one layer over whatever keys the caller keeps.
+
+    Given this pass's queries [T, H, D] and (rotated) keys and values [T, K, D], keeps the new keys and values as the
+    caller sees fit and returns the attended values [T, H, D].
+    """
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
+
+
+class TurningAttend(ABC):
+    """An Attend that turns queries and keys itself, in the launch that keeps the keys."""
+
+    @abstractmethod
+    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+        """As an Attend, of queries and keys that are not rotated yet."""
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm; the mean is taken in fp32 at least (fp64 inputs stay fp64)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)[0]
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, summed) of x + residual."""
+        return rms_norm(x, self.weight, self.eps, residual)
+
+
+class Attention(nn.Module):
+    """Projections around an Attend. ``inputs`` is 2E for an EAGLE-3 layer, which reads two states at once."""
+
+    def __init__(self, config: BlockConfig, inputs: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(inputs, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.reshape(*y.shape[:-1], -1, self.head_dim)
+
+        q, k, v = heads(self.q_proj(x_TE)), heads(self.k_proj(x_TE)), heads(self.v_proj(x_TE))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out_THD = attend(layer, rope.turned(q), rope.turned(k), v)
+        result: Tensor = self.o_proj(out_THD.flatten(-2))
+        return result
+
+
+class MLP(nn.Module):
+    """Down(SiLU(gate) * up)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer. EAGLE-1's first has no norm on its input: it reads the fused pair as it is."""
+
+    def __init__(self, config: BlockConfig, *, input_norm: bool = True) -> None:
+        super().__init__()
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.input_layernorm = norm
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        attended_TE = self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
+        normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, x_TE)
+        return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]

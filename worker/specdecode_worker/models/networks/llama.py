@@ -1,0 +1,66 @@
+"""The target over a packed list of tokens: Llama 2 and 3, and the families that share its blocks (config.py).
+
+Parameter names are Hugging Face's, so a checkpoint loads by name alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models.configs.model_config import LlamaConfig
+from specdecode_worker.models.configs.target_states import NOTHING, Reads
+from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm
+from specdecode_worker.models.networks.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """``hidden_TE`` is the last layer's output after the final norm; ``aux_TA`` concatenates what was asked for beside
+    it, in the order of ``Reads``, or is None when that was nothing."""
+
+    hidden_TE: Tensor
+    aux_TA: Tensor | None
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm: the part named ``model.`` in a checkpoint."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """A target, or a draft model. Weights are random until loaded."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: Reads = NOTHING) -> TargetOutput:
+        x_TE = self.model.embed_tokens(tokens_T)
+        rope = self.rope.at(positions_T, x_TE.dtype)
+        inputs: dict[int, Tensor] = {}
+        for layer, block in enumerate(self.model.layers):
+            if layer in reads.layers:
+                inputs[layer] = x_TE
+            x_TE = block(layer, x_TE, rope, attend)
+        inputs[len(self.model.layers)] = x_TE
+        hidden_TE = self.model.norm(x_TE)
+        parts = [inputs[layer] for layer in reads.layers] + [hidden_TE] * reads.final
+        return TargetOutput(hidden_TE, torch.cat(parts, dim=-1) if parts else None)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """[R, V] in the model's dtype; callers pick the rows first, so that no unused row is multiplied."""
+        result: Tensor = self.lm_head(hidden_RE)
+        return result

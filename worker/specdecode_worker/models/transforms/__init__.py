@@ -1,0 +1,1 @@
+"""Changes to loaded networks that make inference cheaper: fusion and quantization."""

@@ -1,0 +1,142 @@
+"""Makes loaded networks cheaper to run, without changing what they compute: for inference only, after loading.
+
+In bf16 on a CPU that multiplies it, whole blocks become compiled ones (native.py). Elsewhere projections that read the
+same input become one matrix. What matrices remain are packed once on such a CPU: into our own panels, or, where
+nothing can be compiled, into the layout of oneDNN, which otherwise reorders them in every call with several rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdecode_kernels.silu_mul.op import silu_mul
+from specdecode_worker.models.networks.compiled_cpu import (
+    NativeLinear,
+    NativeNorm,
+    joined_norm,
+    run_blocks_natively,
+    runs_natively,
+)
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, RMSNorm, TurningAttend
+from specdecode_worker.models.networks.rope import Turns
+from specdecode_worker.models.transforms.quantization import QuantisedLinear
+
+
+class FusedAttention(nn.Module):
+    """Attention with one matrix for queries, keys and values; queries and keys are normed and rotated together."""
+
+    norm_HD: Tensor | None
+
+    def __init__(self, origin: Attention) -> None:
+        super().__init__()
+        self.head_dim = origin.head_dim
+        self.queries = origin.q_proj.out_features // origin.head_dim
+        self.keys = origin.k_proj.out_features // origin.head_dim
+        self.qkv_proj = _joined(origin.q_proj, origin.k_proj, origin.v_proj)
+        self.o_proj = origin.o_proj
+        self.register_buffer("norm_HD", joined_norm(origin, self.queries, self.keys))
+        self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
+
+    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+        v_TKD = heads_THD[:, self.queries + self.keys :]
+        turning_THD = heads_THD[:, : self.queries + self.keys]
+        if self.norm_HD is not None:
+            turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.norm_HD
+        if isinstance(attend, TurningAttend):
+            q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
+            out_THD = attend.turning(layer, q_THD, k_TKD, v_TKD, rope)
+        else:
+            turned_THD = rope.turned(turning_THD)
+            out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
+        result: Tensor = self.o_proj(out_THD.flatten(-2))
+        return result
+
+
+class FusedMLP(nn.Module):
+    """MLP with one matrix for gate and up."""
+
+    def __init__(self, origin: MLP) -> None:
+        super().__init__()
+        self.gate_up_proj = _joined(origin.gate_proj, origin.up_proj)
+        self.down_proj = origin.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return result
+
+
+class PackedLinear(nn.Module):
+    """A matrix in oneDNN's own layout; the plain one is let go."""
+
+    def __init__(self, origin: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(origin.weight.detach(), None))
+        self.bias = origin.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return result
+
+
+def fuse(model: nn.Module) -> None:
+    """In place. The model keeps its meaning and loses its checkpoint's parameter names."""
+    run_blocks_natively(model)
+    _join(model)
+    if _packs(model):
+        _pack(model)
+
+
+def _join(model: nn.Module) -> None:
+    for name, child in list(model.named_children()):
+        if isinstance(child, Attention):
+            setattr(model, name, FusedAttention(child))
+        elif isinstance(child, MLP):
+            setattr(model, name, FusedMLP(child))
+        else:
+            _join(child)
+
+
+def _pack(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, NativeLinear(child) if runs_natively(child) else PackedLinear(child))
+            elif isinstance(child, RMSNorm) and runs_natively(child):
+                setattr(module, name, NativeNorm(child))
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """bf16 on a CPU that has oneDNN and multiplies bf16 natively; elsewhere plain matrices are as fast."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    ops = torch.ops.mkldnn
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
+
+
+def _packs(model: nn.Module) -> bool:
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    return bool(weights) and all(packs(weight.dtype, weight.device) for weight in weights)
+
+
+def _joined(*parts: nn.Module) -> nn.Module:
+    """One matrix for several that read the same."""
+    quantised = tuple(part for part in parts if isinstance(part, QuantisedLinear))
+    if len(quantised) == len(parts):
+        return QuantisedLinear.joined(quantised)
+    assert not quantised, "projections that are joined are quantised alike"
+    return _joined_plainly(*(part for part in parts if isinstance(part, nn.Linear)))
+
+
+def _joined_plainly(*parts: nn.Linear) -> nn.Linear:
+    weight = torch.cat([part.weight.detach() for part in parts])
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts)), "projections that are joined all have a bias, or none has"
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined

@@ -1,0 +1,137 @@
+"""Weight-only quantisation of networks that were loaded, before they are fused. In place.
+
+Of a target all matrices of its blocks, as in vLLM: embeddings and the matrix that makes logits stay. Of a draft the
+MLPs and its own head, which are most of what it reads; with int4 the head is int8, for four bits of it cost more
+acceptance than all of the MLPs' (docs/performance.md). On a GPU weights are stored and multiplied as they were
+quantised; on a CPU, whose matrices have layouts of their own, they are made numbers again at once: the same values,
+and no gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_kernels.quantised_linear.op import linear
+from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
+from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.networks.layers import MLP, Attention
+from specdecode_worker.models.networks.llama import Llama
+
+_FP8 = (8, 9)
+"""Compute capability from which a GPU converts e4m3."""
+
+
+class QuantisedLinear(nn.Module):
+    """A matrix of quantised weights; the plain one is let go."""
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
+        super().__init__()
+        self.kind, self.group = weight.kind, weight.group
+        self.in_features, self.out_features = weight.columns, weight.rows
+        self.register_buffer("packed", weight.packed_NB)
+        self.register_buffer("scale", weight.scale_NG)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = Quantised(self.kind, self.packed, self.scale, self.in_features, self.group)
+        return linear(x.reshape(-1, self.in_features), weight, self.bias).reshape(*x.shape[:-1], self.out_features)
+
+    @classmethod
+    def joined(cls, parts: tuple[QuantisedLinear, ...]) -> QuantisedLinear:
+        """One matrix for several that read the same: rows are quantised one by one."""
+        biases = [part.bias for part in parts if part.bias is not None]
+        weight = Quantised(
+            parts[0].kind,
+            torch.cat([part.packed for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            parts[0].in_features,
+            parts[0].group,
+        )
+        return cls(weight, torch.cat(biases) if biases else None)
+
+
+def quantise_target(model: Llama, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
+    """``model`` goes to ``device``, matrix by matrix, so that it need never be there whole in its own dtype. ``stored``
+    None: on a GPU. Raises ConfigMismatch for a GPU that has no such numbers."""
+    _quantise(_of_target(model), kind, device, stored)
+    model.to(device)
+
+
+def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None = None) -> None:
+    """As ``quantise_target``, where the draft is."""
+    device = next(model.parameters()).device
+    _quantise(_of_draft(model), kind, device, stored)
+
+
+def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device: torch.device, *, draft: bool) -> int:
+    """How much more (mostly less) the weights of a network are than in ``dtype``; it may be on the meta device."""
+    if kind is None:
+        return 0
+    named = {id(parameter): 0 for parameter in model.parameters()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            named[id(parameter)] += 1
+    found = 0
+    for owner, name in _of_draft(model) if draft else _of_target(model):
+        weight: Tensor = getattr(owner, name).weight
+        plain = weight.numel() * dtype.itemsize
+        kept = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
+        found += kept - (plain if named[id(weight)] == 1 else 0)  # a matrix with two names stays for the other one
+    return found
+
+
+def _of_target(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield from ((module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        elif isinstance(module, MLP):
+            yield from _of_mlp(module)
+
+
+def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        if isinstance(module, MLP):
+            yield from _of_mlp(module)
+    if isinstance(getattr(model, "lm_head", None), nn.Linear):
+        yield model, "lm_head"
+
+
+def _kind(name: str, kind: Kind) -> Kind:
+    return "int8" if (name, kind) == ("lm_head", "int4") else kind
+
+
+def _of_mlp(mlp: MLP) -> Iterator[tuple[nn.Module, str]]:
+    return ((mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _quantise(
+    places: Iterator[tuple[nn.Module, str]], kind: Kind | None, device: torch.device, stored: bool | None
+) -> None:
+    if kind is None:
+        return
+    _expect_numbers(kind, device)
+    stores = device.type == "cuda" if stored is None else stored
+    for owner, name in list(places):
+        plain: nn.Linear = getattr(owner, name)
+        weight = quantise(plain.weight.to(device), _kind(name, kind))
+        setattr(owner, name, QuantisedLinear(weight, plain.bias) if stores else _rounded(plain, weight))
+
+
+def _rounded(plain: nn.Linear, weight: Quantised) -> nn.Linear:
+    """A plain matrix of the values that are left; never the same tensor, for embeddings may be tied to that."""
+    made = nn.Linear(weight.columns, weight.rows, bias=False, device="meta")
+    made.weight = nn.Parameter(dequantise(weight, plain.weight.dtype), requires_grad=False)
+    made.bias = plain.bias
+    return made
+
+
+def _expect_numbers(kind: Kind, device: torch.device) -> None:
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8:
+        raise ConfigMismatch(f"quantization fp8 needs compute capability 8.9, which {device} has not; take int8")

@@ -1,0 +1,59 @@
+"""Request bodies as JSON schemas, made of the models that check them, plus the rules that stand beside the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdecode_worker.server.requests.base import MAX_ID, Checked
+from specdecode_worker.server.requests.unsupported_fields import NEUTRAL, WITHOUT_EFFECT
+
+Json = dict[str, Any]
+_NULL: Json = {"type": "null"}
+PREFIX = "#/components/schemas/"
+
+
+def schemas_of(*kinds: type[Checked]) -> Json:
+    """Every model and what it refers to, by name."""
+    found: Json = {}
+    for kind in kinds:
+        schema = kind.model_json_schema(ref_template=PREFIX + "{model}")
+        found |= schema.pop("$defs", {})
+        found[kind.__name__] = _whole(schema)
+    return found
+
+
+def _whole(schema: Json) -> Json:
+    """A body's schema: null means the default, and fields beyond the model's are accepted as ``neutral`` says."""
+    required = schema.get("required", [])
+    properties = {
+        name: one if name in required else _or_null(one) for name, one in schema.get("properties", {}).items()
+    }
+    for name, values in NEUTRAL.items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "accepted for its neutral values alone"})
+    for name in sorted(WITHOUT_EFFECT):
+        properties.setdefault(name, {"description": "accepted; changes nothing here"})
+    return {**schema, "properties": properties}
+
+
+def within(schema: Any, vocab_size: int, max_model_len: int) -> Any:
+    """``schema`` with the bounds of the model that is served: ids of its vocabulary, answers of its length."""
+    if isinstance(schema, list):
+        return [within(one, vocab_size, max_model_len) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: within(one, vocab_size, max_model_len) for key, one in schema.items()}
+    if found.get("maximum") == MAX_ID:
+        found["maximum"] = vocab_size - 1
+    for name in ("max_tokens", "max_completion_tokens"):
+        for one in found.get(name, {}).get("anyOf", ()):
+            if one.get("type") == "integer":
+                one["maximum"] = max_model_len - 1
+    return found
+
+
+def _or_null(schema: Json) -> Json:
+    """The default stays beside it, which is where a reader looks."""
+    inner = {key: value for key, value in schema.items() if key not in ("default", "title")}
+    told = {key: value for key, value in schema.items() if key == "default" and value is not None}
+    options = inner["anyOf"] if inner.keys() == {"anyOf"} else [inner]
+    return {"anyOf": [*(one for one in options if one != _NULL), _NULL], **told}

@@ -1,0 +1,93 @@
+"""How a request is sampled: its fields as the engine's, one seed a choice, and what only the model can refuse."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+
+_SEEDS = 2**63
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def seeds_of(seed: int | None, count: int) -> list[int]:
+    """A stream for each choice. The first is the request's own, so that asking for more changes no text."""
+    first = secrets.randbits(63) if seed is None else seed % _SEEDS
+    return [first, *(_mixed(first + i * _GOLDEN) % _SEEDS for i in range(1, count))]
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014): neighbouring seeds give unrelated ones."""
+    value %= 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the model."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+def check_ids(request: GenerationRequest, limits: Limits) -> None:
+    """Raises BadRequest for a token that the vocabulary does not have."""
+    for field, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", map(int, request.logit_bias))):
+        if any(token >= limits.vocab_size for token in ids):
+            raise _bad(f"{field}: token ids must lie in 0..{limits.vocab_size - 1}", field)
+
+
+def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Limits) -> int:
+    """Tokens that the answer may have. Raises BadRequest for a prompt that leaves too little room."""
+    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+    if not prompt:
+        raise _bad("the prompt is empty", field)
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+        raise _bad(f"token ids must lie in 0..{limits.vocab_size - 1}", field)
+    wanted = max(request.token_limit or 1, request.min_tokens, 1)
+    if len(prompt) + wanted > limits.max_model_len:
+        raise BadRequest(
+            f"this model's maximum context length is {limits.max_model_len} tokens; the prompt has {len(prompt)} and "
+            f"the answer may have {wanted}. Shorten the prompt or lower max_tokens",
+            param=field,
+            code="context_length_exceeded",
+        )
+    # An engine emits at least one token; of an echo alone nobody sees it.
+    return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
+
+
+def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Limits) -> Sampling:
+    return Sampling(
+        max_tokens=limit,
+        seed=seed,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs_of(request),
+        prompt_logprobs=request.logprobs_wanted if isinstance(request, CompletionRequest) and request.echo else None,
+    )
+
+
+def logprobs_of(request: GenerationRequest) -> int | None:
+    """What the engine is asked for: best_of compares answers by theirs, even where the client sees none."""
+    if request.logprobs_wanted is None and request.choices_made > request.n:
+        return 0
+    return request.logprobs_wanted
+
+
+def _bad(message: str, field: str) -> BadRequest:
+    return BadRequest(message, param=field, code="invalid_value")

@@ -1,0 +1,69 @@
+"""A body as the request it is, or the error that says what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests.base import Checked
+from specdecode_worker.server.requests.unsupported_fields import honoured
+
+Request = TypeVar("Request", bound=Checked)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """The request in ``body``. Raises BadRequest that names the field."""
+    return build(kind, read_object(body))
+
+
+def build(kind: type[Request], fields: dict[str, Any]) -> Request:
+    """The request that ``fields`` are. Raises BadRequest that names the field."""
+    try:
+        request = kind.model_validate(honoured(fields, kind.model_fields))
+    except ValidationError as error:
+        raise bad_request(error) from None
+    request.check()
+    return request
+
+
+def parse_contract(kind: type[Model], body: bytes) -> Model:
+    """A class of the contract in ``body``. Raises BadRequest that names the field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in ``body``. Raises BadRequest."""
+    try:
+        found = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    return found
+
+
+def bad_request(error: ValidationError) -> BadRequest:
+    """The first of pydantic's complaints, in OpenAI's words."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return BadRequest(f"unrecognized field: {param}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return BadRequest(f"missing required field: {param}", param=param, code="missing_required_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return BadRequest(f"invalid {param}: {message}" if param else message, param=param or None, code="invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """('messages', 0, 'content') -> messages[0].content"""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,97 @@
+"""What completions and chat share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.requests.base import Checked, TokenId
+
+MAX_STOPS = 4
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopText = Annotated[str, Field(min_length=1)]
+Stops = Annotated[
+    list[StopText],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_stop_list, json_schema_input_type=StopText | list[StopText]),
+]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+
+
+class StreamOptions(Checked):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: every chunk tells the usage so far."""
+    include_obfuscation: bool = False
+    """Random padding against side channels; OpenAI's own clients may turn it off, nobody is asked to have it."""
+
+
+class GenerationRequest(Checked):
+    """Defaults are OpenAI's; what OpenAI does not have is named and meant as in vLLM."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    logit_bias: dict[BiasedToken, Bias] = Field(
+        default={}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: Stops = Field(default=[])
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] = Field(default={})
+    """``task`` labels the request, ``capture`` set to false keeps it out of what a worker captures."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer that the client asks for."""
+        return self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many of the most likely tokens are to be told beside each chosen one; None tells nothing."""
+        raise NotImplementedError
+
+    @property
+    def choices_made(self) -> int:
+        """Answers that are generated to each prompt."""
+        return self.n
+
+    @property
+    def task(self) -> str | None:
+        """The label that the client gives in ``metadata``."""
+        label = self.metadata.get("task")
+        return label if isinstance(label, str) else None
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
+        if self.token_limit is not None and self.min_tokens > self.token_limit:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens",
+                param="min_tokens",
+                code="invalid_value",
+            )

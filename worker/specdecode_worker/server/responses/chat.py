@@ -1,0 +1,118 @@
+"""Answers of /v1/chat/completions: text, and calls of tools where the request offers some."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdecode_worker.server.responses.logprobs import chat_logprobs
+from specdecode_worker.server.responses.objects import Choice, Piece, Scored
+from specdecode_worker.server.responses.writer import Format, Head, Json
+from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Said, ToolParser, said
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReading:
+    """How calls are found in an answer. ``parallel`` False keeps the first and drops the others."""
+
+    parser: Callable[[], ToolParser]
+    parallel: bool = True
+
+
+class ChatFormat(Format):
+    """One choice is one turn of the assistant."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, head: Head, tools: ToolReading | None = None) -> None:
+        super().__init__(head)
+        self._tools = tools
+        self._turns: defaultdict[int, _Turn] = defaultdict(lambda: _Turn(tools))
+
+    def opening(self, index: int) -> Json | None:
+        return self._part(index, {"role": "assistant", "content": ""}, (), None)
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        turn = self._turns[index]
+        deltas: list[Json] = turn.read(piece.text, last=piece.finish_reason is not None)
+        scored = (*turn.untold, *piece.scored)
+        if piece.finish_reason is None and not deltas:
+            turn.untold = scored
+            return []
+        turn.untold = ()
+        found = [self._part(index, delta, scored if i == 0 else (), None) for i, delta in enumerate(deltas or [{}])]
+        if piece.finish_reason is not None:
+            found[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
+        return found
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        turn = _Turn(self._tools)
+        turn.read(choice.text, last=True)
+        return {
+            "index": index,
+            "message": turn.message(),
+            "logprobs": self._logprobs(choice.scored),
+            "finish_reason": turn.reason(choice.finish_reason),
+        }
+
+    def _part(self, index: int, delta: Json, scored: Sequence[Scored], finish_reason: str | None) -> Json:
+        logprobs = self._logprobs(scored) if scored else None
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+
+    def _logprobs(self, scored: Sequence[Scored]) -> Json | None:
+        return chat_logprobs(scored, self._about.vocabulary) if self._about.logprobs else None
+
+
+class _Turn:
+    """The text of one choice as it comes, taken apart into what is said and what is called."""
+
+    def __init__(self, tools: ToolReading | None) -> None:
+        self._parser = tools.parser() if tools is not None else None
+        self._most_calls = None if tools is None or tools.parallel else 1
+        self._text = ""
+        self._calls: list[Json] = []
+        self._dropping = False
+        self.untold: tuple[Scored, ...] = ()
+        """Tokens of text that the parser still holds."""
+
+    def read(self, text: str, *, last: bool) -> list[Json]:
+        """OpenAI's deltas of new text."""
+        if self._parser is None:
+            deltas: list[Delta] = said(text)
+        else:
+            deltas = self._parser.push(text) + (self._parser.end() if last else [])
+        return [found for delta in deltas if (found := self._told(delta)) is not None]
+
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._calls:
+            message |= {"content": self._text or None, "tool_calls": self._calls}
+        return message
+
+    def reason(self, finish_reason: str) -> str:
+        return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
+
+    def _told(self, delta: Delta) -> Json | None:
+        match delta:
+            case Said(text):
+                self._text += text
+                return {"content": text}
+            case Called(name):
+                return self._begin(name)
+            case Arguments(text):
+                return None if self._dropping else self._go_on(text)
+
+    def _begin(self, name: str) -> Json | None:
+        self._dropping = self._most_calls is not None and len(self._calls) >= self._most_calls
+        if self._dropping:
+            return None
+        call: Json = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self._calls.append(call | {"function": {"name": name, "arguments": ""}})
+        index = len(self._calls) - 1
+        return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
+
+    def _go_on(self, text: str) -> Json:
+        self._calls[-1]["function"]["arguments"] += text
+        return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}

@@ -1,0 +1,1 @@
+"""HTTP routes of the public port and of the admin port."""

@@ -1,0 +1,115 @@
+"""The admin port: what the operator calls. Guarded by a bearer token wherever more than loopback can reach it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Report, Route, SyntheticKnobs
+from specdecode_worker.server.errors import Unauthorized
+from specdecode_worker.server.lifecycle import Departure
+from specdecode_worker.server.plan_store import parse_plan
+from specdecode_worker.server.requests.body_parser import parse_contract
+from specdecode_worker.server.requests.draft_swap import NewDraft
+from specdecode_worker.server.routes.http_app import answer_errors, read_body
+from specdecode_worker.server.service import Service
+
+
+def admin_app(service: Service, departure: Departure, token: str | None) -> FastAPI:
+    """The application of the admin port; without ``token`` everyone who can connect is let in."""
+    app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(_Guard(token))])
+    answer_errors(app)
+    _add_plan(app, service)
+    _add_draft(app, service)
+    _add_synthetic(app, service)
+
+    @app.get(Route.report)
+    async def report(request: Request) -> Response:
+        return _unless_known(await service.report(), request.headers.get("If-None-Match"))
+
+    @app.post(Route.drain)
+    async def drain() -> Response:
+        departure.begin()
+        return JSONResponse({"state": service.lifecycle.state.name.lower()}, status_code=202)
+
+    return app
+
+
+def _add_plan(app: FastAPI, service: Service) -> None:
+    @app.get(Route.plan)
+    async def get_plan() -> Response:
+        return _json(service.plans.current.model_dump_json().encode())
+
+    @app.put(Route.plan)
+    async def put_plan(request: Request) -> Response:
+        plan = parse_plan(await read_body(request))
+        await service.set_plan(plan)
+        return _json(plan.model_dump_json().encode())
+
+
+def _add_draft(app: FastAPI, service: Service) -> None:
+    @app.get(Route.draft)
+    async def get_draft() -> Response:
+        return JSONResponse(await _drafts(service))
+
+    @app.put(Route.draft)
+    async def put_draft(request: Request) -> Response:
+        new = parse_contract(NewDraft, await read_body(request))
+        await service.set_draft(new.config(), new.name)
+        return JSONResponse(await _drafts(service))
+
+
+async def _drafts(service: Service) -> dict[str, object]:
+    report = await service.report()
+    return {
+        "draft": report.draft.model_dump(),
+        "named_drafts": [draft.model_dump() for draft in report.named_drafts],
+    }
+
+
+def _add_synthetic(app: FastAPI, service: Service) -> None:
+    @app.get(Route.synthetic)
+    async def get_synthetic() -> Response:
+        knobs = (await service.report()).synthetic
+        return _json(b"null" if knobs is None else knobs.model_dump_json().encode())
+
+    @app.put(Route.synthetic)
+    async def put_synthetic(request: Request) -> Response:
+        knobs = parse_contract(SyntheticKnobs, await read_body(request))
+        await service.set_synthetic(knobs)
+        return _json(knobs.model_dump_json().encode())
+
+    @app.delete(Route.synthetic)
+    async def delete_synthetic() -> Response:
+        await service.set_synthetic(None)
+        return Response(status_code=204)
+
+
+def _unless_known(report: Report, known: str | None) -> Response:
+    """The report with a tag of all but its clock; 304 and the clock alone for who has the rest already."""
+    still = report.model_copy(update={"clock_seconds": 0.0}).model_dump_json().encode()
+    tag = f'"{hashlib.sha256(still).hexdigest()[:16]}"'
+    if tag == known:
+        return Response(status_code=304, headers={"ETag": tag, Header.clock_seconds: repr(report.clock_seconds)})
+    body = report.model_dump_json().encode()
+    assert len(body) <= MAX_REPORT_BYTES, f"a report of {len(body)} bytes breaks the contract"
+    return Response(body, media_type="application/json", headers={"ETag": tag})
+
+
+class _Guard:
+    """Lets in who knows the token."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, request: Request) -> None:
+        sent = request.headers.get("Authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(sent, self._expected):
+            raise Unauthorized("the admin port needs 'Authorization: Bearer <token>'")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

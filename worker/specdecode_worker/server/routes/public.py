@@ -1,0 +1,121 @@
+"""The public port: the application, and OpenAI's two routes that generate."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
+from specdecode_worker.server.generation import Generation
+from specdecode_worker.server.request_capture import CAPTURE_HEADER, allowed
+from specdecode_worker.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from specdecode_worker.server.requests.common import StreamOptions
+from specdecode_worker.server.requests.unsupported_fields import unsupported
+from specdecode_worker.server.responses import ChatFormat, Choice, CompletionFormat, Format, Head, Json, ToolReading
+from specdecode_worker.server.routes.api_keys import ApiKeys
+from specdecode_worker.server.routes.http_app import CloseWhenLeaving, answer_errors, read_body, unless_gone
+from specdecode_worker.server.routes.information import add_information
+from specdecode_worker.server.routes.tokenization import add_tokens
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.streaming import EventStream, close
+from specdecode_worker.server.text.prompts import chat_prompt, completion_prompts
+from specdecode_worker.server.tools.parser_choice import parser_for
+
+TASK_HEADER = "X-Specdecode-Task"
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
+    """The application of the public port; with ``api_keys`` it asks for one of them."""
+    app = FastAPI(title="specdecode", openapi_url=None, dependencies=[Depends(ApiKeys(api_keys))])
+    app.add_middleware(CloseWhenLeaving, lifecycle=service.lifecycle)
+    answer_errors(app)
+    add_information(app, service)
+    add_tokens(app, service)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        service.lifecycle.check_accepting()
+        body = parse(CompletionRequest, await read_body(request))
+        service.check_model_name(body.model)
+        prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
+        text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
+        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
+        return await _answer(request, body, generations, CompletionFormat(_head(service, request, body)))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        service.lifecycle.check_accepting()
+        body = parse(ChatRequest, await read_body(request))
+        service.check_model_name(body.model)
+        tools = _tool_reading(service, body)
+        try:
+            prompt = await asyncio.to_thread(chat_prompt, service.model.tokenizer, body)
+        except (TemplateRefused, TokenizerProblem) as error:
+            raise BadRequest(str(error), param="messages", code="invalid_value") from None
+        text = "\n".join(message.content for message in body.messages)
+        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
+        return await _answer(request, body, generations, ChatFormat(_head(service, request, body), tools))
+
+    return app
+
+
+def _task(service: Service, request: Request, body: GenerationRequest, prompt: str) -> str:
+    return service.plans.task(request.headers.get(TASK_HEADER), body.task, prompt)
+
+
+def _head(service: Service, request: Request, body: GenerationRequest) -> Head:
+    """The client's own request id, where it sends one that can stand in a header."""
+    sent = request.headers.get(REQUEST_ID_HEADER, "")
+    return Head(
+        request_id=sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
+        model=body.model,
+        fingerprint=service.model.fingerprint,
+        vocabulary=service.model.tokenizer.vocabulary,
+        logprobs=body.logprobs_wanted is not None,
+    )
+
+
+def _tool_reading(service: Service, body: ChatRequest) -> ToolReading | None:
+    """How calls are found in the answer; None where no function is offered. Raises BadRequest."""
+    if not body.shown_tools:
+        return None
+    template = service.model.tokenizer.template
+    if template is None or not template.takes_tools:
+        raise unsupported("this model's chat template takes no tools", "tools")
+    name = service.config.server.tool_call_parser or service.model.tool_format
+    if name is None:
+        raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
+                          "--tool-call-parser", "tools")  # fmt: skip
+    functions = [tool.function.name for tool in body.tools]
+    return ToolReading(partial(parser_for, name, functions), parallel=body.parallel_tool_calls)
+
+
+async def _answer(request: Request, body: GenerationRequest, generations: list[Generation], form: Format) -> Response:
+    headers = {REQUEST_ID_HEADER: form.request_id}
+    if body.stream:
+        return EventStream(generations, form, body.stream_options or StreamOptions(), headers)
+    try:
+        choices = await unless_gone(request, asyncio.gather(*(generation.whole() for generation in generations)))
+        return JSONResponse(_whole(body, choices, form), headers=headers)
+    finally:
+        close(generations)
+
+
+def _whole(body: GenerationRequest, choices: Sequence[Choice], form: Format) -> Json:
+    """All choices, or the ``n`` best of each prompt's."""
+    made = body.choices_made
+    if made == body.n:
+        return form.whole(choices)
+    by_prompt = [choices[first : first + made] for first in range(0, len(choices), made)]
+    best = [one for some in by_prompt for one in sorted(some, key=lambda c: -c.mean_logprob)[: body.n]]
+    return form.whole(best, [choice.statistics for choice in choices])

@@ -1,0 +1,228 @@
+"""The server process: two listeners, one engine process, and the way in and out.
+
+up:    listen -> start the engine process, load the tokenizer -> engine warm -> ready
+down:  SIGTERM -> not ready, still serving -> refusing, running ones finish -> exit 0
+       the engine dies -> streams end with an error, /health fails -> exit 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import uvicorn
+from fastapi import FastAPI
+
+from specdecode_worker.capture import CaptureError, Recorder
+from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.ipc.engine_process import Build
+from specdecode_worker.models.checkpoints import model_store
+from specdecode_worker.models.errors import ModelError
+from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
+from specdecode_worker.server.lifecycle import Departure, Lifecycle
+from specdecode_worker.server.plan_store import read_plan
+from specdecode_worker.server.requests.body_parser import parse_contract
+from specdecode_worker.server.routes.admin import admin_app
+from specdecode_worker.server.routes.public import public_app
+from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.termination import write_termination_message
+
+# How long open connections may take to read what is already written, once nothing runs any more.
+_FLUSH_SECONDS = 3
+_FAILED_SECONDS = 1
+# Longer than clients' pools keep connections, so that it is them who close idle ones and no request meets a closed one.
+_KEEP_ALIVE_SECONDS = 75
+_LOOPBACK = "127.0.0.1"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Signals:
+    """The first SIGTERM or SIGINT asks to leave, any further one to hurry."""
+
+    asked: asyncio.Event
+    hurried: asyncio.Event
+
+    @classmethod
+    def installed(cls) -> Self:
+        signals = cls(asyncio.Event(), asyncio.Event())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, signals._arrive)
+        return signals
+
+    def _arrive(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+
+class _Listener(uvicorn.Server):
+    """uvicorn without its own idea of signals: the life of this process is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    config: WorkerConfig,
+    standalone_plan: Plan | None = None,
+    *,
+    api_keys: Sequence[str] = (),
+    build: Build | None = None,
+) -> int:
+    """Runs until it is told to leave or the engine dies; returns the exit code. Raises CannotStart.
+
+    ``api_keys`` are let in beside those of the environment. ``build`` makes another engine than the real one, for
+    tests of what is around it.
+    """
+    signals = _Signals.installed()
+    plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
+    token = os.environ.get(Env.admin_token)
+    sockets = _bind(config, admin_host=config.server.host if token else _LOOPBACK)
+    recorder = _recorder(config)
+    engine = EngineClient(config, plan, knobs, build=build)
+    try:
+        lifecycle = Lifecycle()
+        service = Service(config, engine, lifecycle, plan, recorder)
+        departure = Departure(lifecycle, config.server, lambda: engine.in_flight, signals.hurried)
+        keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
+        apps = (public_app(service, keys), admin_app(service, departure, token))
+        async with _listening(apps, sockets):
+            return await _live(service, departure, signals.asked)
+    finally:
+        await engine.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
+
+
+def _recorder(config: WorkerConfig) -> Recorder | None:
+    """Raises CannotStart: a worker that was to capture and cannot shall not look as if it did."""
+    if config.capture is None:
+        return None
+    try:
+        return Recorder(config.capture)
+    except CaptureError as error:
+        raise CannotStart(f"capture: {error}") from None
+
+
+async def _live(service: Service, departure: Departure, leave: asyncio.Event) -> int:
+    loading = asyncio.create_task(_load(service))
+    asked = asyncio.create_task(leave.wait())
+    await asyncio.wait((loading, asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
+    if loading.done() and loading.exception() is None and not service.engine.gone.done():
+        await asyncio.wait((asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
+    if asked.done():
+        loading.cancel()
+        return await _leave(service, departure)
+    asked.cancel()
+    if loading.done() and (error := loading.exception()) is not None:
+        if isinstance(error, ServerError | ModelError):
+            raise CannotStart(str(error)) from error
+        raise error
+    loading.cancel()
+    return await _fail(service)
+
+
+async def _load(service: Service) -> None:
+    """Tokenizer here, weights in the engine's process, both at once."""
+    config = service.config
+    tokenizer = await asyncio.to_thread(_tokenizer, config)
+    loaded = await asyncio.shield(service.engine.loaded)
+    service.model_loaded(Model(tokenizer, loaded))
+    if loaded.draft_problem:
+        log.warning("serving plainly, the draft does not fit: %s", loaded.draft_problem)
+    log.info("ready: %s, at most %d tokens", config.model.served_name, loaded.max_model_len)
+
+
+def _tokenizer(config: WorkerConfig) -> Tokenizer:
+    return Tokenizer.from_folder(model_store.resolve(config.model.uri, Path(config.cache_dir)))
+
+
+async def _leave(service: Service, departure: Departure) -> int:
+    log.info("leaving: %d requests are running", service.engine.in_flight)
+    cut = await departure.begin()
+    if cut:
+        log.warning("%d requests were cut off", cut)
+        service.engine.end_streams("this worker is shutting down")
+    return 1 if cut or service.engine.gone.done() else 0
+
+
+async def _fail(service: Service) -> int:
+    reason = service.engine.gone.result()
+    log.error("the engine is gone: %s", reason)
+    service.lifecycle.fail(reason)
+    write_termination_message(reason)
+    # Probes and clients get an answer that says why, rather than a refused connection.
+    await asyncio.sleep(_FAILED_SECONDS)
+    return 1
+
+
+@contextlib.asynccontextmanager
+async def _listening(apps: tuple[FastAPI, FastAPI], sockets: list[socket.socket]) -> AsyncIterator[None]:
+    """Serves both apps; on leaving, lets open connections read what is written."""
+    listeners = [
+        _Listener(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+            )
+        )
+        for app in apps
+    ]
+    serving = [
+        asyncio.create_task(listener.serve(sockets=[one])) for listener, one in zip(listeners, sockets, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            listener.should_exit = True
+        await asyncio.gather(*serving)
+
+
+def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:
+    path = os.environ.get(Env.plan_path)
+    mounted = read_plan(Path(path), config.deployment_uid) if path else None
+    return mounted or standalone_plan or Plan(uid=config.deployment_uid)
+
+
+def _start_knobs() -> SyntheticKnobs | None:
+    """Raises CannotStart: a proof whose knobs are not on would prove something else."""
+    text = os.environ.get(Env.synthetic)
+    if not text:
+        return None
+    try:
+        knobs = parse_contract(SyntheticKnobs, text.encode())
+    except BadRequest as error:
+        raise CannotStart(f"${Env.synthetic}: {error}") from None
+    log.warning("synthetic knobs are on: acceptance and step times are not what they look like")
+    return knobs
+
+
+def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
+    """Both sockets, before anything slow starts. Raises CannotStart."""
+    server = config.server
+    sockets = []
+    for what, host, port in (("public", server.host, server.port), ("admin", admin_host, server.admin_port)):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sockets.append(socket.create_server((host, port), family=family, backlog=2048))
+        except OSError as error:
+            raise CannotStart(f"cannot listen on {host}:{port} ({what} port): {error.strerror or error}") from None
+        log.info("%s port: http://%s:%d", what, *sockets[-1].getsockname()[:2])
+    return sockets

@@ -1,0 +1,1 @@
+"""Convert between text and token ids: tokenizer, chat template, detokenizer and stop strings."""

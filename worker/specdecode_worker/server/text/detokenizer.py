@@ -1,0 +1,81 @@
+"""The tokens of one answer as text, up to a stop string, with the log-probabilities of what is shown.
+
+Tokens are taken one by one even when a step brings several, so that text and token counts are what plain decoding
+would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdecode_worker.engine.ipc.messages import Logprobs, Tokens
+from specdecode_worker.server.responses import Piece, Scored
+from specdecode_worker.server.text.stop_strings import StopFinder
+from specdecode_worker.server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a request says about the text of its answer."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """In the text of so many first tokens, no stop string counts."""
+    logprobs: bool = False
+
+
+class AnswerReader:
+    """``first_offset`` is where the answer begins in the text that the client gets: behind an echoed prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], reading: Reading, *, first_offset: int = 0) -> None:
+        self._reading = reading
+        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=reading.skip_special_tokens)
+        self._stops = StopFinder(reading.stops, shows_stop=reading.include_stop)
+        self._decoded = self._shown = first_offset
+        self._untold: list[Scored] = []
+        self._logprob_sum = 0.0
+        self.count = 0
+        """Tokens so far; a stop token counts although it is not shown."""
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._logprob_sum / self.count if self.count else 0.0
+
+    def take(self, tokens: Tokens) -> Piece:
+        """What ``tokens`` add. With a stop string in it, the piece finishes the answer."""
+        text = ""
+        for i, token in enumerate(tokens.tokens):
+            self.count += 1
+            logprobs = tokens.logprobs[i] if tokens.logprobs else None
+            self._logprob_sum += logprobs.logprob if logprobs is not None else 0.0
+            ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
+            if ends and not self._reading.include_stop:
+                break
+            text += self._push(token, logprobs)
+            if self._stops.found is not None:
+                return self._piece(text, "stop")
+        if tokens.finish is None:
+            return self._piece(text, None)
+        text += self._search(self._text.flush())
+        text += self._stops.flush()
+        return self._piece(text, "stop" if self._stops.found is not None else tokens.finish)
+
+    def _push(self, token: int, logprobs: Logprobs | None) -> str:
+        if self._reading.logprobs:
+            self._untold.append(Scored(token, self._decoded, logprobs))
+        return self._search(self._text.push(token))
+
+    def _search(self, text: str) -> str:
+        self._decoded += len(text)
+        return text if self.count <= self._reading.min_tokens else self._stops.push(text)
+
+    def _piece(self, text: str, finish_reason: str | None) -> Piece:
+        """A token is told with the text that it begins. What begins behind a stop string was never said."""
+        self._shown += len(text)
+        everything = finish_reason is not None and self._stops.found is None
+        told = [one for one in self._untold if everything or one.offset < self._shown]
+        self._untold = self._untold[len(told) :]
+        return Piece(text, finish_reason, tuple(told))

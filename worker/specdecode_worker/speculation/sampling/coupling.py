@@ -1,0 +1,144 @@
+"""Coupled choice: target and draft pick with the same noise, so that drafting cannot be seen in the text.
+
+The noise of a request belongs to the absolute position of the token to be chosen. On a GPU kernels draw it where they
+pick. Elsewhere it is drawn once per step and position, and serves the draft's proposals and the target's choice at
+every node of that depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels import dispatch
+from specdecode_kernels.noise.op import gumbel
+from specdecode_kernels.top_k.op import top_k
+from specdecode_kernels.transfer import to_device
+from specdecode_kernels.verify.op import choose
+from specdecode_worker.speculation.acceptance import Outcome, accept
+from specdecode_worker.speculation.sampling.logits_processing import Processing
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.row_selection import Nodes
+from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.trees import Forest
+
+Pick = Callable[[Tensor], Tensor]
+"""From scores [R, V] what is taken of each row: the best, or the best few."""
+
+_SCORES_AT_ONCE = 100_000
+"""On a CPU: rows of so many scores together stay in cache from one operation to the next."""
+
+
+class Coupling:
+    """Choices of one step for a batch; a `Sampler` (see sampler.py)."""
+
+    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
+        self._laws = Processing(laws, texts, forest, vocab_size)
+        self._size = vocab_size
+        self._on_kernels = dispatch.on_gpu(texts.roots_B)
+        if self._laws.sampled.any and not self._on_kernels:
+            depth = max(forest.depth, len(forest.levels) - 1)
+            self._row_of_B, self._noise_SDV = _noise(laws, texts.roots_B, depth, vocab_size)
+
+    def propose(
+        self,
+        logits_RV: Tensor,
+        target_ids_V: Tensor | None,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        sharpness: float,
+        k: int,
+    ) -> Tensor:
+        """[R, k] the top of the draft's logits, plus the target's noise where sampled. ``sharpness`` multiplies the
+        draft's logits there: it was fitted so that agreement is highest."""
+        at = Nodes(batch_R, node_R, depth_R)
+        if self._on_kernels:
+            return self._proposed(logits_RV, target_ids_V, at, sharpness, k)
+        best = self._picked(logits_RV, target_ids_V, at, sharpness, lambda scores: scores.topk(k, dim=-1).indices)
+        return best if target_ids_V is None else target_ids_V[best]
+
+    def choose(self, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
+        """[R] the tokens that plain decoding emits behind these nodes."""
+        at = Nodes(batch_R, node_R, depth_R)
+        if not self._on_kernels:
+            return self._picked(logits_RV, None, at, 1.0, _first)
+        law = self._laws.picking(at)
+        adjusted_RV = self._laws.adjusted(logits_RV, None, at)
+        return choose(adjusted_RV, law.temperature_R, law.seed_R, law.position_R, law.truncation)
+
+    def accept(
+        self,
+        forest: Forest,
+        tokens_BN: Tensor,
+        logits_RV: Tensor,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        ranked_BNK: Tensor | None,
+        kept_depth_B: Tensor | None,
+    ) -> Outcome:
+        chosen_BN = torch.full_like(forest.parents_BN, -1)
+        chosen_BN[batch_R, node_R] = self.choose(logits_RV, batch_R, node_R, depth_R)
+        return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_depth_B)
+
+    def _proposed(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
+        law = self._laws.picking(at)
+        if self._laws.adjusting and sharpness != 1:
+            # Bias is not sharpened, and greedy rows are not.
+            logits_RV = logits_RV * torch.where(law.temperature_R > 0, sharpness, 1.0)[:, None]
+            sharpness = 1.0
+        return top_k(
+            self._laws.adjusted(logits_RV, ids_V, at),
+            k,
+            temperature_R=law.temperature_R,
+            seed_R=law.seed_R,
+            position_R=law.position_R,
+            vocab_size=self._size,
+            ids_V=ids_V,
+            sharpness=sharpness,
+            truncation=law.truncation,
+        )
+
+    def _picked(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
+        if not self._laws.special.any:
+            return pick(logits_RV)
+        part = self._laws.special.of(at.batch_R)
+        mine, nodes = part.of(logits_RV), part.nodes(at)
+        size = max(_SCORES_AT_ONCE // mine.shape[1], 1) if mine.device.type == "cpu" else max(len(mine), 1)
+        pieces = [slice(start, start + size) for start in range(0, len(mine), size)] or [slice(0)]
+        found = [self._special(mine[piece], ids_V, nodes[piece], sharpness, pick) for piece in pieces]
+        return part.merge(found[0] if len(found) == 1 else torch.cat(found), lambda: pick(logits_RV))
+
+    def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
+        """As ``_picked`` for rows that are sampled, or greedy with adjusted logits."""
+        if not self._laws.sampled.any:
+            return pick(self._laws.adjusted(logits_RV, ids_V, at))
+        part = self._laws.sampled.of(at.batch_R)
+        noisy = self._noisy(part.of(logits_RV), ids_V, part.nodes(at), sharpness)
+        return part.merge(pick(noisy), lambda: pick(self._laws.adjusted(logits_RV, ids_V, at)))
+
+    def _noisy(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float) -> Tensor:
+        """log p + g; rows of greedy laws, where they run along, read somebody's noise to no effect."""
+        noise = self._noise_SDV[self._row_of_B[at.batch_R], at.depth_R]
+        logits = logits_RV if sharpness == 1 else logits_RV * sharpness
+        logp = self._laws.logp(self._laws.adjusted(logits, ids_V, at), at)
+        return logp + (noise if ids_V is None else noise[:, ids_V])
+
+
+def _first(scores_RV: Tensor) -> Tensor:
+    return scores_RV.argmax(-1)
+
+
+def _noise(laws: Sequence[Law], roots_B: Tensor, depth: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """([B] the row of a sampled sequence, [S, D, V] noise behind the nodes of each depth of the S sampled ones)."""
+    rows = [b for b, law in enumerate(laws) if not law.greedy]
+    sampled = to_device(rows, roots_B.device)
+    row_of_B = torch.zeros(len(laws), dtype=torch.int64, device=roots_B.device)
+    row_of_B[sampled] = torch.arange(len(rows), device=roots_B.device)
+    seed = to_device([laws[b].seed for b in rows], roots_B.device)
+    position = roots_B[sampled, None] + 1 + torch.arange(depth + 1, device=roots_B.device)
+    noise = gumbel(seed[:, None].expand_as(position).flatten(), position.flatten(), vocab_size)
+    return row_of_B, noise.view(*position.shape, vocab_size)

@@ -1,0 +1,107 @@
+"""The laws of a batch applied to logits, along the paths of its trees: what moves single tokens, then what cuts.
+
+Target and draft go through the same code, so that a draft that is right stays right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdecode_kernels.sample import op
+from specdecode_worker.speculation.sampling.param_columns import Columns
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
+from specdecode_worker.speculation.sampling.token_counts import History, Texts
+from specdecode_worker.speculation.trees import Forest
+
+
+@dataclass(frozen=True, slots=True)
+class Picking:
+    """By row: temperature (0 is greedy), seed, position of the token to be picked, and (top-k, top-p, min-p) where some
+    row cuts."""
+
+    temperature_R: Tensor
+    seed_R: Tensor
+    position_R: Tensor
+    truncation: tuple[Tensor, Tensor, Tensor] | None
+
+
+class Processing:
+    """Of one step. ``vocab_size`` is the target's. ``special`` sequences ask for more than the first argmax."""
+
+    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
+        device = texts.roots_B.device
+        self.sampled = Group([not law.greedy for law in laws], device)
+        self.special = Group([not law.greedy or law.adjusts for law in laws], device)
+        self._adjusting = Group([law.adjusts for law in laws], device)
+        self._truncated = any(law.truncated for law in laws)
+        self._columns, self._roots_B, self._size = Columns(laws, device), texts.roots_B, vocab_size
+        counting = [b for b, law in enumerate(laws) if law.counts]
+        self._history = (
+            History(counting, self._columns.prompt_tokens_B, texts, forest, vocab_size) if counting else None
+        )
+
+    def adjusted(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes) -> Tensor:
+        """Logits after what greedy decoding feels too; the very same tensor when no law of the batch moves any.
+
+        ``target_ids_V`` maps a draft's vocabulary (None: the target's own).
+        """
+        if not self._adjusting.any:
+            return logits_RV
+        part = self._adjusting.of(at.batch_R)
+        mine = part.nodes(at)
+        if target_ids_V is None:
+            moved = self._moved(part.of(logits_RV), mine)
+        else:
+            # Bias and counts name the target's words.
+            wide = logits_RV.new_full((len(mine.batch_R), self._size), -math.inf)
+            wide[:, target_ids_V] = part.of(logits_RV)
+            moved = self._moved(wide, mine)[:, target_ids_V]
+        return part.merge(moved, lambda: logits_RV.to(moved.dtype))
+
+    @property
+    def adjusting(self) -> bool:
+        """Whether some law moves single tokens."""
+        return self._adjusting.any
+
+    def logp(self, logits_RV: Tensor, at: Nodes) -> Tensor:
+        """[R, V] log-probabilities after temperature and cuts, of adjusted logits; of greedy laws they mean nothing."""
+        columns, b = self._columns, at.batch_R
+        if not self._truncated:
+            return op.processed(logits_RV, columns.temperature_B[b], b, b, truncated=False)
+        cuts = columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]
+        return op.processed(logits_RV, columns.temperature_B[b], *cuts, truncated=True)
+
+    def picking(self, at: Nodes) -> Picking:
+        """What the kernels that pick want to know of these rows."""
+        columns, b = self._columns, at.batch_R
+        cuts = (columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]) if self._truncated else None
+        position_R = self._roots_B[b] + 1 + at.depth_R
+        return Picking(columns.own_temperature_B[b], columns.seed_B[b], position_R, cuts)
+
+    def _moved(self, logits_RV: Tensor, at: Nodes) -> Tensor:
+        columns, b = self._columns, at.batch_R
+        bias, repetition_B = columns.bias_BK, columns.repetition_B
+        frequency_B, presence_B = columns.frequency_B, columns.presence_B
+        return op.adjusted(
+            logits_RV,
+            bias=None if bias is None else (bias[0][b], bias[1][b]),
+            blocked=self._blocked(at),
+            prompt_RV=self._history.prompt(at) if self._history and repetition_B is not None else None,
+            counts_RV=self._history.counts(at) if self._history else None,
+            repetition_R=None if repetition_B is None else repetition_B[b],
+            frequency_R=None if frequency_B is None else frequency_B[b],
+            presence_R=None if presence_B is None else presence_B[b],
+        )
+
+    def _blocked(self, at: Nodes) -> tuple[Tensor, Tensor] | None:
+        columns, b = self._columns, at.batch_R
+        if columns.blocked_BK is None:
+            return None
+        out_R = self._roots_B[b] + at.depth_R + 1 - columns.prompt_tokens_B[b]
+        early_R1 = (out_R < columns.min_tokens_B[b])[:, None]
+        return columns.blocked_BK[b], early_R1.expand(-1, columns.blocked_BK.shape[1])

@@ -1,0 +1,132 @@
+"""Multi-round speculative sampling (SpecInfer, arXiv 2305.09781; the method of arXiv 2508.08192), to compare with.
+
+Siblings are drawn from the draft without replacement and tried in turn; what is emitted has the target's law, but is
+not the text of plain decoding. Proposals, coins and residual have streams of noise of their own, by position. Greedy
+requests behave as under coupling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdecode_kernels.noise.op import gumbel
+from specdecode_kernels.noise.reference import PROPOSAL_STREAM
+from specdecode_kernels.transfer import to_device
+from specdecode_kernels.verify.op import multi_round
+from specdecode_worker.speculation.acceptance import Outcome, outcome
+from specdecode_worker.speculation.sampling.coupling import Coupling
+from specdecode_worker.speculation.sampling.logits_processing import Processing
+from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.row_selection import Nodes
+from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.trees import Forest
+
+
+class MultiRound:
+    """Choices of one step for a batch; a `Sampler` (see sampler.py). Keeps what it drew proposals from until they are
+    judged. A node that it proposed nothing behind has deterministic children."""
+
+    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
+        self._laws = Processing(laws, texts, forest, vocab_size)
+        greedy = [law if law.greedy else replace(law, temperature=0.0) for law in laws]
+        self._greedy = Coupling(greedy, texts, forest, vocab_size)
+        self._roots_B, self._size = texts.roots_B, vocab_size
+        self._seed_B = to_device([law.seed for law in laws], texts.roots_B.device)
+        self._width = max(max(tree.ranks) for tree in forest.trees) + 1
+        self._drawn: list[tuple[Nodes, Tensor, Tensor | None]] = []
+
+    def propose(
+        self,
+        logits_RV: Tensor,
+        target_ids_V: Tensor | None,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        sharpness: float,
+        k: int,
+    ) -> Tensor:
+        """[R, k] drawn from q without replacement where sampled, the best elsewhere. ``sharpness`` is not for this."""
+
+        def best() -> Tensor:
+            return self._greedy.propose(logits_RV, target_ids_V, batch_R, node_R, depth_R, sharpness, k)
+
+        if not self._laws.sampled.any:
+            return best()
+        part = self._laws.sampled.of(batch_R)
+        at = part.nodes(Nodes(batch_R, node_R, depth_R))
+        meant_R = part.mask_R if part.rows is None else None
+        return part.merge(self._draw(part.of(logits_RV), target_ids_V, at, meant_R, k), best)
+
+    def accept(
+        self,
+        forest: Forest,
+        tokens_BN: Tensor,
+        logits_RV: Tensor,
+        batch_R: Tensor,
+        node_R: Tensor,
+        depth_R: Tensor,
+        ranked_BNK: Tensor | None,
+        kept_depth_B: Tensor | None,
+    ) -> Outcome:
+        if not self._laws.sampled.any:
+            return self._greedy.accept(forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, kept_depth_B)
+        at = Nodes(batch_R, node_R, depth_R)
+        logp_RV = self._target_law(logits_RV, at)
+        logp_BNV = logp_RV.new_zeros(*tokens_BN.shape, self._size)
+        logp_BNV[batch_R, node_R] = logp_RV
+        logq_BNV, drawn_BN = self._proposed(forest, logp_BNV)
+        found = multi_round(
+            forest.parents_BN,
+            tokens_BN,
+            logp_BNV,
+            logq_BNV,
+            self._seed_B,
+            self._roots_B,
+            forest.depth,
+            drawn_BN=drawn_BN,
+            width=self._width,
+        )
+        path_tokens_BD = tokens_BN.gather(1, found.path_BD.clamp(min=0))
+        emitted_BD = torch.nn.functional.pad(path_tokens_BD, (0, 1))
+        emitted_BD = emitted_BD.scatter(1, found.count_B[:, None], found.bonus_B[:, None])
+        return outcome(found, emitted_BD, ranked_BNK, kept_depth_B)
+
+    def _draw(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, meant_R: Tensor | None, k: int) -> Tensor:
+        logq_RV = self._laws.logp(self._laws.adjusted(logits_RV, ids_V, at), at)
+        position_R = self._roots_B[at.batch_R] + at.depth_R + 1
+        noise = gumbel(self._seed_B[at.batch_R], position_R, self._size, PROPOSAL_STREAM)
+        best = (logq_RV + (noise if ids_V is None else noise[:, ids_V])).topk(k, dim=-1).indices
+        if ids_V is not None:
+            best = ids_V[best]
+            logq_RV = logq_RV.new_full((len(logq_RV), self._size), -torch.inf).index_copy_(1, ids_V, logq_RV)
+        self._drawn.append((at, logq_RV, meant_R))
+        return best
+
+    def _target_law(self, logits_RV: Tensor, at: Nodes) -> Tensor:
+        """[R, V] log-probabilities; a greedy request's are all on its choice."""
+        adjusted_RV = self._laws.adjusted(logits_RV, None, at)
+        part = self._laws.sampled.of(at.batch_R)
+        sampled_RV = self._laws.logp(part.of(adjusted_RV), part.nodes(at))
+
+        def certain() -> Tensor:
+            best_R1 = adjusted_RV.argmax(-1, keepdim=True)
+            nothing = torch.full_like(adjusted_RV, -torch.inf, dtype=sampled_RV.dtype)
+            return nothing.scatter_(1, best_R1, 0.0)
+
+        return part.merge(sampled_RV, certain)
+
+    def _proposed(self, forest: Forest, like_BNV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """([B, N, V] log q behind each verified node, [B, N] whether its children were drawn from it)."""
+        if not self._drawn:
+            return None, None
+        nodes = max(len(tree.parents) for tree in forest.trees)
+        logq_BNV = like_BNV.new_full((len(like_BNV), nodes, self._size), -torch.inf)
+        drawn_BN = torch.zeros(len(like_BNV), nodes, dtype=torch.bool, device=like_BNV.device)
+        for at, logq_RV, meant_R in self._drawn:
+            logq_BNV[at.batch_R, at.node_R] = logq_RV.to(logq_BNV.dtype)
+            drawn_BN[at.batch_R, at.node_R] = True if meant_R is None else meant_R
+        return logq_BNV[:, : like_BNV.shape[1]], drawn_BN[:, : like_BNV.shape[1]]

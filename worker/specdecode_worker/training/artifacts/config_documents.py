@@ -1,0 +1,115 @@
+"""config.json of trained drafts, in the fields that other engines' readers expect (DESIGN section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from specdecode_worker.models.configs.model_config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.configs.target_config import BlockConfig
+from specdecode_worker.models.networks.rope import Scaling
+
+
+def eagle3(config: Eagle3Config) -> dict[str, Any]:
+    """As SafeAILab, vLLM and SGLang read it."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **_blocks(config, config.num_hidden_layers),
+        **_eagle3_fields(config),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def speculators(config: Eagle3Config) -> dict[str, Any]:
+    """As speculators write it: the layers' shape nested, everything else outside."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **_eagle3_fields(config),
+        "transformer_layer_config": {
+            "model_type": "llama",
+            **_blocks(config, config.num_hidden_layers),
+            "vocab_size": config.vocab_size,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
+        },
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def eagle(config: EagleConfig) -> dict[str, Any]:
+    """As SafeAILab and vLLM read an EAGLE-1 head."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        **_blocks(config, config.num_hidden_layers),
+        "vocab_size": config.vocab_size,
+        "bias": bool(config.fc_bias),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def medusa(config: MedusaConfig) -> dict[str, Any]:
+    """As vLLM reads Medusa's heads."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "medusa_fc_bias": True,
+        "dtype": "bfloat16",
+    }
+
+
+def draft_model(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """The target's own document, with fewer layers."""
+    return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
+
+
+def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+    }
+    for name in ("norm_before_fc", "fc_norm", "norm_output"):
+        if getattr(config, name):
+            found[name] = True
+    if not config.aux_layers:
+        return found | {"eagle_config": {"use_aux_hidden_state": False}}
+    return found | {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
+
+
+def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
+    found = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling(config.rope_scaling),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    biases = {"attention_bias": config.o_bias, "qkv_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return found | {name: True for name, there in biases.items() if there}
+
+
+def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}

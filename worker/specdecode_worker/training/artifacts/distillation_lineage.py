@@ -1,0 +1,65 @@
+"""lineage.json of a distilled draft: what it was made for, from what, on which data, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specdecode_worker.training.distillation.record_shards import Summary
+from specdecode_worker.training.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A target or a draft: what a user calls it, where it lies, and the hash of its weights."""
+
+    uri: str
+    folder: Path
+    hash: str
+
+
+def lineage(
+    *,
+    target: Ancestor,
+    parent: Ancestor,
+    draft: str,
+    summary: Summary,
+    golden_sha256: str,
+    settings: dict[str, Any],
+    results: dict[str, Any],
+) -> dict[str, Any]:
+    begin, end = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in summary.window_seconds)
+    return {
+        "method": "eagle3",
+        "made_by": "distill",
+        "target": {"uri": target.uri, "hash": target.hash},
+        "draft": draft,
+        "parent": {"uri": parent.uri, "hash": parent.hash},
+        "generation": read_lineage(parent.folder).get("generation", 0) + 1,
+        "data": {
+            "window": [begin, end],
+            "hash": summary.sha256,
+            "records": summary.records,
+            "used": summary.used,
+            "dropped": summary.dropped,
+            "mix": summary.mix,
+        },
+        "golden": {"sha256": golden_sha256},
+        "settings": settings,
+        "results": results,
+    }
+
+
+def read_lineage(folder: Path) -> dict[str, Any]:
+    """That of the draft in ``folder``, empty if it has none. Raises TrainingError."""
+    path = folder / "lineage.json"
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise TrainingError(f"{path} is no JSON: {error}") from None
+    return found

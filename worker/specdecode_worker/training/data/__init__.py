@@ -1,0 +1,1 @@
+"""Training data: prompts, target rollouts, shards of recorded states and batches."""

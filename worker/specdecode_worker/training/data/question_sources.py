@@ -1,0 +1,122 @@
+"""What the target is asked: files of prompts for evaluation, the combinatorial set and its own questions for training.
+
+Training never sees a held-out prompt: whatever shares a run of words with one is dropped here, both of the prompts
+that were made up (``prompts``) and of those that the target makes up.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from specdecode_worker.training.data import prompts
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.errors import PromptFileError
+
+# Temperatures of the answers and their shares: greedy text is what most requests want, the others add variety.
+TEMPERATURES = ((0.0, 0.4), (0.6, 0.2), (0.8, 0.25), (1.0, 0.15))
+SELF_ASKED = 0.3  # share of conversations whose question the target makes up itself
+LONGEST_PROMPT = 224  # tokens; longer training prompts are dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """``ids`` is the conversation up to the answer, or None where the target makes up the question itself."""
+
+    ids: tuple[int, ...] | None
+    temperature: float
+    domain: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: str
+    content: str
+
+
+class PromptLine(BaseModel):
+    """A line of a prompts file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    domain: str = "other"
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> PromptLine:
+        if bool(self.messages) == (self.prompt is not None):
+            raise ValueError('give either "messages" or "prompt"')
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.prompt if self.prompt is not None else "\n".join(message.content for message in self.messages)
+
+    def ids(self, chat: Chat) -> tuple[int, ...]:
+        """A prompt is continued as it stands, messages are answered."""
+        if self.prompt is not None:
+            return tuple(chat.encode(self.prompt))
+        return tuple(chat.ask([message.model_dump() for message in self.messages]))
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Raises PromptFileError, which names the line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise PromptFileError(f"{path} cannot be read: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(PromptLine.model_validate(json.loads(line)))
+        except (ValueError, ValidationError) as error:
+            raise PromptFileError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise PromptFileError(f'{path} holds no prompts; write lines of {{"messages": [...]}} or {{"prompt": "..."}}')
+    return found
+
+
+def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:
+    """Each prompt of a file once."""
+    for line in lines:
+        yield Question(line.ids(chat), 0.0, line.domain)
+
+
+class TrainingQuestions:
+    """Questions without end: of a file if there is one, else the combinatorial set and the target's own."""
+
+    def __init__(self, chat: Chat, held_out: Sequence[PromptLine], seed: int, own: Sequence[PromptLine] = ()) -> None:
+        self._chat, self._own, self._rng = chat, own, random.Random(seed)
+        self._held_out = [prompts.ngrams(line.text) for line in held_out]
+
+    def __iter__(self) -> Iterator[Question]:
+        while True:
+            temperature = self._rng.choices([t for t, _ in TEMPERATURES], [share for _, share in TEMPERATURES])[0]
+            if not self._own and self._rng.random() < SELF_ASKED:
+                yield Question(None, temperature, prompts.SELF_ASKED)
+            elif (ids := self._made_up()) is not None:
+                yield Question(ids[0], temperature, ids[1])
+
+    def _made_up(self) -> tuple[tuple[int, ...], str] | None:
+        if self._own:
+            line = self._rng.choice(self._own)
+        else:
+            made = prompts.draw(self._rng)
+            line = PromptLine(messages=(Message(role="user", content=made.text),), domain=made.domain)
+        ids = line.ids(self._chat)
+        wanted = len(ids) <= LONGEST_PROMPT and not prompts.overlaps(line.text, self._held_out)
+        return (ids, line.domain) if wanted else None
+
+    def refuse(self, question: list[int]) -> bool:
+        """Whether a question that the target asked itself is too short to be one, or is held out."""
+        text = self._chat.tokenizer.decode(question)
+        return len(text.split()) < 3 or prompts.overlaps(text, self._held_out)

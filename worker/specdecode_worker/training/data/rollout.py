@@ -1,0 +1,195 @@
+"""On-policy text: the target answers questions, many at a time, and its hidden states are recorded as it talks.
+
+Every step feeds one token to each conversation, whether it is a token of a question or one just drawn; a conversation
+that ends makes room for the next at once, so the matrices never run half empty. For training, text is cut where it
+begins to repeat itself: a small model loops, and a draft that learns loops looks better than it is. Some repeats stay:
+what a draft never sees repeated it does not learn to copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.question_sources import Question
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.heads.dense_attention import DenseCache
+
+LOOP_NGRAM, LOOP_COUNT = 10, 6
+SHORTEST_ANSWER = 12
+HOPELESS = 200
+"""Answers dropped one after another, after which a target has nothing to teach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    rows: int = 96
+    question_tokens: int = 224  # of a question that the target asks itself, with all around it
+    answer_tokens: int = 320
+    for_training: bool = True  # cut loops, drop the shortest answers
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """One conversation in progress. ``forced`` tokens come next whatever the target says."""
+
+    question: Question
+    forced: list[int]
+    answer_start: int | None  # None while the target is still making up its question
+    tokens: list[int] = field(default_factory=list)
+    ngrams: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def says_little(self) -> bool:
+        """Whether the answer is short but for what it says again."""
+        assert self.answer_start is not None
+        repeats = self.ngrams.total() - len(self.ngrams)
+        return len(self.tokens) - self.answer_start - repeats < SHORTEST_ANSWER
+
+    @property
+    def draw_temperature(self) -> float:
+        return 1.0 if self.answer_start is None else self.question.temperature
+
+    def repeats_with(self, token: int) -> bool:
+        """Whether the n-gram that ``token`` completes has now occurred too often in the answer."""
+        assert self.answer_start is not None
+        last = (*self.tokens[max(self.answer_start, len(self.tokens) - LOOP_NGRAM + 1) :], token)
+        if len(last) < LOOP_NGRAM:
+            return False
+        self.ngrams[last] += 1
+        return self.ngrams[last] >= LOOP_COUNT
+
+
+class Rollout:
+    """Conversations of one target, as long as there are questions.
+
+    ``around`` are the tokens before and after a question that the target asks itself; ``refuse`` says which of its
+    questions (as tokens) are not wanted.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        settings: RolloutSettings,
+        questions: Iterator[Question],
+        *,
+        around: tuple[list[int], list[int]] = ([], []),
+        refuse: Callable[[list[int]], bool] = lambda _: False,
+    ) -> None:
+        self.target, self.settings, self.questions, self.refuse = target, settings, questions, refuse
+        self.before, self.after = around
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.dropped = 0  # since the last answer that was kept
+        self.rows: list[Row | None] = [self._new_row() for _ in range(settings.rows)]
+        longest = max([len(row.forced) for row in self.rows if row], default=0)
+        self.length = max(settings.question_tokens, longest) + settings.answer_tokens
+        dtype = target.model.embed_tokens.weight.dtype
+        self.cache = DenseCache(target.config, settings.rows, self.length, dtype=dtype)
+        self.states_BLS = torch.zeros(settings.rows, self.length, 4 * target.config.hidden_size, dtype=dtype)
+
+    @torch.inference_mode()
+    def conversations(self) -> Iterator[Conversation]:
+        """Raises TrainingError for a target whose every answer loops or is a few tokens short."""
+        while any(self.rows):
+            yield from self._step()
+            if self.dropped >= HOPELESS:
+                raise TrainingError(
+                    f"the last {HOPELESS} answers of the target were loops or shorter than "
+                    f"{SHORTEST_ANSWER} tokens; is it a chat model, and are these its weights?"
+                )
+
+    def _new_row(self) -> Row | None:
+        question = next(self.questions, None)
+        if question is None:
+            return None
+        if question.ids is None:
+            return Row(question, list(self.before), None)
+        return Row(question, list(question.ids), len(question.ids))
+
+    def _step(self) -> list[Conversation]:
+        drawing = [i for i, row in enumerate(self.rows) if row and not row.forced]
+        ended: list[Conversation] = []
+        if drawing:
+            drawn = self._draw(drawing)
+            ended = [done for i, token in zip(drawing, drawn, strict=True) if (done := self._take(i, token))]
+        self._feed()
+        return ended
+
+    def _draw(self, drawing: list[int]) -> list[int]:
+        rows = [row for i in drawing if (row := self.rows[i])]
+        width = self.target.config.hidden_size
+        last_R = torch.tensor([len(row.tokens) - 1 for row in rows])
+        logits_RV = self.target.logits(self.states_BLS[torch.tensor(drawing), last_R, 3 * width :]).float()
+        temperature_R = torch.tensor([row.draw_temperature for row in rows])
+        mass_RV = torch.softmax(logits_RV / temperature_R.clamp(min=1e-4)[:, None], dim=-1).cumsum_(dim=-1)
+        coin_R1 = torch.rand(len(rows), 1, generator=self.generator) * mass_RV[:, -1:]
+        drawn_R = torch.searchsorted(mass_RV, coin_R1).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
+        result: list[int] = torch.where(temperature_R == 0, logits_RV.argmax(dim=-1), drawn_R).tolist()
+        return result
+
+    def _take(self, index: int, token: int) -> Conversation | None:
+        """A drawn token goes to its row; the conversation, when it ends here, and a new row in its place."""
+        row = self.rows[index]
+        assert row is not None
+        if row.answer_start is None:
+            self._take_question(index, row, token)
+            return None
+        looping = self.settings.for_training and row.repeats_with(token)
+        full = len(row.tokens) - row.answer_start >= self.settings.answer_tokens - 1
+        if token not in self.target.config.eos_token_ids and not looping and not full:
+            row.forced.append(token)
+            return None
+        if looping:
+            del row.tokens[-(LOOP_NGRAM - 1) :]
+        ended = self._recorded(index, row)
+        self.rows[index] = self._new_row()
+        return ended
+
+    def _take_question(self, index: int, row: Row, token: int) -> None:
+        """Ends the question that a target asks itself at its end of turn, or before it grows too long."""
+        room = self.settings.question_tokens - len(self.after) - len(row.tokens)
+        if token not in self.target.config.eos_token_ids and room > 1:
+            row.forced.append(token)
+        elif self.refuse(row.tokens[len(self.before) :]):
+            self.rows[index] = self._new_row()
+        else:
+            row.forced.extend(self.after)
+            row.answer_start = len(row.tokens) + len(self.after)
+
+    def _recorded(self, index: int, row: Row) -> Conversation | None:
+        assert row.answer_start is not None
+        n, width = len(row.tokens), self.target.config.hidden_size
+        if n <= row.answer_start or (self.settings.for_training and row.says_little):
+            self.dropped += 1
+            return None
+        self.dropped = 0
+        return Conversation(
+            tokens_N=torch.tensor(row.tokens, dtype=torch.int32),
+            aux_NA=self.states_BLS[index, :n, : 3 * width].clone(),
+            hidden_NE=self.states_BLS[index, :n, 3 * width :].clone(),
+            answer_start=row.answer_start,
+            temperature=row.question.temperature,
+            domain=row.question.domain,
+        )
+
+    def _feed(self) -> None:
+        """One token of each row through the target; its states are kept. Rows without a conversation idle at 0."""
+        positions_B = torch.tensor([len(row.tokens) if row else 0 for row in self.rows])
+        tokens_B = torch.zeros(len(self.rows), dtype=torch.int64)
+        for i, row in enumerate(self.rows):
+            # A row that was refused its question before its first token is fed is new and has its prompt to come.
+            if row is not None:
+                row.tokens.append(row.forced.pop(0))
+                tokens_B[i] = row.tokens[-1]
+        self.cache.step(positions_B)
+        out = self.target(tokens_B, positions_B, self.cache, Reads(self.target.config.aux_layers))
+        assert isinstance(out.aux_TA, Tensor)
+        self.states_BLS[torch.arange(len(self.rows)), positions_B] = torch.cat((out.aux_TA, out.hidden_TE), dim=-1)

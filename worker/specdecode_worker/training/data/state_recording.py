@@ -1,0 +1,73 @@
+"""Fills a folder with shards, from a rollout or from a text file. Both go on where a killed run stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.chat_tokens import Chat
+from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.errors import PromptFileError
+
+SHARD_TOKENS = 16384
+_TEXT_TOKENS = 384  # of one piece of a text file
+
+
+def answer_tokens(folder: Path) -> int:
+    """How many answer tokens a folder of shards holds."""
+    return sum(len(c.tokens_N) - c.answer_start for path in shard_paths(folder) for c in read_shard(path))
+
+
+def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, tell: Callable[[str], None]) -> None:
+    """Writes shards until ``folder`` holds about ``tokens`` answer tokens, or the conversations end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    already = total = answer_tokens(folder)
+    started = time.monotonic()
+    waiting: list[Conversation] = []
+    source = iter(conversations)
+    while total < tokens:
+        conversation = next(source, None)
+        waiting += [conversation] if conversation else []
+        answers = sum(len(c.tokens_N) - c.answer_start for c in waiting)
+        full = sum(len(c.tokens_N) for c in waiting) >= SHARD_TOKENS or total + answers >= tokens
+        if waiting and (full or conversation is None):
+            write_shard(folder, len(shard_paths(folder)), waiting)
+            total, waiting = total + answers, []
+            rate = (total - already) / (time.monotonic() - started)
+            left = max(tokens - total, 0) / rate / 60
+            tell(f"recording: {total} of {tokens} answer tokens, {rate:.0f} tokens/s, {left:.1f} min left")
+        if conversation is None:
+            return
+
+
+def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) -> Iterator[Conversation]:
+    """Pieces of a text file as the target reads them, all of each piece counting as answer. Off-policy, but cheap."""
+    try:
+        ids = chat.encode(path.read_text())[skip_tokens:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f"{path} cannot be read as text: {error}") from None
+    for start in range(0, len(ids), _TEXT_TOKENS):
+        piece = torch.tensor(ids[start : start + _TEXT_TOKENS])
+        if len(piece) > 2:
+            aux_NA, hidden_NE = read_states(target, piece)
+            yield Conversation(piece.int(), aux_NA, hidden_NE, answer_start=1, temperature=0.0, domain="text")
+
+
+@torch.inference_mode()
+def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(aux [N, 3E], last hidden [N, E]) of the target over one text, in one pass."""
+    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, Reads(target.config.aux_layers))
+    assert isinstance(out.aux_TA, Tensor)
+    return out.aux_TA, out.hidden_TE
+
+
+def _causal(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -1,0 +1,212 @@
+"""From captured records to shards of the three splits, replayed and checked; a run that was stopped goes on.
+
+OUT/data/{train,validation,test}/shard-*.safetensors   conversations with the target's states
+OUT/data/{train,validation,test}/shard-*.records       the records they were made of, in the shard's order
+OUT/data/done-*.json                                   what became of the records of one shard
+OUT/data/summary.json                                  what was used and what was dropped, once all is there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from specdecode_worker.capture import Reading, Record, read_records
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.record_replay import Replayed, Unfit, misfit, replay
+from specdecode_worker.training.distillation.splits import Runs, Split, Text, overlapping, runs_of, split_of
+from specdecode_worker.training.evaluation.paired_steps import Sample
+
+_LIMITS: Mapping[Split, float] = {"train": 1, "validation": 1 / 8, "test": 1 / 4}
+_CHUNK = 32
+"""Records replayed between two looks at whether to stop; what they give is written together."""
+
+Stopped = Callable[[], bool]
+
+
+class Interrupted(Exception):
+    """Asked to stop; what was done so far is on disk, and the same command goes on from it."""
+
+
+@dataclass(slots=True)
+class Summary:
+    """What became of the records of a capture. ``mix`` are the domains' shares of the traffic's output tokens."""
+
+    records: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    conversations: dict[str, dict[str, int]] = field(default_factory=dict)
+    mix: dict[str, float] = field(default_factory=dict)
+    output_tokens: int = 0
+    near_ties: int = 0
+    window_seconds: tuple[float, float] = (0.0, 0.0)
+    sha256: str = ""
+    torn_segments: int = 0
+    unreadable: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where records come from and whom they must be of. Times are Unix seconds."""
+
+    folders: tuple[Path, ...]
+    target: str
+    positions: int
+    oldest_seconds: float = 0.0
+    judged: Runs | None = None
+    """Runs of tokens of the golden set, which no captured text may share."""
+    most_tokens: int = 400_000
+    """Of training text: states take four times the hidden size a token. Validation takes an eighth, test a quarter."""
+
+
+def prepare(target: Llama, source: Source, folder: Path, tell: Callable[[str], None], stopped: Stopped) -> Summary:
+    """Fills ``folder``. Raises Interrupted, FolderUnusable."""
+    path = folder / "summary.json"
+    if path.exists():
+        return msgspec.convert(json.loads(path.read_text()), Summary)
+    folder.mkdir(parents=True, exist_ok=True)
+    summary, records = _selected(source, folder, target.config.vocab_size)
+    chunks = [records[start : start + _CHUNK] for start in range(0, len(records), _CHUNK)]
+    for number, chunk in enumerate(chunks):
+        if not (folder / f"done-{number:05}.json").exists():
+            if stopped():
+                raise Interrupted
+            _replay_chunk(target, chunk, folder, number)
+            tell(f"distill: {min((number + 1) * _CHUNK, len(records))} of {len(records)} records replayed")
+    _add_up(summary, folder)
+    _write_json(path, asdict(summary))
+    return summary
+
+
+def _selected(source: Source, folder: Path, vocab_size: int) -> tuple[Summary, list[Record]]:
+    """The records of this run, the same after a restart though the workers have gone on: they are kept in a file."""
+    kept, noted = folder / "selected.records", folder / "selected.json"
+    if not noted.exists():
+        reading = Reading()
+        summary, chosen = select(read_records(source.folders, reading), source, vocab_size)
+        summary.torn_segments, summary.unreadable = reading.torn, reading.unreadable
+        kept.write_bytes(msgspec.msgpack.encode(chosen))
+        _write_json(noted, asdict(summary))
+    found = msgspec.msgpack.decode(kept.read_bytes(), type=list[Record])
+    return msgspec.convert(json.loads(noted.read_text()), Summary), found
+
+
+def select(records: Iterable[Record], source: Source, vocab_size: int) -> tuple[Summary, list[Record]]:
+    """What is fit to be replayed, the newest of it, no run of 13 tokens in two splits; the rest is counted by reason.
+
+    Holds no more than what may be kept: a capture may be far larger than memory."""
+    dropped: Counter[str] = Counter()
+    newest = {split: _Newest(source.most_tokens * part) for split, part in _LIMITS.items()}
+    count = 0
+    for count, record in enumerate(records, start=1):
+        old = Unfit.too_old if record.time_seconds < source.oldest_seconds else None
+        unfit = old or misfit(record, source.target, vocab_size, source.positions)
+        if unfit is None:
+            newest[split_of(record.opening)].add(record, count)
+        else:
+            dropped[unfit] += 1
+    fit = [record for _, _, record in sorted(one for split in newest.values() for one in split.heap)]
+    dropped[Unfit.superseded] = count - dropped.total() - len(fit)
+    overlap = overlapping([_text(one) for one in fit], [split_of(one.opening) for one in fit], source.judged)
+    dropped[Unfit.overlaps] = sum(overlap)
+    chosen = [record for record, drop in zip(fit, overlap, strict=True) if not drop]
+    return _summary(count, dropped, chosen), chosen
+
+
+def _summary(count: int, dropped: Counter[str], chosen: Sequence[Record]) -> Summary:
+    times = [record.time_seconds for record in chosen] or [0.0]
+    digest = hashlib.sha256()
+    for record in sorted(chosen, key=lambda one: (one.time_seconds, one.opening, one.tokens)):
+        digest.update(msgspec.msgpack.encode(record))
+    return Summary(
+        records=count, dropped={k: n for k, n in dropped.items() if n},
+        window_seconds=(min(times), max(times)), sha256=digest.hexdigest(),
+    )  # fmt: skip
+
+
+class _Newest:
+    """The newest records that hold ``most_tokens``; ``heap`` entries are (time, order of reading, record)."""
+
+    def __init__(self, most_tokens: float) -> None:
+        self._most_tokens, self._tokens = most_tokens, 0
+        self.heap: list[tuple[float, int, Record]] = []
+
+    def add(self, record: Record, number: int) -> None:
+        heapq.heappush(self.heap, (record.time_seconds, number, record))
+        self._tokens += len(record.tokens)
+        while self._tokens - len(self.heap[0][2].tokens) >= self._most_tokens:
+            self._tokens -= len(heapq.heappop(self.heap)[2].tokens)
+
+
+def _text(record: Record) -> Text:
+    prompt, answer = record.tokens[: record.prompt_length], record.tokens[record.prompt_length :]
+    return Text(record.opening, record.task, prompt, runs_of(answer))
+
+
+def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: int) -> None:
+    """Shards first, the note of them last: a chunk without its note is replayed again, onto the same names."""
+    parts: dict[Split, list[tuple[Record, Conversation]]] = {split: [] for split in get_args(Split)}
+    dropped: Counter[str] = Counter()
+    ties = 0
+    for record in chunk:
+        found = replay(target, record)
+        if isinstance(found, Replayed):
+            parts[split_of(record.opening)].append((record, found.conversation))
+            ties += found.ties
+        else:
+            dropped[found] += 1
+    for split, pairs in parts.items():
+        if pairs:
+            (folder / split).mkdir(exist_ok=True)
+            path = write_shard(folder / split, number, [conversation for _, conversation in pairs])
+            path.with_suffix(".records").write_bytes(msgspec.msgpack.encode([record for record, _ in pairs]))
+    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties})
+
+
+def _add_up(summary: Summary, folder: Path) -> None:
+    dropped = Counter(summary.dropped)
+    for path in sorted(folder.glob("done-*.json")):
+        note = json.loads(path.read_text())
+        dropped.update(note["dropped"])
+        summary.near_ties += note["near_ties"]
+    summary.dropped = dict(dropped)
+    tokens: Counter[str] = Counter()
+    weighted: Counter[str] = Counter()
+    for split in get_args(Split):
+        records = list(_records(folder / split))
+        summary.used[split] = len(records)
+        openings = {(record.task, record.opening) for record in records}
+        summary.conversations[split] = dict(Counter(task for task, _ in sorted(openings)))
+        for record in records:
+            tokens[record.task] += record.output_length
+            weighted[record.task] += record.output_length / record.share  # type: ignore[assignment]
+    summary.output_tokens = tokens.total()
+    summary.mix = {task: weight / weighted.total() for task, weight in sorted(weighted.items())}
+
+
+def _records(folder: Path) -> Iterator[Record]:
+    for path in shard_paths(folder):
+        yield from msgspec.msgpack.decode(path.with_suffix(".records").read_bytes(), type=list[Record])
+
+
+def read_samples(folder: Path) -> Iterator[Sample]:
+    """Of one split."""
+    for path in shard_paths(folder):
+        records = msgspec.msgpack.decode(path.with_suffix(".records").read_bytes(), type=list[Record])
+        yield from (Sample(record, c) for record, c in zip(records, read_shard(path), strict=True))
+
+
+def _write_json(path: Path, document: Mapping[str, object]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=2) + "\n")
+    os.rename(partial, path)

@@ -1,0 +1,203 @@
+"""The draft while it is distilled: rounds of training steps, validation after each, all of it in one checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.training.artifacts.export import write_head
+from specdecode_worker.training.data.batches import DataSet, batches
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.distillation.mixture import Line, Weighted, best_of, compose, has_stalled, replay_share
+from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
+from specdecode_worker.training.evaluation.acceptance_replay import Tally, ranks
+from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
+
+_TELL_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySettings:
+    """Training ends after ``steps`` or ``minutes``, whatever comes first, or when validation has stalled."""
+
+    steps: int = 2000
+    minutes: float = 60.0
+    learning_rate: float = 2e-4
+    batch_tokens: int = 1024
+    round_steps: int = 50
+    """Between two validations."""
+    patience: int = 3
+    """Rounds without progress after which training stops."""
+    replay_share: float = 0.5
+    depth: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What to learn from and what to look at. ``weights`` are the shares of the traffic by captured domain."""
+
+    captured: Sequence[Weighted]
+    replay: Sequence[Conversation]
+    validation: Sequence[Sample]
+    old_validation: Sequence[Conversation]
+    weights: Mapping[str, float]
+
+
+class _Student(Trainer):
+    """A trainer with both bounds at once."""
+
+    @property
+    def share_done(self) -> float:
+        at, limits = self.progress, self.settings
+        return max(at.step / limits.steps, at.seconds / (60 * limits.minutes))
+
+
+class Study:
+    """One draft's way through its rounds. Everything is written to ``out``; the best draft so far lies in out/best."""
+
+    def __init__(
+        self, head: Eagle3Head, output_VE: Tensor, lessons: Lessons, settings: StudySettings, out: Path,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.settings, self._lessons, self._out = settings, lessons, out
+        self._eos, self._vocab_size = eos_token_ids, len(output_VE)
+        self._trainer = _Student(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
+        self._told = 0.0
+
+    @property
+    def lines(self) -> list[Line]:
+        """Validation so far, as the checkpoint holds it."""
+        return [Line(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return self._trainer.progress.history
+
+    @property
+    def best(self) -> int:
+        return best_of(self.lines, self._lessons.weights)
+
+    @property
+    def is_over(self) -> bool:
+        stalled = has_stalled(self.lines, self._lessons.weights, self.settings.patience)
+        return bool(self.history) and (stalled or self._trainer.share_done >= 1)
+
+    def run(self, tell: Callable[[str], None], stopped: Stopped) -> None:
+        """To the end, from wherever a run before was stopped. Raises Interrupted, ResumeMismatch."""
+        if self._trainer.restore(self._out):
+            tell(f"distill: going on from step {self._trainer.progress.step}")
+        if not self.history:
+            self._look(0.0, tell)
+        while not self.is_over:
+            self._look(self._round(tell, stopped), tell)
+
+    def _round(self, tell: Callable[[str], None], stopped: Stopped) -> float:
+        """Returns the mean loss."""
+        settings, at = self.settings, self._trainer.progress
+        texts = compose(
+            self._lessons.captured, self._lessons.replay, share=self.share, seed=settings.seed, number=at.epoch,
+            tokens=settings.round_steps * settings.batch_tokens,
+        )  # fmt: skip
+        groups = batches(texts, tokens=settings.batch_tokens, seed=settings.seed, epoch=at.epoch)
+        losses = [0.0]
+        while at.batch < len(groups) and self._trainer.share_done < 1:
+            if stopped():
+                self._trainer.save(self._out)
+                raise Interrupted
+            losses.append(self._trainer.step([groups[at.batch]]))
+            at.batch += 1
+            self._tell(losses[-1], tell)
+        at.epoch, at.batch = at.epoch + 1, 0
+        return sum(losses) / max(len(losses) - 1, 1)
+
+    @property
+    def share(self) -> float:
+        """Of replay, in the round that runs or comes next."""
+        return replay_share(self.lines, self.settings.replay_share)
+
+    def _look(self, loss: float, tell: Callable[[str], None]) -> None:
+        """Validates, keeps the draft if it is the best, and then all of it in the checkpoint."""
+        at = self._trainer.progress
+        old = self._old_tallies()
+        at.history.append(
+            {
+                "step": at.step,
+                "minutes": round(at.seconds / 60, 2),
+                "loss": round(loss, 4),
+                "replay_share": round(self.share, 3) if at.history else 0.0,
+                "captured": self._captured_pace(),
+                "old": {domain: round(tally.tokens_per_step, 4) for domain, tally in old.items()},
+                "old_mean": round(_pace(list(old.values())), 4),
+            }
+        )
+        if self.best == len(at.history) - 1:
+            write_head(_eagle3(self._trainer.master), self._out / "best")
+        self._trainer.save(self._out)
+        tell(f"distill: validation {at.history[-1]}")
+
+    def _captured_pace(self) -> dict[str, float]:
+        """Tokens per step of the chain that is trained, by captured domain."""
+        tallies: dict[str, Tally] = defaultdict(Tally)
+        draft, shape = Drafted(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
+        for sample in self._lessons.validation:
+            (walked,) = steps_of([draft], sample, shape, self._eos, self._vocab_size)
+            tally = tallies[sample.record.task]
+            tally.steps, tally.tokens = tally.steps + walked.steps, tally.tokens + walked.tokens
+        return {domain: round(tally.tokens_per_step, 4) for domain, tally in sorted(tallies.items())}
+
+    def _old_tallies(self) -> dict[str, Tally]:
+        tallies: dict[str, Tally] = defaultdict(Tally)
+        texts = sorted(self._lessons.old_validation, key=lambda c: len(c.tokens_N))
+        head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
+        for start in range(0, len(texts), 8):
+            part = texts[start : start + 8]
+            for text, found in zip(part, ranks(head, part, output_VE, depth), strict=True):
+                tallies[text.domain].walk(found, TreeShape.chain(depth))
+        return dict(sorted(tallies.items()))
+
+    def _tell(self, loss: float, tell: Callable[[str], None]) -> None:
+        now = time.monotonic()
+        if now < self._told + _TELL_SECONDS:
+            return
+        self._told = now
+        at, share = self._trainer.progress, max(self._trainer.share_done, 1e-6)
+        left = at.seconds / share * (1 - share) / 60
+        tell(
+            f"distill: round {at.epoch + 1}, step {at.step} of {self.settings.steps}, loss {loss:.3f}, "
+            f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min of training left"
+        )
+
+
+def _pace(tallies: Sequence[Tally]) -> float:
+    """Tokens per step of all together; 1 of nothing."""
+    return sum(t.tokens for t in tallies) / max(sum(t.steps for t in tallies), 1) if tallies else 1.0
+
+
+def train_settings(settings: StudySettings) -> TrainSettings:
+    """What a `Trainer` is told."""
+    return TrainSettings(
+        steps=settings.steps,
+        minutes=settings.minutes,
+        learning_rate=settings.learning_rate,
+        batch_tokens=settings.batch_tokens,
+        depth=settings.depth,
+        # The head drafts deep already; unrolling it less at first would let it forget that.
+        deepen_at=(0.0,) * (settings.depth - 1),
+        seed=settings.seed,
+    )
+
+
+def _eagle3(draft: Draft) -> Eagle3Head:
+    assert isinstance(draft, Eagle3Head), "distillation goes on with heads alone"
+    return draft

@@ -1,0 +1,101 @@
+"""Exact acceptance of a draft on recorded text, at every root, depth and rank, without running an engine.
+
+The text does not depend on the draft, so one teacher-forced pass a depth says which rank the target's token had in the
+draft's ordering wherever a draft could have started; what any chain or tree would have accepted follows by walking.
+Used for validation while training and by ``eval``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, unrolled, vocabulary_of
+
+RANKS = 8  # ranks 0-7 are told apart; RANKS means a miss
+
+
+@torch.inference_mode()
+def ranks(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int) -> list[Tensor]:
+    """For each (greedy) conversation [answer slots, depth]: at [i, k] the rank of the target's token for the token
+    after slot i + k, drafted k deep from a root at slot i. Beyond the end of the text everything is a miss."""
+    batch = batch_for(head, conversations, output_VE.dtype)
+    wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
+    vocabulary = vocabulary_of(head, len(output_VE))
+    by_slot = [
+        _rank(vocabulary[logits_of(head, state, k).topk(RANKS, dim=-1).indices], wanted_BA)
+        for k, (state, _) in enumerate(unrolled(head, batch, depth))
+    ]
+    counts = batch.valid_BA.sum(dim=1).tolist()
+    return [_by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
+
+
+def _rank(best_BAX: Tensor, wanted_BA: Tensor) -> Tensor:
+    hit = best_BAX == wanted_BA[:, :, None]
+    return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS)
+
+
+def _by_root(by_slot: list[Tensor]) -> Tensor:
+    """Depth k of root i was computed at slot i + k."""
+    missing = torch.full_like(by_slot[0], RANKS)
+    return torch.stack([torch.cat((at[k:], missing[:k]))[: len(missing)] for k, at in enumerate(by_slot)], dim=1)
+
+
+def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
+    """How many drafted tokens of a tree of ``shape`` the target accepts where its tokens have these ranks."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(shape.parents, start=1):
+        children.setdefault(parent, []).append(node)
+    node, count = 0, 0
+    for rank in ranks_K:
+        if rank >= len(children.get(node, ())):
+            break
+        node, count = children[node][rank], count + 1
+    return count
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over conversations, of one shape. ``reached[k]`` steps got to depth k, ``hits[k]`` were accepted there."""
+
+    steps: int = 0
+    tokens: int = 0
+    reached: list[int] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+
+    def walk(self, ranks_IK: Tensor, shape: TreeShape) -> None:
+        """Drafts one recorded answer from its first token to its end, as an engine would."""
+        depth = ranks_IK.shape[1]
+        self.reached = self.reached or [0] * depth
+        self.hits = self.hits or [0] * depth
+        rows = ranks_IK.tolist()
+        at = 0
+        while at < len(rows):
+            count = accepted(rows[at], shape)
+            for k in range(min(count + 1, depth, len(rows) - at)):
+                self.reached[k] += 1
+                self.hits[k] += k < count
+            self.steps += 1
+            self.tokens += count + 1
+            at += count + 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of accepted drafts by depth, of those whose parents were accepted."""
+        return [hit / max(n, 1) for hit, n in zip(self.hits, self.reached, strict=True)]
+
+
+def distinct_ngrams(token_lists: Sequence[Sequence[int]], size: int = 4) -> float:
+    """Share of different n-grams among all; text that loops has few, and flatters every draft."""
+    found = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
+    return len(set(found)) / max(len(found), 1)

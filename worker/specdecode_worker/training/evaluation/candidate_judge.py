@@ -1,0 +1,98 @@
+"""The verdict on a candidate: both drafts over all test texts, timed in turn, judged, told as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
+from specdecode_worker.training.evaluation.draft_verdict import Domain, Gain, StepCosts, Verdict, judge
+from specdecode_worker.training.evaluation.golden_set import by_conversation
+from specdecode_worker.training.evaluation.paired_step_times import step_costs
+from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is judged and by what. ``weights`` are the traffic's shares by captured domain; others are golden ones."""
+
+    deployed: Drafted
+    candidate: Drafted
+    samples: Sequence[Sample]
+    weights: Mapping[str, float]
+    shape: TreeShape
+    wanted_gain: float
+    seed: int = 0
+
+
+def decide(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> dict[str, Any]:
+    """The document of the verdict. Raises Interrupted."""
+    domains = _walk(target, trial, tell, stopped)
+    missing = [name for name in trial.weights if name not in {domain.name for domain in domains}]
+    nothing = np.empty(0)
+    domains += [Domain(name, trial.weights[name], nothing, nothing, nothing) for name in missing]
+    costs = step_costs(target, trial.deployed.head, trial.candidate.head, trial.shape)
+    verdict = judge(domains, costs, wanted_gain=trial.wanted_gain, seed=trial.seed)
+    return _document(verdict, domains, costs, trial)
+
+
+def _walk(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> list[Domain]:
+    found = []
+    config = target.config
+    for name, conversations in sorted(by_conversation(trial.samples).items()):
+        sums = []
+        for samples in conversations.values():
+            if stopped():
+                raise Interrupted
+            pairs = [
+                steps_of(
+                    (trial.deployed, trial.candidate), sample, trial.shape, config.eos_token_ids, config.vocab_size
+                )
+                for sample in samples
+            ]
+            sums.append([sum(a.tokens for a, _ in pairs), *(sum(pair[i].steps for pair in pairs) for i in (0, 1))])
+        tokens_C, deployed_C, candidate_C = np.array(sums, np.float64).T
+        found.append(Domain(name, trial.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
+        tell(f"distill: {name}: {len(sums)} conversations walked with both drafts")
+    return found
+
+
+def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, trial: Trial) -> dict[str, Any]:
+    return {
+        "verdict": verdict.finding,
+        "exit_code": verdict.exit_code,
+        "reasons": list(verdict.reasons),
+        "wanted_gain": trial.wanted_gain,
+        "gain": _gain(verdict.mix),
+        "domains": {domain.name: _domain(domain, verdict.domains.get(domain.name)) for domain in domains},
+        "shape": str(trial.shape),
+        "step_milliseconds": {
+            "deployed": round(float(np.median(costs.deployed_R)) * 1e3, 3),
+            "candidate": round(float(np.median(costs.candidate_R)) * 1e3, 3),
+            "rounds": len(costs.deployed_R),
+        },
+    }
+
+
+def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
+    tokens = domain.tokens_C.sum()
+    pace = {"deployed": domain.deployed_C, "candidate": domain.candidate_C}
+    return {
+        "kind": "captured" if domain.weight > 0 else "golden",
+        "share_of_traffic": round(domain.weight, 4),
+        "conversations": len(domain.tokens_C),
+        "tokens": int(tokens),
+        "tokens_per_step": {name: round(float(tokens / max(steps.sum(), 1)), 4) for name, steps in pace.items()},
+        "gain": _gain(gain),
+    }
+
+
+def _gain(gain: Gain | None) -> dict[str, float] | None:
+    if gain is None:
+        return None
+    return {"estimate": round(gain.estimate, 5), "lower": round(gain.lower, 5), "upper": round(gain.upper, 5)}

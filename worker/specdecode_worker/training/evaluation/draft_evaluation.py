@@ -1,0 +1,156 @@
+"""How good a draft is on prompts: acceptance by depth and tokens per step, by domain, and what that is worth here.
+
+The target's greedy text is recorded once; acceptance comes from ``replay``. Step times are measured on this machine
+with one sequence, so that the speedup and the advice are about it and not about acceptance alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.evaluation.acceptance_replay import Tally, distinct_ngrams, ranks
+
+CONTEXT = 256  # tokens of context at which steps are timed
+_TIMED = 15
+
+
+def evaluate(
+    target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], shape: TreeShape
+) -> dict[str, Any]:
+    """The document of ``eval``: figures overall and per domain for ``shape``, and what chains would bring."""
+    depth = max(shape.depths)
+    found = _all_ranks(target, head, conversations, depth)
+    times = StepTimes(target, head)
+    domains: dict[str, list[int]] = defaultdict(list)
+    for i, conversation in enumerate(conversations):
+        domains[conversation.domain].append(i)
+    parts = {"overall": list(range(len(conversations))), **dict(sorted(domains.items()))}
+    figures = {
+        name: _figures([conversations[i] for i in which], [found[i] for i in which], shape, times)
+        for name, which in parts.items()
+    }
+    overall = figures.pop("overall")
+    return {
+        "shape": list(shape.parents),
+        "conversations": len(conversations),
+        "tokens": sum(_answer_length(c) for c in conversations),
+        "vocabulary_coverage": _coverage(target, head, conversations),
+        "overall": overall,
+        "domains": figures,
+        "step_milliseconds": {
+            "plain": round(times.plain * 1e3, 3),
+            "speculative": round(times.speculative(shape) * 1e3, 3),
+        },
+    }
+
+
+def _figures(
+    conversations: Sequence[Conversation], found: Sequence[Tensor], shape: TreeShape, times: StepTimes
+) -> dict[str, Any]:
+    tally = walked(found, shape)
+    chains = {d: TreeShape.chain(d) for d in range(1, found[0].shape[1] + 1)}
+    speedups = {d: times.speedup(walked(found, chain).tokens_per_step, chain) for d, chain in chains.items()}
+    best = max(speedups, key=lambda d: speedups[d])
+    return {
+        "tokens_per_step": round(tally.tokens_per_step, 4),
+        "acceptance": [round(a, 4) for a in tally.acceptance],
+        "distinct_4grams": round(distinct_ngrams([c.tokens_N[c.answer_start :].tolist() for c in conversations]), 4),
+        "speedup": round(times.speedup(tally.tokens_per_step, shape), 3),
+        "advice": f"chain:{best}, {speedups[best]:.2f} times plain" if speedups[best] > 1 else "none: plain is faster",
+    }
+
+
+def walked(found: Sequence[Tensor], shape: TreeShape) -> Tally:
+    tally = Tally()
+    for ranks_IK in found:
+        tally.walk(ranks_IK, shape)
+    return tally
+
+
+def _all_ranks(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], depth: int) -> list[Tensor]:
+    found = []
+    for start in range(0, len(conversations), 8):
+        found += ranks(head, conversations[start : start + 8], target.lm_head.weight, depth)
+    return found
+
+
+def _answer_length(conversation: Conversation) -> int:
+    return len(conversation.tokens_N) - conversation.answer_start
+
+
+@torch.inference_mode()
+def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation]) -> float:
+    """Mean probability that the target gives to the tokens that the draft knows."""
+    shares = [
+        torch.softmax(target.logits(c.hidden_NE[c.answer_start :]).float(), dim=-1)[:, head.target_ids].sum(dim=-1)
+        for c in conversations
+    ]
+    return round(float(torch.cat(shares).mean()), 4)
+
+
+class StepTimes:
+    """Seconds of a step of one sequence on this machine: the networks alone, without an engine around them."""
+
+    def __init__(self, target: Llama, head: Eagle3Head) -> None:
+        self._target, self._head = target, head
+        self._verify: dict[int, float] = {}
+        self.plain = self._verified(1)
+        self._draft_pass = _timed(self._draft_once)
+
+    def speculative(self, shape: TreeShape) -> float:
+        return self._verified(1 + shape.nodes) + max(shape.depths) * self._draft_pass
+
+    def speedup(self, tokens_per_step: float, shape: TreeShape) -> float:
+        return tokens_per_step * self.plain / self.speculative(shape)
+
+    def _verified(self, tokens: int) -> float:
+        if tokens not in self._verify:
+            self._verify[tokens] = _timed(lambda: self._target_once(tokens))
+        return self._verify[tokens]
+
+    def _target_once(self, tokens: int) -> None:
+        positions = torch.arange(CONTEXT, CONTEXT + tokens)
+        out = self._target(torch.ones_like(positions), positions, PastZeros(), Reads(self._target.config.aux_layers))
+        self._target.logits(out.hidden_TE).argmax(dim=-1)
+
+    def _draft_once(self) -> None:
+        hidden = torch.zeros(1, self._head.config.hidden_size, dtype=self._head.fc.weight.dtype)
+        self._head.logits(
+            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([CONTEXT]), PastZeros())
+        ).topk(1)
+
+
+class PastZeros(Attend):
+    """An Attend that sees a context of zeros before the new tokens."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        before = k_TKD.new_zeros(CONTEXT, *k_TKD.shape[1:])
+        keys, values = (torch.cat((before, x)).transpose(0, 1)[None] for x in (k_TKD, v_TKD))
+        q = q_THD.transpose(0, 1)[None]
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def _timed(once: Callable[[], None]) -> float:
+    for _ in range(3):
+        once()
+    seconds = []
+    for _ in range(_TIMED):
+        started = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)

@@ -1,0 +1,68 @@
+"""What a step costs with either of two drafts, on this machine, timed in turn so that what drifts falls on both.
+
+The networks alone, one sequence: the target's verification of the shape is timed once a round and is the same for both;
+a draft adds as many passes as the shape is deep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.training.evaluation.draft_evaluation import CONTEXT, PastZeros
+from specdecode_worker.training.evaluation.draft_verdict import StepCosts
+
+ROUNDS = 40
+_WARM = 2
+
+
+@torch.inference_mode()
+def step_costs(
+    target: Llama, deployed: Eagle3Head, candidate: Eagle3Head, shape: TreeShape, *, rounds: int = ROUNDS
+) -> StepCosts:
+    """Processor seconds by round; within a round the two take turns in going first."""
+    depth = max(shape.depths)
+    verify = _verification(target, 1 + shape.nodes)
+    drafts = (_draft_pass(deployed), _draft_pass(candidate))
+    seconds_R2 = np.zeros((rounds, 2))
+    for number in range(-_WARM, rounds):
+        verified = _seconds(verify)
+        for which in (0, 1) if number % 2 else (1, 0):
+            drafted = sum(_seconds(drafts[which]) for _ in range(depth))
+            if number >= 0:
+                seconds_R2[number, which] = verified + drafted
+    return StepCosts(seconds_R2[:, 0], seconds_R2[:, 1])
+
+
+def _seconds(once: Callable[[], object]) -> float:
+    """Of the processor, all threads: what neighbours on the machine take is no cost of a draft."""
+    began = time.process_time()
+    once()
+    return time.process_time() - began
+
+
+def _verification(target: Llama, tokens: int) -> Callable[[], object]:
+    # Behind a context, as far as the model has positions.
+    positions = min(CONTEXT, target.config.max_position_embeddings - tokens) + torch.arange(tokens)
+
+    def verify() -> object:
+        out = target(torch.ones_like(positions), positions, PastZeros(), Reads(target.config.aux_layers))
+        return target.logits(out.hidden_TE).argmax(dim=-1)
+
+    return verify
+
+
+def _draft_pass(head: Eagle3Head) -> Callable[[], object]:
+    hidden = torch.zeros(1, head.config.hidden_size, dtype=head.fc.weight.dtype)
+    token, position = (
+        torch.ones(1, dtype=torch.int64),
+        torch.tensor([min(CONTEXT, head.config.max_position_embeddings - 1)]),
+    )
+    return lambda: head.logits(head(hidden, token, position, PastZeros())).topk(1)

@@ -1,0 +1,91 @@
+"""Two drafts on the same texts: how many steps each would take through every recorded answer.
+
+Texts do not depend on drafts, so one teacher-forced pass a draft and depth gives it exactly, at any temperature, and
+the difference of the two is not blurred by the difference of texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.capture import Record
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.distillation.record_replay import Rows
+from specdecode_worker.training.evaluation.acceptance_replay import RANKS, Tally
+from specdecode_worker.training.heads.unroll import make_batch, unroll
+
+_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A record that was replayed, with the states that drafts read."""
+
+    record: Record
+    conversation: Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A head and the factors on its logits by depth, where text is sampled; the last repeats, none means 1."""
+
+    head: Eagle3Head
+    sharpness: tuple[float, ...] = ()
+
+    def factor(self, depth: int) -> float:
+        return self.sharpness[min(depth, len(self.sharpness) - 1)] if self.sharpness else 1.0
+
+
+@torch.inference_mode()
+def steps_of(
+    drafts: Sequence[Drafted], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> list[Tally]:
+    """For each draft the walk of ``shape`` through one answer; ``Tally.tokens`` are all behind the first."""
+    first = sample.record.prompt_length
+    count = len(sample.conversation.tokens_N) - first
+    states = [_states(draft.head, sample.conversation, max(shape.depths)) for draft in drafts]
+    found: list[list[Tensor]] = [[] for _ in drafts]
+    for start in range(0, count, _ROWS):
+        here = slice(start, min(start + _ROWS, count))
+        rows = Rows(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
+        wanted_R = torch.tensor(sample.record.tokens[first + start + 1 : first + here.stop + 1])
+        for ranks, draft, states_KAE in zip(found, drafts, states, strict=True):
+            by_depth = [_ranks(draft, rows, state_AE[here], k, wanted_R) for k, state_AE in enumerate(states_KAE)]
+            ranks.append(torch.stack(by_depth, dim=1))
+    return [_walked(_by_root(torch.cat(ranks)), shape) for ranks in found]
+
+
+def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Tensor]:
+    """By depth, [A, E] at every slot of the answer."""
+    batch = make_batch([conversation], head.fc.weight.dtype)
+    return [state_BAE[0] for state_BAE, _ in unroll(head, batch, depth)]
+
+
+def _ranks(draft: Drafted, rows: Rows, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
+    logits_RV = draft.head.logits(state_RE)
+    k = min(RANKS, logits_RV.shape[-1])
+    best_RK = rows.propose(logits_RV, draft.head.target_ids, draft.factor(depth), k)
+    hit_RK = best_RK == wanted_R[:, None]
+    return torch.where(hit_RK.any(dim=-1), hit_RK.int().argmax(dim=-1), RANKS)
+
+
+def _by_root(by_slot_AK: Tensor) -> Tensor:
+    """[roots, depth]: depth k of root i was computed at slot i + k; behind the end everything is a miss."""
+    found = torch.full_like(by_slot_AK, RANKS)
+    for k in range(by_slot_AK.shape[1]):
+        found[: len(found) - k, k] = by_slot_AK[k:, k]
+    return found
+
+
+def _walked(ranks_IK: Tensor, shape: TreeShape) -> Tally:
+    tally = Tally()
+    tally.walk(ranks_IK, shape)
+    # The last step may end with a token behind the end, which nobody sees.
+    tally.tokens = len(ranks_IK)
+    return tally

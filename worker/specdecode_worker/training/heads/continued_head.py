@@ -1,0 +1,76 @@
+"""A draft that is trained on: the same network, fp32, with another draft vocabulary where it has one of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.layers import Block
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.heads.initialization import start_silent
+
+
+def continued(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
+    """``origin`` to be trained on. Raises CannotContinue, which names what stands in the way."""
+    if isinstance(origin, Eagle3Head):
+        return continued_head(origin, target, vocabulary, layers)
+    known = origin.target_ids if isinstance(origin, MedusaHeads) else None
+    if known is not None and not torch.equal(known, vocabulary):
+        raise CannotContinue("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")
+    return origin.float()
+
+
+@torch.no_grad()
+def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+    """An EAGLE-3 head with another draft vocabulary; tokens that are new to it start as the target's. Norms of its
+    inputs, further layers and an embedding of its own stay as they are; up to ``layers`` are put behind them, and
+    start silent. Raises CannotContinue."""
+    _check_states(origin, target)
+    layers = max(layers, origin.config.num_hidden_layers)
+    if layers > origin.config.num_hidden_layers and origin.config.hidden_size != target.config.hidden_size:
+        raise CannotContinue(
+            f"further layers start as the target's last, which is {target.config.hidden_size} wide and not "
+            f"{origin.config.hidden_size} as this head is; leave --layers out"
+        )
+    config = replace(origin.config, draft_vocab_size=len(vocabulary), num_hidden_layers=layers)
+    embedding = origin.embed_tokens or target.model.embed_tokens
+    head = Eagle3Head(config, embedding, own_embedding=origin.embed_tokens is not None).float()
+    for block in list(head.layers.values())[origin.config.num_hidden_layers - 1 :]:
+        assert isinstance(block, Block)
+        start_silent(block, target)
+    own = head.state_dict() | origin.float().state_dict()
+    own |= {
+        "lm_head.weight": _output_rows(origin, target, vocabulary),
+        "d2t": vocabulary - torch.arange(len(vocabulary)),
+    }
+    head.load_state_dict(own)
+    return head
+
+
+def _check_states(origin: Eagle3Head, target: Llama) -> None:
+    reads = origin.config.aux_layers
+    if reads and reads != target.config.aux_layers:
+        raise CannotContinue(
+            f"the head reads the inputs of the target's layers {list(reads)}, training records those of "
+            f"{list(target.config.aux_layers)}: a head like that cannot be trained on"
+        )
+
+
+def _output_rows(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Tensor:
+    mine = origin.lm_head.weight.float()
+    if torch.equal(origin.target_ids, vocabulary):
+        return mine
+    if origin.config.hidden_size != target.config.hidden_size:
+        raise CannotContinue(
+            f"a head of hidden_size {origin.config.hidden_size} has no output rows for tokens that are new to it (the "
+            f"target's are {target.config.hidden_size} wide); it can only keep its own vocabulary"
+        )
+    rows_VE = target.lm_head.weight.float().clone()
+    rows_VE[origin.target_ids] = mine
+    return rows_VE[vocabulary]

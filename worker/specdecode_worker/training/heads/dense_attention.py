@@ -1,0 +1,74 @@
+"""Attention over a dense cache, for rollouts: every row holds one token a step, rows are at different lengths.
+
+Reading keys is most of a rollout's attention, and a group of rows is read as far as its longest reaches. So the rows
+are kept roughly sorted by length: whenever a conversation starts anew its place sinks, one swap a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdecode_worker.models.configs.model_config import LlamaConfig
+
+GROUPS = 8
+
+
+class DenseCache:
+    """An Attend whose keys and values live in [layer, place, kv head, position, head dim].
+
+    ``step`` says at which position each row's next token stands. A row is used again by starting at position 0: what
+    an earlier conversation left behind lies beyond the mask. Callers count in rows; places are the cache's own order.
+    """
+
+    def __init__(self, config: LlamaConfig, rows: int, positions: int, *, dtype: torch.dtype) -> None:
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, positions, config.head_dim)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self._row_at_P = torch.arange(rows)
+        self._place_of_B = torch.arange(rows)
+        self._positions_P = torch.zeros(rows, dtype=torch.int64)
+        self._groups = [group for group in torch.arange(rows).tensor_split(GROUPS) if len(group)]
+        self._masks: list[Tensor] = []
+
+    def step(self, positions_B: Tensor) -> None:
+        """Every row's next token stands at ``positions_B``."""
+        self._positions_P = positions_B[self._row_at_P]
+        for longer, shorter in zip(self._groups, self._groups[1:], strict=False):
+            self._sort(
+                int(longer[self._positions_P[longer].argmin()]), int(shorter[self._positions_P[shorter].argmax()])
+            )
+        self._masks = [_seen(self._positions_P[group], self.keys.dtype) for group in self._groups]
+
+    def _sort(self, first: int, second: int) -> None:
+        """Swaps two places unless the first holds the longer row already."""
+        swapped, places = torch.tensor([second, first]), torch.tensor([first, second])
+        length = int(self._positions_P[second])
+        if length <= int(self._positions_P[first]):
+            return
+        for kept in (self.keys, self.values):
+            kept[:, places, :, :length] = kept[:, swapped, :, :length]
+        self._positions_P[places] = self._positions_P[swapped]
+        self._row_at_P[places] = self._row_at_P[swapped]
+        self._place_of_B[self._row_at_P[places]] = places
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]
+        places = torch.arange(len(self._row_at_P))
+        keys[places, :, self._positions_P] = k_TKD[self._row_at_P]
+        values[places, :, self._positions_P] = v_TKD[self._row_at_P]
+        # The queries that share a kv head stand as the rows of one small matrix: no key is repeated.
+        q_PKGD = q_THD[self._row_at_P].view(len(places), k_TKD.shape[1], -1, q_THD.shape[-1])
+        outs = []
+        for group, mask_P11L in zip(self._groups, self._masks, strict=True):
+            here, longest = slice(int(group[0]), int(group[-1]) + 1), mask_P11L.shape[-1]
+            mask = mask_P11L.expand(*q_PKGD[here].shape[:3], longest)
+            read = (keys[here, :, :longest], values[here, :, :longest])
+            outs.append(F.scaled_dot_product_attention(q_PKGD[here], *read, attn_mask=mask))
+        return torch.cat(outs)[self._place_of_B].flatten(1, 2)
+
+
+def _seen(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask: the processor's attention takes a boolean one many times slower."""
+    beyond = torch.arange(int(positions_P.max()) + 1) > positions_P[:, None]
+    return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]

@@ -1,0 +1,131 @@
+"""A draft before its first step: shape and weights taken from the target, so that training starts near language.
+
+An EAGLE-3 layer starts as the target's last one; its query, key and value matrices read the state's half of the pair,
+those of the target's first layer the embedding's half, which is what that layer was made to read. The fused state
+starts as the deepest of the three, the output rows as the target's own. Drafts that are trained on are in ``going_on``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdecode_worker.models.configs.model_config import Eagle3Config, EagleConfig, LlamaConfig, MedusaConfig
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.layers import Block
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+
+
+def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
+    """Layers of the target's own shape."""
+    return Eagle3Config(
+        **_blocks(target),
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=target.aux_layers,
+        num_hidden_layers=layers,
+    )
+
+
+def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+    """A trainable fp32 EAGLE-3 head whose draft vocabulary is ``vocabulary`` (target ids, rising)."""
+    head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
+    head.float()
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    with torch.no_grad():
+        _copy_weights(head, target, vocabulary)
+        for block in head.layers.values():
+            assert isinstance(block, Block)
+            start_silent(block, target)
+    return head
+
+
+def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
+    """A trainable fp32 EAGLE-1 head: the feature passes through, the target's last layer works on it."""
+    width = target.config.hidden_size
+    config = EagleConfig(**_blocks(target.config), vocab_size=target.config.vocab_size, num_hidden_layers=layers)
+    head = EagleHead(replace(config, fc_bias=False), target).float()
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, width:].copy_(torch.eye(width))
+        for block in head.layers:
+            assert isinstance(block, Block)
+            start_silent(block, target)
+    return head
+
+
+def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
+    """Trainable fp32 Medusa heads of one residual block that starts silent, as FasterDecoding's do."""
+    size = target.config.vocab_size
+    config = MedusaConfig(
+        num_heads=heads,
+        num_layers=1,
+        hidden_size=target.config.hidden_size,
+        vocab_size=size,
+        draft_vocab_size=len(vocabulary),
+    )
+    found = MedusaHeads(config).float()
+    with torch.no_grad():
+        if found.token_map is not None:
+            found.token_map.copy_(vocabulary)
+        for parameter in found.blocks.parameters():
+            parameter.zero_()
+        for matrix in found.lm_heads:
+            assert isinstance(matrix, nn.Linear)
+            matrix.weight.copy_(target.lm_head.weight[vocabulary])
+    return found
+
+
+def new_draft_model(target: Llama, layers: int) -> Llama:
+    """A trainable fp32 model of ``layers`` of the target's layers, evenly spread, its first and last among them."""
+    kept = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
+    model = Llama(replace(target.config, num_hidden_layers=layers)).float()
+    with torch.no_grad():
+        for mine, index in zip(model.model.layers, kept, strict=True):
+            mine.load_state_dict(target.model.layers[index].state_dict())
+        model.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        model.lm_head.weight.copy_(target.lm_head.weight)
+        model.model.norm.weight.copy_(target.model.norm.weight)
+    return model
+
+
+def _blocks(target: LlamaConfig) -> dict[str, Any]:
+    """Shape of a layer like the target's. Biases and norms of heads are what a new head does without."""
+    names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"]
+    return {name: getattr(target, name) for name in names}
+
+
+def start_silent(block: Block, target: Llama) -> None:
+    """The target's last layer, which adds nothing yet: its outputs start at zero."""
+    last = target.model.layers[-1].state_dict()
+    known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}
+    block.load_state_dict(known)
+    block.self_attn.o_proj.weight.zero_()
+    block.mlp.down_proj.weight.zero_()
+
+
+def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+    first: Any = target.model.layers[0]
+    last: Any = target.model.layers[-1]
+    layer, width = head.midlayer, target.config.hidden_size
+    head.fc.weight.zero_()
+    head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        mine: nn.Linear = getattr(layer.self_attn, name)
+        mine.weight[:, :width].copy_(getattr(first.self_attn, name).weight)
+        mine.weight[:, width:].copy_(getattr(last.self_attn, name).weight)
+    layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+    layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    layer.input_layernorm.weight.copy_(first.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+    head.norm.weight.copy_(target.model.norm.weight)
+    head.lm_head.weight.copy_(target.lm_head.weight[vocabulary])

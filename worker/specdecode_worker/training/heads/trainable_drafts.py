@@ -1,0 +1,95 @@
+"""Drafts of every method as training and replay see them: states for each unrolled depth, and logits out of states.
+
+What a method makes of a recorded text differs; what is asked of it does not: slot i at depth k, k tokens behind its
+root, proposes token i + 1. Losses, validation and calibration are written once, over these functions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.models.networks.layers import Attend
+from specdecode_worker.models.networks.llama import Llama
+from specdecode_worker.models.networks.medusa import MedusaHeads
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.unroll import Batch, make_batch, pick, shifted, unroll
+
+
+def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
+    """The texts with the states of the target that ``draft`` reads."""
+    return make_batch(conversations, dtype, final=not isinstance(draft, Llama) and draft.reads.final)
+
+
+def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each depth k: (states [B, A, E], which of them [B, A] have a root in the answer)."""
+    match draft:
+        case Eagle3Head() | EagleHead():
+            yield from unroll(draft, batch, depth)
+        case MedusaHeads():
+            states_BAE = pick(batch.aux_BLA, batch.answers_BA)
+            yield from ((shifted(states_BAE, k), _rooted(batch, k)) for k in range(depth))
+        case Llama():
+            states_BAE = _teacher_forced(draft, batch)
+            yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
+
+
+def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
+    """[R, draft vocabulary] of states that were unrolled ``k`` deep."""
+    if isinstance(draft, MedusaHeads):
+        found: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
+        return found
+    return draft.logits(states_RE)
+
+
+def vocabulary_of(draft: Draft, size: int) -> Tensor:
+    """Target ids of the columns of ``logits_of``; ``size`` is the target's vocabulary."""
+    ids = None if isinstance(draft, Llama) else draft.target_ids
+    return torch.arange(size) if ids is None else ids
+
+
+def deepest(draft: Draft, wanted: int) -> int:
+    """How deep ``draft`` can be unrolled: Medusa has one head a depth."""
+    return min(wanted, draft.count) if isinstance(draft, MedusaHeads) else wanted
+
+
+def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
+    """A trainable copy in ``dtype`` that shares what is the target's."""
+    shared: tuple[nn.Module, ...] = ()
+    if isinstance(draft, Eagle3Head):
+        shared = draft._shared_embedding
+    elif isinstance(draft, EagleHead):
+        shared = draft._target
+    copied = copy.deepcopy(draft, {id(module): module for module in shared})
+    return copied.to(dtype).requires_grad_(True)
+
+
+def _rooted(batch: Batch, k: int) -> Tensor:
+    return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1]) >= k)
+
+
+def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
+    """A draft model reads the whole text itself; what it says at a slot does not depend on the root."""
+    tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
+    positions_BN = torch.arange(tokens_BN.shape[1]).expand(tokens_BN.shape)
+    found = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
+    return pick(found.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
+
+
+class _Causal(Attend):
+    """Attention of a whole batch of texts at once."""
+
+    def __init__(self, texts: int) -> None:
+        self._texts = texts
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        q, k, v = (x.view(self._texts, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,157 @@
+"""EAGLE-3's training-time test: the head drafts from every slot of a recorded text at once, several tokens deep.
+EAGLE-1 heads are trained by it too.
+
+Slot i reads the pair (state of token i - 1, embedding of token i) and is asked for token i + 1. At depth 0 the state is
+the target's. At depth k it is what the head itself said at depth k - 1 of slot i - 1, just as when it drafts: so slot i
+stands k tokens behind a root i - k, and its query sees the true slots up to that root and the k slots of its own
+branch. The texts are real, so one pass a depth is exact for every root (it is also how acceptance is replayed).
+
+Shape suffixes: B texts, L slots of a text, A answer slots, H query heads, K key-value heads, G queries a kv head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from specdecode_worker.models.networks.eagle import EagleHead
+from specdecode_worker.models.networks.eagle3 import Eagle3Head
+from specdecode_worker.training.data.shards import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts padded to one length. Slots start at token 1: token 0 has no state before it, so its pair does not exist.
+
+    ``aux_BLA`` are the target's states before each slot, as the draft reads them. ``answers_BA`` are the slots (counted
+    from 0) whose proposals matter, ``valid_BA`` which of them are no padding. ``normalisers_BAT`` is there if every
+    text has them.
+    """
+
+    first_B: Tensor
+    tokens_BL: Tensor
+    aux_BLA: Tensor
+    final_BAE: Tensor
+    answers_BA: Tensor
+    valid_BA: Tensor
+    normalisers_BAT: Tensor | None
+
+
+def make_batch(conversations: Sequence[Conversation], dtype: torch.dtype, *, final: bool = False) -> Batch:
+    """``final``: the draft reads the target's last hidden state (EAGLE-1, Medusa) instead of those in between."""
+    tokens_BL = pad_sequence([c.tokens_N[1:].long() for c in conversations], batch_first=True)
+    first_B = torch.tensor([c.answer_start - 1 for c in conversations])
+    count_B = torch.tensor([len(c.tokens_N) - c.answer_start for c in conversations])
+    order_A = torch.arange(int(count_B.max()))
+    read = [(c.hidden_NE if final else c.aux_NA)[:-1] for c in conversations]
+    normalisers = [c.normalisers_NT[c.answer_start :] for c in conversations if c.normalisers_NT is not None]
+    complete = len(normalisers) == len(conversations)
+    return Batch(
+        first_B=torch.tensor([int(c.tokens_N[0]) for c in conversations]),
+        tokens_BL=tokens_BL,
+        aux_BLA=pad_sequence(read, batch_first=True).to(dtype),
+        final_BAE=pad_sequence([c.hidden_NE[c.answer_start :] for c in conversations], batch_first=True).to(dtype),
+        answers_BA=(first_B[:, None] + order_A).clamp(max=tokens_BL.shape[1] - 1),
+        valid_BA=order_A < count_B[:, None],
+        normalisers_BAT=pad_sequence(normalisers, batch_first=True) if complete else None,
+    )
+
+
+def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each depth k: (states [B, A, E] before the head's norm, which of them [B, A] have a root in the answer)."""
+    answers_BA = batch.answers_BA
+    shape_BL = batch.tokens_BL.shape
+    attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
+    positions_BL = (torch.arange(shape_BL[1]) + 1).expand(shape_BL)
+    fused = head.fuse(batch.aux_BLA).flatten(0, 1)
+    state = head(fused, batch.tokens_BL.flatten(), positions_BL.flatten(), attend).unflatten(0, shape_BL)
+    state_BAE = pick(state, answers_BA)
+    yield state_BAE, batch.valid_BA
+    tokens_T = batch.tokens_BL.gather(1, answers_BA).flatten()
+    positions_T = (answers_BA + 1).flatten()
+    for k in range(1, depth):
+        attend.deepen()
+        before = shifted(state_BAE, 1).flatten(0, 1)
+        state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
+        yield state_BAE, batch.valid_BA & (torch.arange(answers_BA.shape[1]) >= k)
+
+
+def pick(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
+    picked: Tensor = x_BLE.gather(1, index_BA[:, :, None].expand(-1, -1, x_BLE.shape[-1]))
+    return picked
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """Along dimension 1, so that row a holds what row a - by held; the first rows are zero and never counted."""
+    if by == 0:
+        return x
+    return torch.cat((torch.zeros_like(x[:, :by]), x[:, :-by]), dim=1)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Keys and values of one layer: of true slots [B, K, L, D], and per depth from 1 of the branches [B, A, K, D]."""
+
+    true: tuple[Tensor, Tensor] | None = None
+    branch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def shifted_back(x: Tensor, by: int) -> Tensor:
+    """Along dimension 1, so that row a holds what row a + by held; the last rows are zero."""
+    if by == 0:
+        return x
+    return torch.cat((x[:, by:], torch.zeros_like(x[:, :by])), dim=1)
+
+
+class UnrolledAttention:
+    """An Attend for ``unroll``: depth 0 is causal over all slots, deeper ones are branches of one slot a depth."""
+
+    def __init__(self, answers_BA: Tensor, *, layers: int = 1) -> None:
+        self._answers_BA = answers_BA
+        self._depth = 0
+        self._kept = [_Kept() for _ in range(layers)]
+        self._hidden_BAL = torch.empty(0)
+
+    def deepen(self) -> None:
+        """The next call is of the next depth."""
+        true = self._kept[0].true
+        assert true is not None, "depth 0 comes first"
+        self._depth += 1
+        roots_BA1 = self._answers_BA[:, :, None] - self._depth
+        slots = true[0].shape[2]
+        self._hidden_BAL = torch.arange(slots) > roots_BA1
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        rows = self._answers_BA.shape[0]
+        q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
+        if self._depth == 0:
+            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+            self._kept[layer].true = (keys, values)
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
+        self._kept[layer].branch.append((k, v))
+        q_BAKGD = q.view(*k.shape[:3], -1, q.shape[-1])
+        return self._along_branch(q_BAKGD, self._kept[layer]).flatten(0, 1).flatten(1, 2)
+
+    def _along_branch(self, q_BAKGD: Tensor, kept: _Kept) -> Tensor:
+        assert kept.true is not None
+        keys_BKLD, values_BKLD = kept.true
+        answers, kv_heads, groups = q_BAKGD.shape[1:4]
+        grouped = (len(q_BAKGD), kv_heads, groups, answers)
+        q_BKXD = (q_BAKGD * q_BAKGD.shape[-1] ** -0.5).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X runs over G and A
+        true = (q_BKXD @ keys_BKLD.transpose(2, 3)).view(*grouped, -1)
+        true = true.masked_fill(self._hidden_BAL[:, None, None], float("-inf"))
+        q_BKGAD = q_BKXD.view(*grouped, -1)
+        mine = [(shifted(k, self._depth - j), shifted(v, self._depth - j)) for j, (k, v) in enumerate(kept.branch, 1)]
+        own = [(q_BKGAD * k.transpose(1, 2)[:, :, None]).sum(dim=-1, keepdim=True) for k, _ in mine]
+        weights = torch.softmax(torch.cat((true, *own), dim=-1), dim=-1)
+        split = true.shape[-1]
+        out: Tensor = (weights[..., :split].flatten(2, 3) @ values_BKLD).view(*grouped, -1)
+        for j, (_, v) in enumerate(mine):
+            out = out + weights[..., split + j, None] * v.transpose(1, 2)[:, :, None]
+        return out.permute(0, 3, 1, 2, 4)

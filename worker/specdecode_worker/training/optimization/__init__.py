@@ -1,0 +1,1 @@
+"""The training loop: objective, schedule, checkpoints and data-parallel processes."""

@@ -1,0 +1,117 @@
+"""What a draft is trained to do: say what the target says, first as a distribution, then as often as possible.
+
+Training starts on the divergence from the target's distribution at every unrolled depth; deeper ones weigh less, since
+they are reached only where those before were right. It ends on what coupled sampling rewards: with S_k = sum of
+min(p, q) at depth k, the chance that target and draft can be made to agree there, 1 + S_1 + S_1 S_2 + ... tokens a step
+are expected of a root, and the loss is -log of them. p and q are taken at a temperature of the served mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.training.data.normalizers import TEMPERATURES
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.heads.trainable_drafts import logits_of, unrolled, vocabulary_of
+from specdecode_worker.training.heads.unroll import Batch, shifted_back
+from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
+
+_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The loss of one step: ``divergence`` is the share of the divergence in it, the rest is acceptance."""
+
+    depth: int
+    decay: float
+    divergence: float = 1.0
+    temperature: float = 1.0
+    """At which acceptance is wanted; one of ``normalisers.TEMPERATURES``."""
+
+
+def root_counts(conversations: Sequence[Conversation], depth: int) -> list[int]:
+    """For each depth, in how many slots of these texts a draft can be that deep."""
+    lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
+    return [sum(max(0, length - k) for length in lengths) for k in range(depth)]
+
+
+@torch.no_grad()
+def target_distribution(
+    final_RE: Tensor,
+    output_VE: Tensor,
+    vocabulary: Tensor,
+    *,
+    temperature: float = 1.0,
+    normaliser_R: Tensor | None = None,
+) -> Tensor:
+    """The target's probabilities [R, draft vocabulary]; ``final_RE`` comes after its last norm.
+
+    With ``normaliser_R`` they are those of the whole vocabulary; without, renormalised over the draft's.
+    """
+    output_VE = output_VE[vocabulary]
+    normalisers = torch.split(normaliser_R, _ROWS) if normaliser_R is not None else None
+    parts = []
+    for i, x in enumerate(torch.split(final_RE, _ROWS)):
+        logits = (x @ output_VE.T).float().div_(temperature)
+        known = logits.sub_(normalisers[i][:, None]).exp_() if normalisers else torch.softmax(logits, dim=-1)
+        parts.append(known.to(x.dtype))
+    return torch.cat(parts)
+
+
+def loss_of(draft: Draft, batch: Batch, output_VE: Tensor, aim: Aim, counts: Sequence[int] | None = None) -> Tensor:
+    """Loss of one batch, a mean over ``counts`` (``root_counts`` of all batches of the step; default: of this one)."""
+    valid_R = batch.valid_BA.flatten()
+    unrolls = [
+        (logits_of(draft, state_BAE.flatten(0, 1)[valid_R], k), rooted_BA)
+        for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth))
+    ]
+    counts = counts or [max(1, int(rooted_BA.sum())) for _, rooted_BA in unrolls]
+    vocabulary = vocabulary_of(draft, len(output_VE))
+    total = torch.zeros(())
+    if aim.divergence > 0:
+        target_RV = _target(batch, output_VE, vocabulary, 1.0)
+        total = total + aim.divergence * _divergence(unrolls, target_RV, valid_R, aim, counts)
+    if aim.divergence < 1:
+        target_RV = _target(batch, output_VE, vocabulary, aim.temperature)
+        total = total + (1 - aim.divergence) * _acceptance(unrolls, target_RV, batch.valid_BA, aim, counts)
+    return total
+
+
+def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
+    valid_R = batch.valid_BA.flatten()
+    normaliser_R = None
+    if batch.normalisers_BAT is not None:
+        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)].flatten()[valid_R]
+    final_RE = batch.final_BAE.flatten(0, 1)[valid_R]
+    return target_distribution(final_RE, output_VE, vocabulary, temperature=temperature, normaliser_R=normaliser_R)
+
+
+def _divergence(
+    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_R: Tensor, aim: Aim, counts: Sequence[int]
+) -> Tensor:
+    """Cross entropy per answer token, weighted over the depths with weights that sum to one."""
+    weights = [aim.decay**k for k in range(aim.depth)]
+    total = torch.zeros(())
+    for k, (logits_RV, rooted_BA) in enumerate(unrolls):
+        weight_R = rooted_BA.flatten()[valid_R].float() / max(1, counts[k]) * (weights[k] / sum(weights))
+        total = total + soft_cross_entropy(logits_RV, target_RV, weight_R)
+    return total
+
+
+def _acceptance(
+    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_BA: Tensor, aim: Aim, counts: Sequence[int]
+) -> Tensor:
+    """-log of the expected tokens of a step, a mean over roots."""
+    path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)
+    for k, (logits_RV, _) in enumerate(unrolls):
+        found_BA = torch.zeros(valid_BA.shape).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
+        # Depth k of root i was computed at slot i + k; beyond the end of the text nothing is accepted.
+        path_BA = path_BA * shifted_back(found_BA, k)
+        expected_BA = expected_BA + path_BA
+    return -expected_BA.log()[valid_BA].sum() / max(1, counts[0])

@@ -1,0 +1,231 @@
+"""The training loop: batches in, checkpoints, a history and a progress line out.
+
+The forward and backward passes run on a copy of the draft in ``dtype`` (bf16 is three times as fast where the processor
+has it), gradients are added up and the optimizer works on fp32 masters. A checkpoint holds everything that the next
+step depends on, so a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.training.data.batches import DataSet, batches
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.errors import ResumeMismatch, TrainingError
+from specdecode_worker.training.heads.trainable_drafts import batch_for, deepest, working_copy
+from specdecode_worker.training.optimization import checkpoint
+from specdecode_worker.training.optimization.checkpoint import Progress
+from specdecode_worker.training.optimization.data_parallel import Peers
+from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts
+from specdecode_worker.training.optimization.schedule import TrainSettings, aim_at, depth_at, rate_at
+from specdecode_worker.training.optimization.validation import validation_line
+
+__all__ = ["Progress", "TrainSettings", "Trainer", "rate_at"]
+
+_LONGEST_STEP, _FEW_STEPS = 10, 20
+"""Of mean steps; from which on there is a mean."""
+
+Batches = list[list[Conversation]]
+"""What one optimizer step learns from."""
+
+
+class Trainer:
+    """One run over one data set. ``output_VE`` is the target's output matrix; its dtype is what is trained in."""
+
+    def __init__(
+        self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: Peers | None = None
+    ) -> None:
+        self.master, self.output_VE, self.data, self.settings = head, output_VE, data, settings
+        self.peers = peers or Peers()
+        self.head = working_copy(head, output_VE.dtype)
+        self.master.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(
+            _groups(self.master, settings),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.progress = Progress()
+        self.best: dict[str, Tensor] = {}  # weights of the best validation so far
+
+    @property
+    def share_done(self) -> float:
+        limits = self.settings
+        return self.progress.step / limits.steps if limits.steps else self.progress.seconds / (60 * limits.minutes)
+
+    @property
+    def depth(self) -> int:
+        """How deep this step unrolls."""
+        return deepest(self.head, depth_at(self.share_done, self.settings))
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end, or has stopped getting better."""
+        patience = self.settings.patience
+        return self.share_done >= 1 or 0 < patience <= self.progress.worse
+
+    def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Draft], None]) -> None:
+        """Trains to the end. Every few minutes (or ``validate_steps``): validation, the draft to ``keep`` if it is the
+        best so far, a checkpoint in ``folder``; the best is what ``master`` holds in the end."""
+        shown = due = self.progress.seconds
+        due += self.settings.validate_every
+        losses: list[float] = []
+        for group in self._batches() if not self.over else ():
+            losses.append(self.step(group))
+            if self.progress.seconds >= shown + 15:
+                tell(self._line(losses))
+                shown, losses = self.progress.seconds, losses[-20:]
+            if self._due(due):
+                due = self.progress.seconds + self.settings.validate_every
+                self._look(folder, losses, tell, keep)
+            if self.over:
+                break
+        if self.best:
+            self.master.load_state_dict(self.best)
+            self._refresh()
+
+    def _due(self, seconds: float) -> bool:
+        every = self.settings.validate_steps
+        by_pace = self.progress.step % every == 0 if every else self.progress.seconds >= seconds
+        return by_pace or self.share_done >= 1
+
+    def _look(
+        self, folder: Path, losses: list[float], tell: Callable[[str], None], keep: Callable[[Draft], None]
+    ) -> None:
+        tell(self.validate(sum(losses) / len(losses)))
+        if self.progress.worse == 0:
+            self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
+        if self.peers.rank == 0:
+            if self.progress.worse == 0:
+                keep(self.master)  # before the checkpoint: a kill in between repeats this step, and loses no best
+            self.save(folder)
+        self.peers.wait()
+
+    def _batches(self) -> Iterator[Batches]:
+        size, seed, many = self.settings.batch_tokens, self.settings.seed, self.settings.accumulate
+        while True:
+            if self.progress.batch == 0:
+                self.progress.shards = self.data.grow()
+            if not self.data.training:
+                raise TrainingError(f"{self.data.folder} holds no conversation to train on; record more tokens")
+            epoch = batches(self.data.training, tokens=size, seed=seed, epoch=self.progress.epoch)
+            while self.progress.batch < len(epoch):
+                group = epoch[self.progress.batch : self.progress.batch + many]
+                self.progress.batch += len(group)
+                yield group
+            self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
+
+    def step(self, group: Batches) -> float:
+        """One optimizer step; returns the loss."""
+        started = time.monotonic()
+        share = self.share_done
+        aim = aim_at(share, self.progress.step, self.settings)
+        aim = Aim(depth=self.depth, decay=aim.decay, divergence=aim.divergence, temperature=aim.temperature)
+        counts = root_counts([conversation for batch in group for conversation in batch], aim.depth)
+        loss = self._add_gradients(group, aim, counts)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self.settings.learning_rate * parameters["share"] * rate_at(share, self.settings)
+        torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self._refresh()
+        self.progress.seconds = self.peers.agree(self.progress.seconds + self._counted(time.monotonic() - started))
+        self.progress.step += 1
+        self.progress.tokens += counts[0]
+        return loss
+
+    def _counted(self, seconds: float) -> float:
+        """What a step adds to the run's time: a machine that slept or stood still meanwhile did not train."""
+        at = self.progress
+        return min(seconds, _LONGEST_STEP * at.seconds / at.step) if at.step >= _FEW_STEPS else seconds
+
+    def _add_gradients(self, group: Batches, aim: Aim, counts: list[int]) -> float:
+        """The gradients of all batches of all ranks, added up in fp32 on the masters; returns the loss."""
+        pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
+        for mine, _ in pairs:
+            mine.grad = torch.zeros_like(mine)
+        total = torch.zeros(())
+        for conversations in self.peers.share(group):
+            batch = batch_for(self.head, conversations, self.output_VE.dtype)
+            loss = loss_of(self.head, batch, self.output_VE, aim, counts)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            for mine, worked in pairs:
+                if worked.grad is not None:  # Medusa's later heads have none at first
+                    assert mine.grad is not None
+                    mine.grad += worked.grad
+                    worked.grad = None
+        self.peers.add([mine.grad for mine, _ in pairs if mine.grad is not None] + [total])
+        return float(total)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        for mine, worked in zip(self.master.parameters(), self.head.parameters(), strict=True):
+            worked.copy_(mine)
+
+    def validate(self, loss: float) -> str:
+        """Adds a line to the history: acceptance by depth and domain on the validation texts."""
+        at = self.progress
+        line: dict[str, Any] = {
+            "step": at.step,
+            "epoch": at.epoch,
+            "minutes": round(at.seconds / 60, 2),
+            "tokens": at.tokens,
+            "depth": self.depth,
+            "loss": round(loss, 4),
+            **validation_line(self.head, self.data.validation, self.output_VE),
+        }
+        found = line["tokens_per_step"]
+        at.worse = at.worse + 1 if found < at.most else 0
+        at.most = max(at.most, found)
+        at.history.append(line)
+        return f"validation: {json.dumps(line)}"
+
+    def _line(self, losses: list[float]) -> str:
+        at, share = self.progress, max(self.share_done, 1e-6)
+        left = at.seconds / share * (1 - share) / 60
+        return (
+            f"train: step {at.step}, epoch {at.epoch}, depth {self.depth}, loss {sum(losses) / len(losses):.3f}, "
+            f"{at.tokens / at.seconds:.0f} tokens/s, {left:.1f} min left"
+        )
+
+    def save(self, folder: Path) -> None:
+        state = {
+            "settings": asdict(self.settings),
+            "progress": asdict(self.progress),
+            "head": self.master.state_dict(),
+            "best": self.best,
+            "optimizer": self.optimizer.state_dict(),
+        }
+        checkpoint.write(state, folder)
+
+    def restore(self, folder: Path) -> bool:
+        """Goes on from the checkpoint in ``folder`` if there is one. Raises ResumeMismatch if it is of another run."""
+        state = checkpoint.read(folder, self.settings)
+        if state is None:
+            return False
+        self.master.load_state_dict(state["head"])
+        self.best = state["best"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+        if self.data.grow(self.progress.shards) != self.progress.shards:
+            raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
+        self.head.load_state_dict(self.master.state_dict())
+        return True
+
+
+def _groups(draft: Draft, settings: TrainSettings) -> list[dict[str, Any]]:
+    """The output matrices of a head learn slower than the rest; a draft model's are its embedding too."""
+    output = [p for name, p in draft.named_parameters() if name.startswith(("lm_head", "lm_heads."))]
+    inner = [p for p in draft.parameters() if all(p is not o for o in output)]
+    groups = [{"params": inner, "share": 1.0}, {"params": output, "share": settings.output_rate}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,49 @@
+"""What training looks at on its way: acceptance by depth and domain, and the divergence alone, on texts kept apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.training.data.shards import Conversation
+from specdecode_worker.training.evaluation.acceptance_replay import Tally, ranks
+from specdecode_worker.training.heads.trainable_drafts import batch_for, deepest
+from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts
+
+CHAIN = 3
+_TEXTS = 8
+
+
+@torch.inference_mode()
+def validation_line(draft: Draft, conversations: Sequence[Conversation], output_VE: Tensor) -> dict[str, Any]:
+    """Tokens per step and acceptance of a chain of 3 by greedy replay, overall and by domain; ``divergence`` is the
+    cross entropy of the first depth, nats per token."""
+    depth = deepest(draft, CHAIN)
+    shape = TreeShape.chain(depth)
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    divergence = 0.0
+    slots = root_counts(conversations, 1)
+    texts = sorted(conversations, key=lambda c: len(c.tokens_N))
+    for start in range(0, len(texts), _TEXTS):
+        part = texts[start : start + _TEXTS]
+        for conversation, found in zip(part, ranks(draft, part, output_VE, depth), strict=True):
+            tallies[""].walk(found, shape)
+            tallies[conversation.domain].walk(found, shape)
+        batch = batch_for(draft, part, output_VE.dtype)
+        divergence += float(loss_of(draft, batch, output_VE, Aim(depth=1, decay=1.0), slots))
+    overall = tallies.pop("", Tally())
+    return {
+        "divergence": round(divergence, 4),
+        "acceptance": [round(a, 4) for a in overall.acceptance],
+        "tokens_per_step": round(overall.tokens_per_step, 4),
+        "domains": {
+            name: {"tokens_per_step": round(t.tokens_per_step, 4), "acceptance": [round(a, 4) for a in t.acceptance]}
+            for name, t in sorted(tallies.items())
+        },
+    }
