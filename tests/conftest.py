@@ -1,4 +1,4 @@
-"""Fixtures that every suite may use. A suite that needs a cluster asks for `cluster` or `namespace`."""
+"""Fixtures for all test suites. A suite that needs a cluster requests `cluster` or `namespace`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests import `kube` from there
-# tests/kernels runs kernels through Triton's interpreter. Triton decides when it is first imported, which others do too
-# (transformers); tests/gpu, which compiles, is run by itself with 0.
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # makes `kube` importable
+# tests/kernels runs kernels in Triton's interpreter. Triton reads this variable when it is first imported, which other
+# packages (transformers) do too. tests/gpu compiles its kernels and runs separately with 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kube import Cluster, connect
@@ -20,7 +20,10 @@ from prometheus import PrometheusMissing, Promtool
 
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
-    """The cluster to test on. `make test` always has one; without it, tests by hand are skipped, loudly."""
+    """Return the cluster to test on.
+
+    Without a cluster, tests that are started by hand are skipped with a message; `make test` always provides one.
+    """
     found = connect()
     if found is None:
         message = "no cluster answers: run hack/cluster/up and hack/cluster/images first"
@@ -32,7 +35,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="session")
 def promtool() -> Promtool:
-    """promtool, with prometheus beside it; `make test` insists on them."""
+    """Return promtool with the prometheus binary from the same folder. `make test` fails without them."""
     try:
         return Promtool()
     except PrometheusMissing as missing:
@@ -43,6 +46,6 @@ def promtool() -> Promtool:
 
 @pytest.fixture(scope="session")
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace for this run alone: whatever else lives on the cluster is not touched."""
+    """Yield a namespace for this run, so that nothing else on the cluster is affected."""
     with cluster.namespace("test") as name:
         yield name

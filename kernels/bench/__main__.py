@@ -1,5 +1,7 @@
-"""`python kernels/bench`: kernels against the rate at which this GPU copies, as one JSON document. `make gpu` measures
-these and whole steps of the engine."""
+"""`python kernels/bench`: kernel throughput relative to the copy rate of this GPU, as one JSON document.
+
+`make gpu` runs this and benchmarks of whole engine steps.
+"""
 
 from __future__ import annotations
 

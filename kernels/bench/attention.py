@@ -1,5 +1,7 @@
-"""Tree attention of a layer against the copy rate, and beside what others do of the same prefix: FlexAttention with the
-same mask, and FlashInfer's unmasked decode where it is installed."""
+"""Tree attention of one layer: time relative to the copy rate, to FlexAttention and to FlashInfer.
+
+FlexAttention gets the same mask. FlashInfer, if installed, runs unmasked decode over the same prefix.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ONE = [1]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Heads of a layer; Llama-3.1-8B's unless told."""
+    """Head counts of a layer; the defaults are those of Llama-3.1-8B."""
 
     heads: int = 32
     kv: int = 8
@@ -31,7 +33,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``batch`` texts of ``context`` tokens with a tree of ``masks`` each, their blocks scattered."""
+    """Build ``batch`` sequences of ``context`` tokens, each with a tree of ``masks`` and scattered blocks."""
 
     layer: Layer
     batch: int
@@ -43,13 +45,13 @@ class Case:
 
     @property
     def bytes_moved(self) -> int:
-        """Every key and value once, queries and results once."""
+        """Bytes of one pass: every key and value, the queries and the results, each once."""
         keys = self.batch * (self.context + len(self.masks))
         return 2 * (keys * self.layer.kv * self.layer.size + self.q_THD.numel()) * self.q_THD.itemsize
 
 
 def case(batch: int, context: int, masks: list[int], layer: Layer) -> Case:
-    """Random queries, keys and values."""
+    """Create random queries, keys and values."""
     columns = -(-(context + len(masks)) // PAGE)
     made = {"device": DEVICE, "dtype": layer.dtype}
     return Case(
@@ -64,7 +66,7 @@ def case(batch: int, context: int, masks: list[int], layer: Layer) -> Case:
 
 
 def measure(given: Case, rate: float) -> dict[str, Any]:
-    """Our kernel. ``rate`` in bytes a second; 0 is unknown."""
+    """Measure our kernel. ``rate`` is the copy rate in bytes per second, 0 if unknown."""
     made = _plan(given)
     took = seconds(lambda: kernel.attend(given.q_THD, given.cache_2NPKD, made))
     sizes = {"batch": given.batch, "context": given.context, "nodes": len(given.masks)}
@@ -73,7 +75,7 @@ def measure(given: Case, rate: float) -> dict[str, Any]:
 
 
 def measure_flex(given: Case) -> float:
-    """Microseconds of FlexAttention over contiguous keys: it is spared the paging."""
+    """Return microseconds of FlexAttention over contiguous keys, without paging."""
     layer, nodes, context = given.layer, len(given.masks), given.context
     ancestors = torch.tensor(given.masks, device=DEVICE)
     q = torch.randn(given.batch, layer.heads, nodes, layer.size, device=DEVICE, dtype=layer.dtype)
@@ -89,7 +91,7 @@ def measure_flex(given: Case) -> float:
 
 
 def measure_flash_decode(given: Case) -> float | None:
-    """Microseconds of FlashInfer's decode of a token a text over the same pages; None where it is not installed."""
+    """Return microseconds of FlashInfer's decode of one token per sequence, or None if it is not installed."""
     try:
         import flashinfer
     except ImportError:

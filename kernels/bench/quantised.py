@@ -1,4 +1,4 @@
-"""The draft's matrices with weights of four and eight bits, beside bf16 and, where it is installed, torchao's."""
+"""The draft's matrices with weights of four and eight bits, compared with bf16 and, if installed, torchao."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 def measure(
     name: str, outputs: int, inputs: int, rate: float, dtype: torch.dtype, rows_of: tuple[int, ...] = ROWS
 ) -> Iterator[dict[str, Any]]:
-    """A row for every kind and number of rows; ``over_roofline`` against the bytes that are stored. ``rate`` in bytes
-    a second; 0 is unknown."""
+    """Yield one result for every quantisation and number of rows.
+
+    ``over_roofline`` is the time over that of reading the stored bytes at ``rate`` (bytes per second, 0 if unknown).
+    """
     plain = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) / inputs**0.5
     weights = {kind: quantise(plain, kind) for kind in KINDS}
     torchao = _torchao(plain)
@@ -48,7 +50,7 @@ def _over(took: float, stored: int, rate: float) -> dict[str, float]:
 
 
 def _torchao(plain: Tensor) -> torch.nn.Module | None:
-    """Its int4 weight-only layer; None where it is not installed."""
+    """Return torchao's int4 weight-only layer, or None if torchao is not installed."""
     try:
         from torchao.quantization import Int4WeightOnlyConfig, quantize_
     except ImportError:

@@ -1,4 +1,4 @@
-"""Sampling of Llama-3's vocabulary: choices of the target, with and without cuts, and proposals of a draft."""
+"""Sampling over Llama-3's vocabulary: target choices with and without truncation, and draft proposals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY, DRAFT_VOCABULARY = 128_256, 32_000
 
 
 def measure(rows: int, rate: float, vocabulary: int = VOCABULARY) -> dict[str, Any]:
-    """``rows`` of bf16 logits. ``rate`` in bytes a second; 0 is unknown."""
+    """Measure ``rows`` of bf16 logits. ``rate`` is the copy rate in bytes per second, 0 if unknown."""
     proposed = min(DRAFT_VOCABULARY, vocabulary // 4)
     logits = 3 * torch.randn(rows, vocabulary, device=DEVICE, dtype=torch.bfloat16)
     draft, ids = logits[:, :proposed].contiguous(), torch.arange(proposed, device=DEVICE) * 4

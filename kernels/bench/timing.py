@@ -1,4 +1,4 @@
-"""Times of launches on a GPU, and the rate that they are held against. Without a GPU (a dry run) a clock will do."""
+"""Launch times on a GPU and its copy rate. Without a GPU (a dry run) the wall clock is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES = 2**31 if DEVICE == "cuda" else 2**24
 
 
 def seconds(run: Callable[[], object], *, repeats: int = 30) -> float:
-    """Median seconds of a run inside a graph, without the host's launches. The L2 cache is swept before each."""
+    """Return the median seconds of a run inside a CUDA graph, without host launches. The L2 cache is flushed first."""
     if DEVICE == "cpu":
         return _by_the_clock(run)
     sweep = torch.empty(2**28, dtype=torch.int8, device="cuda")
@@ -40,7 +40,7 @@ def _by_the_clock(run: Callable[[], object]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second of a copy within the device's memory, read and written counted."""
+    """Return the rate of a copy within device memory in bytes per second, counting bytes read and written."""
     source = torch.empty(_BYTES, dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * _BYTES / seconds(lambda: target.copy_(source), repeats=10)

@@ -1,1 +1,1 @@
-"""Leaves: each operation has a plain-torch definition of what it computes and, where it pays, a Triton kernel."""
+"""GPU and CPU operations of the worker: a plain PyTorch reference each and, where it pays off, a Triton kernel."""

@@ -1,6 +1,6 @@
-"""Which code an operation runs: its Triton kernel for tensors on a GPU, its plain-torch path for all others.
+"""Choice of the code path of an operation: Triton kernel for tensors on a GPU, plain PyTorch for all others.
 
-Every op.py asks here, and imports its kernel only then: machines without a GPU need no triton.
+Every op.py calls these functions before it imports its kernel, so machines without a GPU do not need triton.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from torch import Tensor
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the kernel serves this tensor. Tests answer yes for all, and run kernels through the interpreter."""
+    """Return whether the Triton kernel serves this tensor.
+
+    Tests patch this to return True for CPU tensors, to run kernels in Triton's interpreter.
+    """
     return x.is_cuda
 
 
 def learns(*tensors: Tensor) -> bool:
-    """Whether gradients will be asked for, which kernels have none of."""
+    """Return whether gradients may be needed, which the kernels do not provide."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def processors(x: Tensor) -> int:
-    """Streaming multiprocessors of the tensor's GPU, by which grids are sized; an H100's where there is none."""
+    """Return the number of streaming multiprocessors of the tensor's GPU, or 132 (an H100) without a GPU.
+
+    Launchers size their grids by it.
+    """
     if not x.is_cuda:
         return 132
     return int(torch.cuda.get_device_properties(x.device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The host's numbers on their way to the device."""
+"""Transfer of host values to the device without waiting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of numbers, or of rows of them, that nobody waits for: from memory that a device cannot copy from by
-    itself, a copy would wait for all that is queued. ``dtype`` None is torch's own for such numbers; whoever may pass
-    none at all names one."""
+    """Return a tensor of numbers, or of rows of numbers, on ``device`` without waiting for queued work.
+
+    On CUDA the copy starts from pinned memory; a copy from pageable memory would wait for all queued work. ``dtype``
+    None uses PyTorch's default for the values; callers that may pass an empty sequence must name a type.
+    """
     held = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)

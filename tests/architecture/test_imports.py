@@ -1,4 +1,4 @@
-"""What may import what, seen from outside: in processes of their own, and by import-linter's contracts."""
+"""Import rules of the packages, checked in separate processes and by import-linter's contracts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_contract_needs_pydantic_alone() -> None:
 
 
 def test_the_standard_library_is_not_shadowed() -> None:
-    """A folder called operator with an __init__.py would take the place of the standard module of that name."""
+    """A package named operator with an __init__.py would shadow the standard library's module of that name."""
     done = subprocess.run(
         [sys.executable, "-c", "import operator, collections; print(operator.__file__)"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The chart as helm renders it; no cluster needed."""
+"""Fixtures that render the Helm chart. They need no cluster."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Manifest = dict[str, Any]
 
 
 class Rendered(list[Manifest]):
-    """Manifests of one `helm template`."""
+    """Manifests rendered by one `helm template` run."""
 
     def of(self, kind: str) -> list[Manifest]:
         return [manifest for manifest in self if manifest["kind"] == kind]
 
     def one(self, kind: str) -> Manifest:
-        """The only installed manifest of this kind: what `helm test` makes does not count."""
+        """Return the only installed manifest of this kind, without the manifests that only `helm test` creates."""
         (found,) = [manifest for manifest in self.of(kind) if "helm.sh/hook" not in annotations(manifest)]
         return found
 
 
 class Chart:
-    """helm on our chart, with values as a user would write them."""
+    """The project's chart, rendered by helm with values as a user would write them."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.folder = folder

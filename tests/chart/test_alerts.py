@@ -1,4 +1,4 @@
-"""The chart's alert rules, held against promtool: they parse, fire where they should and have words to go by."""
+"""Checks of the chart's alert rules with promtool: they parse, fire when they should and carry annotations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_alert_fires_where_it_should_and_stays_quiet_where_it_should(promt
 
 
 def test_the_unit_tests_see_a_rule_that_never_fires(promtool: Promtool, file: Path, tmp_path: Path) -> None:
-    """A rule that was broken must not pass unseen."""
+    """A broken alert rule makes the promtool unit tests fail."""
     (tmp_path / "tests" / "chart").mkdir(parents=True)
     shutil.copy(TESTS, tmp_path / "tests" / "chart")
     broken = tmp_path / "helm" / "specdecode" / "files" / "alerts.yaml"

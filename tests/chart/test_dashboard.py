@@ -1,4 +1,4 @@
-"""The Grafana dashboard: every query parses in promtool, asks for series that exist, and has words to go by."""
+"""Checks of the Grafana dashboard: queries parse in promtool, use existing series, and panels have descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def dashboard(root: Path) -> dict[str, Any]:
 
 
 def test_every_query_parses(promtool: Promtool, dashboard: dict[str, Any], tmp_path: Path) -> None:
-    """As a recording rule each: promtool has no command that only reads a query without a server."""
+    """Every query parses.
+
+    Each one is checked as a recording rule, because promtool cannot parse a query without a server.
+    """
     rules = [{"record": f"query:{index}", "expr": query} for index, query in enumerate(queries_of(dashboard))]
     assert len(rules) > 30
     file = tmp_path / "queries.yaml"
@@ -65,7 +68,10 @@ def test_the_config_map_carries_the_label_of_grafanas_sidecar(chart: Any, dashbo
 
 
 def test_monitors_give_the_labels_that_the_queries_go_by(chart: Any) -> None:
-    """namespace and name of a deployment: the operator's own labels must win, workers get theirs from their pods."""
+    """The monitors keep the labels namespace and name of a deployment.
+
+    The labels that the operator exports must win over those of the scrape target; workers get theirs from their pods.
+    """
     assert not chart.template().of("PodMonitor")
     asked = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
     rendered = chart.template(asked)

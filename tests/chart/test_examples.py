@@ -1,4 +1,4 @@
-"""The examples and the CRD hold what the code says."""
+"""Checks that the examples and the CRD agree with the models in the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_the_resource(path: Path) -> None:
-    """The models are the CRD's source and carry its cross-field rules; unknown fields are refused."""
+    """Every example is valid according to the models.
+
+    The models are the CRD's source, carry its cross-field rules and refuse unknown fields.
+    """
     (found,) = yaml.safe_load_all(path.read_text())
     assert (found["apiVersion"], found["kind"]) == (f"{GROUP}/{VERSION}", KIND)
     spec = Spec.model_validate(found["spec"])
@@ -47,7 +50,7 @@ def test_the_schema_check_sees_a_misfit(root: Path) -> None:
 
 
 def misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
-    """What the API server would refuse or prune, for the parts of a structural schema that ours uses."""
+    """Yield what the API server would refuse or prune, for the parts of a structural schema that the CRD uses."""
     types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
     if not isinstance(value, types[schema["type"]]):
         yield f"{path}: {value!r} is no {schema['type']}"

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every metric that the code has, and no other."""
+"""Check that docs/metrics.md lists exactly the metrics that the code exports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_OPERATOR = {m._name: m for m in vars(operator_metrics).values() if isinstance
 
 @pytest.fixture
 def sections(root: Path) -> dict[str, list[list[str]]]:
-    """Cells of the table rows, by section."""
+    """Return the cells of the table rows, by section."""
     found = {}
     for part in (root / "docs" / "metrics.md").read_text().split("\n## ")[1:]:
         rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| `specdecode_")]

@@ -1,4 +1,4 @@
-"""The operator may do what its code does, and nothing more: rights are read from the source and compared."""
+"""Check that the operator's RBAC rules grant exactly the rights its source code uses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Rights = dict[tuple[str, str], set[str]]
 SOURCE = Path(specdecode_operator.__file__).parent
 KINDS = {name: kind for name, kind in vars(cluster).items() if isinstance(kind, cluster.Kind)}
 BY_ARGUMENT = {"get", "list", "pages", "create", "watch", "patch", "delete"}
-"""Methods of Cluster that are verbs of their own; their first argument is the kind."""
+"""Methods of Cluster that are named after an API verb and take the kind as their first argument."""
 
 
 def granted(rules: list[dict[str, Any]]) -> Rights:
+    """Return the rights that the rules of a Role or ClusterRole grant."""
     found: Rights = defaultdict(set)
     for rule in rules:
         for group in rule["apiGroups"]:
@@ -38,7 +39,7 @@ def resource(kind: cluster.Kind) -> tuple[str, str]:
 
 
 def used() -> Rights:
-    """What the operator's modules ask of Cluster, and kopf of our kind."""
+    """Return the rights that the operator's modules use through Cluster, and kopf through its event handlers."""
     found: Rights = defaultdict(set)
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -49,6 +50,7 @@ def used() -> Rights:
 
 
 def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str], set[str]]]:
+    """Yield the (target, verbs) that one call of Cluster or kopf requires."""
     if not isinstance(call.func, ast.Attribute):
         return
     method, whose = call.func.attr, ast.unparse(call.func.value)
@@ -58,7 +60,7 @@ def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str],
             yield resource(kind), {"list" if method == "pages" else method}
     elif whose.endswith("cluster") and method == "apply":
         for kind in cluster.APPLIED.values():
-            yield resource(kind), {"get", "create", "patch"}  # apply makes what is not there, and looks at what stands
+            yield resource(kind), {"get", "create", "patch"}  # apply reads the object, then creates or patches it
     elif whose.endswith("cluster") and method == "apply_status":
         yield (GROUP, f"{PLURAL}/status"), {"patch"}
     elif ast.unparse(call.func) == "kopf.on.event":
@@ -66,7 +68,7 @@ def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str],
 
 
 def kinds_in_loops(module: ast.Module) -> Iterator[cluster.Kind]:
-    """Kinds that a module goes through in `for kind in (A, B)` to hand them on."""
+    """Yield the kinds that a module passes on in loops of the form `for kind in (A, B)`."""
     for loop in (node for node in ast.walk(module) if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple)):
         names = [ast.unparse(item) for item in loop.iter.elts]
         yield from (KINDS[name] for name in names if name in KINDS)

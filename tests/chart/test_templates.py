@@ -1,4 +1,4 @@
-"""What the chart installs, by the properties that matter."""
+"""Properties of the manifests that the chart installs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def test_two_releases_share_no_cluster_scoped_name(chart: Any) -> None:
 
 @pytest.mark.parametrize("watched", [[], ["team-a", "team-b"]], ids=["all namespaces", "two namespaces"])
 def test_notes_say_what_is_served_and_how_to_go_on(chart: Any, tmp_path: Any, watched: list[str]) -> None:
-    """helm prints NOTES only when it installs; here they render as the text of a manifest."""
+    """The notes name the endpoint and the next steps.
+
+    helm prints NOTES only on installation, so the test renders them as the text of a manifest.
+    """
     shutil.copytree(chart.folder, tmp_path / "chart")
     templates = tmp_path / "chart" / "templates"
     notes = (templates / "NOTES.txt").read_text()

@@ -1,4 +1,4 @@
-"""values.schema.json: what a user may write, and that a typo is refused by name."""
+"""Checks of values.schema.json: it lists what a user may set, and a misspelt value is refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_typo_is_refused_by_name(chart: Any, values: dict[str, Any]) -> None:
 
 def test_schema_and_values_name_the_same_things(chart: Any) -> None:
     def names(node: dict[str, Any], path: str = "") -> set[str]:
-        """Paths of values that the schema lists; free-form maps end there."""
+        """Return the paths of the values that the schema lists. Free-form maps are leaves."""
         found = set()
         for key, child in node.get("properties", {}).items():
             found |= {path + key} | (names(child, f"{path}{key}.") if path + key != "resources" else set())

@@ -1,4 +1,4 @@
-"""Makes hack/cluster's Python importable as `localcluster`, as its own command files do."""
+"""Fixtures for the tests of hack/cluster. Its Python code becomes importable as `localcluster`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ from localcluster.settings import Layout
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    """Folders of a cluster that never boots."""
+    """Return the folder layout of a cluster that never boots."""
     return Layout(state=tmp_path / "state", cache=tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""What the project needs of a cluster, seen on the one we have: pods, Services, names, exec, logs, limits."""
+"""Cluster features that the project needs: pods, Services, DNS names, exec, logs and resource limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pod(name: str, main: Manifest) -> Manifest:
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster, namespace: str) -> str:
-    """A Deployment of one web server behind a Service; the Service's name."""
+    """Deploy one web server behind a Service and return the name of the Service."""
     main = container(cluster, "python3", "-u", "-m", "http.server", "8080", "--directory", "/opt/requirements")
     main["readinessProbe"] = {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1, "timeoutSeconds": 5}
     labels = {"app": SERVER}
@@ -65,7 +65,10 @@ def server(cluster: Cluster, namespace: str) -> str:
 
 
 def server_pod(cluster: Cluster, namespace: str) -> str:
-    """Name of the one server pod that is Ready and not on its way out; on a busy machine readiness comes and goes."""
+    """Return the name of the one server pod that is Ready and not terminating.
+
+    Waits for it, because readiness comes and goes on a busy machine.
+    """
     return wait_for("one Ready server pod", lambda: _ready_pod(cluster, namespace))
 
 
@@ -135,7 +138,10 @@ def test_a_memory_limit_is_enforced(cluster: Cluster, namespace: str) -> None:
 
 
 def test_the_api_server_serves_its_schema(cluster: Cluster) -> None:
-    """kubectl validates with it; an API server built with the wrong Go serves a broken one."""
+    """The API server serves the OpenAPI schema that kubectl validates with.
+
+    An API server that was built with the wrong version of Go serves a broken schema.
+    """
     answer = json.loads(cluster.kubectl("get", "--raw", "/version"))
     assert (int(answer["major"]), int(answer["minor"].rstrip("+"))) >= (1, 30)
     assert "definitions" in json.loads(cluster.kubectl("get", "--raw", "/openapi/v2"))

@@ -1,4 +1,4 @@
-"""hack/cluster leaves alone what is not its own: processes, packet filter rules, folders. No cluster needed."""
+"""Checks that hack/cluster leaves foreign processes, packet filter rules and folders alone. No cluster needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMIT
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is not ours."""
+    """Yield a process that does not belong to the cluster."""
     with subprocess.Popen(_SLEEP) as process:
         yield process
         process.kill()
@@ -78,7 +78,7 @@ def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
 
 
 def test_a_reused_pid_is_never_signalled(layout: Layout, stranger: subprocess.Popen[bytes]) -> None:
-    """The pid file names a pid that another process has got since."""
+    """A process is not signalled if it merely reuses the pid that the pid file names."""
     identity = daemons.identify(stranger.pid)
     assert identity is not None
     layout.pids.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_every_template_has_its_values(layout: Layout) -> None:
 def test_a_leftover_is_found(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A process that names the state folder, as a shim does, appears after the first look."""
+    """A process that names the state folder, such as a shim, is found even if it starts after the first scan."""
     monkeypatch.setattr(snapshot, "FILE", tmp_path_factory.mktemp("snapshot") / "before.json")
     snapshot.save(layout)
     with subprocess.Popen([*_SLEEP, str(layout.state)]) as forgotten:

@@ -1,7 +1,7 @@
-"""The end-to-end suite: an operator and workers of its own on a real cluster; nothing of a running demo is touched.
+"""Fixtures of the end-to-end suite: a dedicated operator and workers on a real cluster, apart from a running demo.
 
-One endpoint is shared by most tests, which leave it as they found it; the last test deletes it. Files run in the
-order of their numbers.
+Most tests share one endpoint and restore it afterwards; the last test deletes it. Files run in the order of their
+numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `harness` from there
+sys.path.insert(0, str(Path(__file__).parent))  # makes `harness` importable
 
 from harness.endpoint import MODEL, Endpoint, resource
 from harness.kube import Namespace
@@ -22,7 +22,7 @@ from kube import Cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test of this folder needs the cluster and time."""
+    """Mark every test of this folder as an end-to-end test that needs the cluster."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A failed test shows what the resource said and what the operator logged."""
+    """Add the resource's status and the operator's log to the report of a failed test."""
     report = yield
     endpoint, release = (getattr(item, "funcargs", {}).get(name) for name in ("endpoint", "release"))
     if report.failed and endpoint is not None:
@@ -44,7 +44,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session")
 def watched(cluster: Cluster) -> Iterator[Namespace]:
-    """The namespace of the resources."""
+    """Yield the namespace that holds the resources."""
     crd = Crd(cluster)
     crd.install()
     with cluster.namespace("e2e") as name:
@@ -63,7 +63,10 @@ def release(cluster: Cluster, watched: Namespace) -> Iterator[Release]:
 
 @pytest.fixture(scope="session")
 def endpoint(release: Release, watched: Namespace) -> Endpoint:
-    """The shared deployment, Ready. Little hysteresis and much exploration, so that the loop turns within a test."""
+    """Yield the shared deployment, Ready.
+
+    It has little hysteresis and much exploration, so that the control loop changes plans within one test.
+    """
     speculation = {
         "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
         "depth": {"min": 0, "max": 4, "initial": 3},
@@ -82,7 +85,7 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
 
 @pytest.fixture
 def url(endpoint: Endpoint) -> Iterator[str]:
-    """The endpoint through its Service."""
+    """Yield the endpoint's URL through its Service."""
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         yield url
 

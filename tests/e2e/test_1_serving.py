@@ -1,4 +1,4 @@
-"""From kubectl apply to tokens: Ready, the OpenAI client, columns, the refusal of what cannot be."""
+"""Serving from kubectl apply to tokens: readiness, the OpenAI client, printer columns, refusal of invalid resources."""
 
 from __future__ import annotations
 

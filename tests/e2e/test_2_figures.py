@@ -1,4 +1,4 @@
-"""ACCEPT and SPEEDUP in `kubectl get sdd` are what the workers' own counters and `bench` in the pod say."""
+"""ACCEPT and SPEEDUP of `kubectl get sdd` match the workers' own counters and `bench` in the pod."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from specdecode_worker.contract import Metric
 
 DEPTH = 1
-"""Pays on every processor: where the shape loses, the guard lets bursts alone speculate, and SPEEDUP is theirs."""
+"""Depth that gains on every processor.
+
+Where a shape loses, the guard lets only bursts speculate, and SPEEDUP would be the speedup of those bursts.
+"""
 CONCURRENCY = 2
 QUESTIONS = PROMPTS[:4]
-"""The same in the traffic and in bench: acceptance goes by text."""
+"""Prompts used both for the traffic and for bench, because acceptance depends on the text."""
 MAX_TOKENS = 64
 WINDOW_SECONDS = 60
 ROUNDS = 3
-"""Of bench: one has four seconds of plain steps, of which a neighbour's second on the machine is a quarter."""
+"""Rounds of bench.
+
+One round has four seconds of plain steps, so one second of load from a neighbouring process would distort a quarter of
+it.
+"""
 
 
 def speculation_counters(endpoint: Endpoint) -> tuple[float, float]:
-    """(drafted, accepted) tokens so far, from /metrics of the one worker."""
+    """Return the (drafted, accepted) tokens so far, from /metrics of the one worker."""
     with endpoint.namespace.reach("pod", endpoint.one_pod(), 8000) as url:
         text = httpx.get(f"{url}/metrics", trust_env=False, timeout=20).raise_for_status().text
     sums = {family.name: sum(s.value for s in family.samples) for family in text_string_to_metric_families(text)}
@@ -35,7 +42,10 @@ def speculation_counters(endpoint: Endpoint) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
-    """(acceptance by /metrics over a minute of traffic, status.speculation at its end), at one depth."""
+    """Return the acceptance rate from /metrics over a minute of traffic, and status.speculation at its end.
+
+    Both are measured at one fixed depth.
+    """
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
         with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
@@ -61,7 +71,10 @@ def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str,
 def test_speedup_is_what_bench_measures_in_the_pod(
     endpoint: Endpoint, measured: tuple[float, dict[str, float]]
 ) -> None:
-    """Traffic pauses meanwhile; bench runs an engine of its own under the pod's CPU limit."""
+    """SPEEDUP equals the ratio that bench measures in the pod.
+
+    There is no traffic meanwhile, because bench runs its own engine under the pod's CPU limit.
+    """
     pod = endpoint.one_pod()
     lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
     endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)
@@ -71,6 +84,7 @@ def test_speedup_is_what_bench_measures_in_the_pod(
     document = json.loads(endpoint.namespace.exec(pod, *command, *flags, *cache, timeout_s=240))
     (level,) = document["concurrency"].values()
     _, status = measured
-    # SPEEDUP compares steps of one load; bench's own ratio counts the ends of its waves too, where one runs alone.
+    # SPEEDUP compares steps of one load. The ratio that bench prints also counts the ends of its waves, where requests
+    # run alone.
     steps = level["plain"]["step_milliseconds"] / level["speculative"]["step_milliseconds"]
     assert status["speedup"] == pytest.approx(steps * level["tokens_per_step"], rel=0.15), level

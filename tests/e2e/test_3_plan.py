@@ -1,4 +1,4 @@
-"""The loop: bounds arrive live, and depth follows step cost and acceptance, down and up again."""
+"""The control loop: new bounds reach workers live, and depth follows step time and acceptance down and up again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs, TreeSh
 MAX_DEPTH = 4
 CONCURRENCY = 2
 BUCKET = Buckets().concurrency.index(CONCURRENCY)
-"""The row of the plan for this load."""
+"""Concurrency bucket of this load."""
 SETTLED_SECONDS = 240
-"""Slow steps teach slowly: twice what the loop takes in simulations (tests/unit/operator/test_piloted_loop.py)."""
+"""Timeout of a row change: twice what simulations of the loop need (tests/unit/operator/test_piloted_loop.py)."""
 PLAIN_SECONDS = 0.3
-"""More than any real step takes, on a busy machine too: what is measured is what the knob says."""
+"""Duration of a padded plain step.
+
+It exceeds every real step, even on a busy machine, so that the measured duration is the padded one.
+"""
 
 
 def step_times(*seconds: float) -> tuple[StepTime, ...]:
-    """A step of n nodes takes ``seconds[n]``; the last entry is for all deeper ones."""
+    """Return step times where a step of n nodes takes ``seconds[n]``; the last entry is for all larger steps."""
     return (
         *(StepTime(max_nodes=n, seconds=value) for n, value in enumerate(seconds[:-1])),
         StepTime(seconds=seconds[-1]),
@@ -48,14 +51,14 @@ def auto(endpoint: Endpoint) -> Iterator[None]:
 
 
 def planned(endpoint: Endpoint) -> TreeShape:
-    """The shape of our load's row in the plan that the worker has; its guard may hold it back."""
+    """Return the shape of this load's row in the worker's plan, which the worker's guard may override."""
     plan = endpoint.plan()
     row = plan.row(BUCKET, 0)
     return row.shape if row else plan.initial
 
 
 def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
-    """The depth of our load's row in the plan that the worker runs, once it is one of ``depths``."""
+    """Wait until this load's row in the worker's plan has one of ``depths``, and return its depth."""
 
     def look() -> list[int]:
         depth = planned(endpoint).depth
@@ -66,7 +69,7 @@ def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
 
 
 def decision(endpoint: Endpoint, depth: int) -> Manifest:
-    """The entry of the history that says why our row came to ``depth``."""
+    """Return the entry of the status history in which this load's row came to ``depth``."""
     after = f"chain:{depth}" if depth else "none"
 
     def look() -> Manifest | None:
@@ -123,7 +126,7 @@ def test_depth_falls_with_acceptance_and_rises_again(endpoint: Endpoint, url: st
 
 
 def told(endpoint: Endpoint, why: Manifest) -> None:
-    """A decision names what was measured, and is an Event too."""
+    """Assert that a decision names its measurements and was published as an Event."""
     assert "acceptance by depth" in why["reason"], why
     assert " ms" in why["reason"], why
     events = [e["message"] for e in endpoint.namespace.list("events") if e["involvedObject"]["name"] == endpoint.name]
@@ -162,7 +165,10 @@ def test_advisory_tells_and_touches_nothing(endpoint: Endpoint, url: str, model:
 
 
 def children_versions(endpoint: Endpoint) -> dict[str, str]:
-    """resourceVersion of all that the operator applies, and of what comes of it; the state is its own memory."""
+    """Return the resourceVersion of every object that the operator applies and of their dependents.
+
+    The operator's persisted state is excluded.
+    """
     kinds = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
     return {
         f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"]
@@ -172,7 +178,7 @@ def children_versions(endpoint: Endpoint) -> dict[str, str]:
 
 
 def resting(endpoint: Endpoint) -> dict[str, str] | None:
-    """The versions, once the mode is observed and two looks five seconds apart find the same."""
+    """Return the versions, once the mode is observed and two readings five seconds apart are equal."""
     found = endpoint.get()
     if found["status"].get("observedGeneration") != found["metadata"]["generation"]:
         return None

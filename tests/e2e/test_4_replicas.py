@@ -1,4 +1,4 @@
-"""Who sets the number of workers, and what a new worker starts with."""
+"""Control of the number of workers, by the operator or an autoscaler, and the plan that a new worker starts with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdecode_worker.contract import Port
 
 
 def scale(namespace: Namespace, name: str) -> Manifest:
-    """The scale subresource, as an autoscaler reads it."""
+    """Return the scale subresource, as an autoscaler reads it."""
     path = f"/apis/specdecode.io/v1alpha1/namespaces/{namespace.name}/specdecodedeployments/{name}/scale"
     found: Manifest = json.loads(namespace.kubectl("get", "--raw", path))
     return found
@@ -80,7 +80,10 @@ def test_a_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint)
 def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
     endpoint: Endpoint, release: Release, model: str
 ) -> None:
-    """No operator runs that could push the plan, and nobody asks anything: the new pod has it before both."""
+    """A replacement pod starts with the present plan.
+
+    No operator is running to push the plan and no traffic arrives, so the pod must already have it when it starts.
+    """
     (old,) = endpoint.ready_pods()
     version = endpoint.plan().version
     assert version > 0

@@ -1,4 +1,4 @@
-"""A draft that does not fit its target: the endpoint serves plainly, and the condition names the tensor."""
+"""A draft that does not match its target: the endpoint serves without speculation and a condition names the tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRONG = "midlayer.mlp.down_proj.weight"
 
 
 def head() -> bytes:
-    """A head so narrow that it fits a ConfigMap, right in every tensor but one."""
+    """Return a draft head that is correct in every tensor but one, and small enough for a ConfigMap."""
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (VOCAB, HIDDEN),
         "fc.weight": (HIDDEN, 3 * TARGET_HIDDEN),

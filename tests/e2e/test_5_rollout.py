@@ -1,4 +1,4 @@
-"""A change of the pods: nobody is turned away, and in float32 the text is the same whatever the drafts are worth."""
+"""A rollout: no request is rejected, and in float32 the text is the same, however good the draft is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNLUCKY = SyntheticKnobs(acceptance=(0.1,))
 
 @pytest.fixture(scope="module", autouse=True)
 def fixed_depth(endpoint: Endpoint) -> Iterator[None]:
-    """The loop would stop bad drafts; here they shall be verified."""
+    """Pin the depth, because the control loop would stop drafts that are rarely accepted."""
     endpoint.patch({"speculation": {"mode": "Static"}})
     yield
     endpoint.patch({"speculation": {"mode": "Auto"}})

@@ -1,4 +1,4 @@
-"""What goes on when the operator does not, what it costs, and what is left when all is over."""
+"""Serving while the operator is down, the operator's own resource use, and clean-up after deletion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_MIB = 120
 
 
 def since(endpoint: Endpoint) -> dict[tuple[int, int, str, int], float]:
-    """When each row of the plan came to its depth: what dwell is counted from."""
+    """Return the time at which each row of the plan came to its depth, from which its dwell is counted."""
     rows = endpoint.state()["rows"]
     return {(row["concurrency"], row["context"], row["task"], row["depth"]): row["since"] for row in rows}
 
@@ -64,7 +64,7 @@ def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Rel
 
 
 def test_deleting_needs_no_operator(endpoint: Endpoint, release: Release) -> None:
-    """The last test: the shared endpoint goes."""
+    """Deletion succeeds while no operator runs. This is the last test of the shared endpoint."""
     assert endpoint.children()
     release.scale(0)
     endpoint.namespace.kubectl("delete", "sdd", endpoint.name, "--timeout=30s")

@@ -1,7 +1,7 @@
-"""A real Prometheus scrapes a live operator and a live worker: every query of the dashboard, every alert.
+"""A real Prometheus scrapes the operator and a worker, and evaluates every dashboard query and every alert.
 
-The shared endpoint is gone by now, so this one is its own; the operator comes back first. Figures need a minute with
-500 drafts in it, so there is traffic until they are there.
+An earlier file deletes the shared endpoint, so this file deploys its own, after it has restarted the operator. The
+status shows figures only after a minute with 500 drafts in it, so there is traffic until they appear.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.timeout(420)
 NAME = "scraped"
 OPERATOR_METRICS = 9090
 MAY_BE_EMPTY = {
-    "changes(",  # the annotations: no plan need change while Prometheus looks
-    "specdecode_operator_decisions_total",  # nor any decision fall
+    "changes(",  # annotations: the plan may not change meanwhile
+    "specdecode_operator_decisions_total",  # there may be no decision meanwhile
     "specdecode_expected_gain_ratio",
-    "specdecode_realised_gain_ratio",  # nor its gain be measured yet
+    "specdecode_realised_gain_ratio",  # the gain may not have been measured yet
 }
 SPECULATION: Manifest = {
     "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
-    "depth": {"min": 1, "max": 4, "initial": 3},  # always some drafts, whatever wins
+    "depth": {"min": 1, "max": 4, "initial": 3},  # the minimum of 1 ensures drafts in every case
     "explorePercent": 20,
     "tasks": [{"name": "code", "match": "Python"}],
 }
@@ -56,7 +56,10 @@ def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
 def prometheus(
     scraped: Endpoint, release: Release, promtool: Promtool, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """Over both, with the labels that the chart's monitors give; traffic goes on until there is a SPEEDUP to show."""
+    """Yield a Prometheus that scrapes both with the labels of the chart's monitors.
+
+    Traffic runs until the status shows a SPEEDUP.
+    """
     pod = scraped.one_pod()
     with ExitStack() as stack:
         operator = stack.enter_context(release.namespace.reach("pod", release.pod(), OPERATOR_METRICS))
@@ -103,7 +106,7 @@ def test_figures_are_those_of_the_status(prometheus: Prometheus, scraped: Endpoi
 
 
 def test_both_sides_count_the_same_worker(prometheus: Prometheus) -> None:
-    """Joined by namespace and name: the plan that the operator made is the one that the worker runs."""
+    """The plan version of the operator equals that of the worker, joined by namespace and name."""
     gap = "specdecode_operator_plan_version - on (namespace, name) specdecode_plan_version"
     wait_for(
         "the plan has arrived",
@@ -120,7 +123,10 @@ def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> No
 
 
 def test_an_alert_sees_what_is_wrong(prometheus: Prometheus, scraped: Endpoint) -> None:
-    """A pin that does not read is the quickest thing to get wrong: the alert waits five minutes from here on."""
+    """A malformed pin makes the alert pending, and a corrected pin takes effect.
+
+    The test does not wait for the alert to fire, which takes another five minutes.
+    """
     scraped.namespace.kubectl("annotate", "sdd", NAME, "specdecode.io/pin=chian:3")
     pending = 'ALERTS{alertname="SpecdecodeBadPin",alertstate="pending"}'
     wait_for("the alert is pending", lambda: prometheus.query(pending), timeout_s=30)

@@ -1,6 +1,7 @@
-"""Reports that lie are refused and named, and the plan stays; a restart and a neighbouring contract are no lies.
+"""Invalid reports are refused and named in a condition, and the plan stays unchanged.
 
-Stand-ins answer on the admin ports of the pods (harness/standin.py); operator and API server are real.
+A restarted worker and a report of a neighbouring contract version are accepted. Stand-ins answer on the pods' ports
+(harness/standin.py); operator and API server are real.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STALE_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    """Four pods that are Ready and report what they are told to."""
+    """Yield a deployment of four Ready pods with reports that the test controls."""
     release.scale(1)
     script = (Path(__file__).parent / "harness" / "standin.py").read_text()
     scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": {"standin.py": script}}
@@ -69,7 +70,7 @@ def versions(endpoint: Endpoint) -> set[int]:
 
 
 def settled(endpoint: Endpoint) -> int:
-    """The one version that all pods have taken, once their draft is known and planned for."""
+    """Return the plan version that all pods have taken, once the plan is made for their draft."""
 
     def look() -> int:
         (version,) = versions(endpoint)
@@ -80,6 +81,7 @@ def settled(endpoint: Endpoint) -> int:
 
 
 def is_named(endpoint: Endpoint, liars: dict[str, str]) -> bool:
+    """Assert that the condition names every pod with an invalid report, with the reason."""
     condition = endpoint.condition("ReportsFresh")
     assert condition["status"] == "False", condition
     missing = [lie for pod, lie in liars.items() if f"pod {pod}: {LIES[lie]}" not in condition["message"]]
@@ -107,7 +109,10 @@ def test_lies_are_refused_by_name_and_the_plan_stays(standins: Endpoint) -> None
 
 @pytest.mark.timeout(240)
 def test_a_restart_and_a_neighbouring_contract_are_no_lies(standins: Endpoint) -> None:
-    """Plans are pushed to workers whose report is believed: who takes the new one was believed."""
+    """A restarted worker and one with a newer contract version still take new plans.
+
+    Plans are pushed only to workers with an accepted report, so taking the new plan proves the acceptance.
+    """
     first, second, *_ = sorted(standins.ready_pods())
     before = settled(standins)
     tell(standins, first, "newer")

@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler on the resource: its metrics are metrics-server's, its replicas the operator follows."""
+"""A HorizontalPodAutoscaler on the resource, fed by metrics-server; the operator follows its replica count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ pytestmark = [PROOFS, pytest.mark.timeout(900)]
 
 NAME = "external"
 ALWAYS_ONE: Manifest = {"owner": "External", "minReplicas": 1, "maxReplicas": 1}
-"""The operator's own bounds: whoever follows it, and not the autoscaler, stays at one."""
+"""Replica bounds of the operator.
+
+An operator that used them instead of the autoscaler's count would stay at one replica.
+"""
 AUTOSCALER: Manifest = {
     "apiVersion": "autoscaling/v2",
     "kind": "HorizontalPodAutoscaler",
@@ -39,7 +42,7 @@ AUTOSCALER: Manifest = {
 
 @pytest.fixture(scope="module")
 def metrics(cluster: Cluster) -> None:
-    """The metrics API; the local cluster gets metrics-server for it."""
+    """Ensure that the metrics API is available. On the local cluster this installs metrics-server."""
     if cluster.local:
         subprocess.run([ROOT / "hack" / "cluster" / "metrics-server"], check=True, timeout=900)
     cluster.kubectl("top", "node")

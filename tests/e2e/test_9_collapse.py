@@ -1,4 +1,4 @@
-"""One of two workers whose acceptance collapses is found by its own past, named, kept plain, and healed."""
+"""Detection of an acceptance collapse on one of two workers: it is named, runs without speculation, and recovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
 
 
 def pasts(endpoint: Endpoint) -> list[float]:
-    """First tokens that each worker is remembered to have drafted."""
+    """Return the number of first draft tokens in each worker's recorded history."""
     return [sum(task["past_total"] for task in pod["tasks"]) for pod in endpoint.state()["pods"]]
 
 

@@ -1,4 +1,4 @@
-"""Load from 1 to 16 at a time moves depth, and then replicas, and back."""
+"""Depth falls as the load rises from 1 to 16 concurrent requests, then replicas are added, and both return."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [PROOFS, pytest.mark.timeout(1200)]
 
 ALONE, SOME, MANY = 1, 4, 16
 MOST = 3
-# Deep is cheap for a request alone, and dear for a batch.
+# Deep drafts are cheap for up to two sequences and expensive for larger batches.
 BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
 
 

@@ -1,4 +1,4 @@
-"""A task mix that shifts moves the row of the task that changed, and leaves the other's."""
+"""A change of the task mix changes the row of the affected task and leaves the other tasks' rows alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ CONCURRENCY = 2
 CODE = tuple(f"Write a Python function that returns the {what}." for what in ("factorial of n", "sum of a list", "gcd"))
 PROSE = ("Tell a short story about a lighthouse keeper.", "Describe a morning at a fish market.")
 STEPS = steps(node_seconds=0.02)
-"""A node costs a fifteenth of a plain step: then even one that is hardly ever accepted loses more than is let pass."""
+"""Step times where a node costs a fifteenth of a plain step.
+
+At this cost even one node that is rarely accepted loses enough to be stopped.
+"""
 FAIR = knobs(STEPS)
 PROSE_IS_HARD = knobs(STEPS, task_acceptance={"other": (0.02,)})
 SPECULATES = (1, 2, 3, 4)
@@ -34,19 +37,19 @@ def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
 
 
 def drafted(endpoint: Endpoint, task: str) -> int:
-    """First tokens that were drafted for a task."""
+    """Return the number of first draft tokens of a task."""
     return sum(cell.total for cell in endpoint.report().acceptance if (cell.task, cell.depth) == (task, 1))
 
 
 def is_known(endpoint: Endpoint, task: str) -> bool:
-    """The task was drafted for often enough, and has rows of its own that speculate."""
+    """Assert that the task has enough drafts and rows of its own, and return whether they speculate."""
     assert drafted(endpoint, task) > KNOWN_DRAFTS
     assert task in {found.task for found in endpoint.plan().rows}
     return row(endpoint, CONCURRENCY, task) in SPECULATES
 
 
 def history(endpoint: Endpoint, task: str) -> list[Manifest]:
-    """Moves of the task's row at our load, newest first."""
+    """Return the changes of the task's row at this load, newest first."""
     load = f"concurrency {CONCURRENCY},"
     found = endpoint.speculation().get("history", [])
     return [entry for entry in found if entry["load"].startswith(load) and f"task {task}" in entry["load"]]

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: `make gpu` runs them; elsewhere they are skipped, and say why."""
+"""Configuration of the tests that need a GPU: `make gpu` runs them; without a GPU they are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 _OF_THE_ENGINE = [name for name in ("msgspec", "pydantic") if find_spec(name) is None]
-"""What the engine needs and a machine with torch and triton alone has not: there only kernels are tested."""
+"""Missing packages that the engine needs. A machine with torch and triton alone tests only the kernels."""
 collect_ignore = ["test_engine_gpu.py"] if _OF_THE_ENGINE else []
 
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: its text is plain decoding's, with graphs as without, and a replayed step waits for nothing."""
+"""The engine on a GPU: text equals plain decoding with and without graphs, and a replayed step never waits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def requests(count: int, *, sampled: bool, **changed: Any) -> list[Any]:
 
 @contextmanager
 def nothing_waits(made: Engine) -> Iterator[None]:
-    """While rows are told and a step is queued as a graph, whatever waits for the device raises."""
+    """Raise on any wait for the device while row parameters are sent and a step is queued as a graph."""
 
     def strictly(right: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
@@ -87,14 +87,17 @@ def test_fp32_text_is_plain_decodings(shape: str, sampled: bool) -> None:
     one, two = eager.report(), replayed.report()
     assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
     assert shape == "none" or two.accepted_tokens > two.drafts / 2
-    with nothing_waits(replayed):  # all graphs are captured by now
+    with nothing_waits(replayed):  # all graphs have been captured
         assert texts(replayed, asked) == plain
 
 
 @SAMPLED
 def test_bf16_plain_text_is_that_of_the_engine_without_graphs(sampled: bool) -> None:
-    """As many rows as the graph has, from first to last: so matrices of the same sizes are multiplied, and every bit
-    is the same. With other sizes sums are rounded in another order, and the text is not defined to the token."""
+    """Text is equal bit for bit if the batch always has as many rows as the graph.
+
+    Matrices of the same sizes are then multiplied. With other sizes, sums are rounded in another order and tokens may
+    differ.
+    """
     asked = requests(4, sampled=sampled, tokens=40)
     replayed = engine(torch.bfloat16, "none", graphs=True, rows=(4,))
     assert texts(replayed, asked) == texts(engine(torch.bfloat16, "none", graphs=False), asked)
@@ -116,7 +119,7 @@ def test_bf16_drafts_are_accepted_as_often_as_without_graphs(shape: str, sampled
 
 
 def test_the_same_step_twice_is_the_same() -> None:
-    """A graph leaves nothing behind that its next replay would read."""
+    """A graph leaves no state behind that its next replay would read."""
     asked = requests(8, sampled=True)
     made = engine(torch.float32, "tree:3,2,1", graphs=True)
     assert texts(made, asked) == texts(made, asked)

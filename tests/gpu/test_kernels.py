@@ -1,4 +1,4 @@
-"""Kernels at real sizes against their definitions, which run on the same GPU."""
+"""Kernels at production sizes against their reference implementations, which run on the same GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ancestors(parents: list[int] | None, rows: int) -> list[int]:
 @pytest.mark.parametrize(("heads", "kv", "size"), [(32, 8, 128), (9, 3, 64), (32, 32, 96)])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
-    """Slots that nobody owns hold NaN; the definition reads sequence by sequence, in fp32."""
+    """Attention equals the fp32 reference that reads sequence by sequence; unowned slots hold NaN."""
     sequences = MIXTURES[name]
     counts = [len(parents) if parents else rows for _, parents, rows in sequences]
     bounds = [prefix + count for (prefix, *_), count in zip(sequences, counts, strict=True)]
@@ -114,7 +114,7 @@ CUTS = (torch.tensor([0, 50, 0, 20] * (ROWS // 4)), torch.tensor([0.95, 1.0, 1.0
 
 
 def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """(logits, temperature, truncation, seeds, positions)"""
+    """Return (logits, temperature, truncation, seeds, positions)."""
     truncation = (CUTS[0].to(CUDA), CUTS[1].to(CUDA), torch.full((ROWS,), 1e-4, device=CUDA))
     seeds = torch.arange(ROWS, device=CUDA) * 2**40 + 7
     return 3 * random(ROWS, VOCABULARY, dtype=dtype), TEMPERATURE.to(CUDA), truncation, seeds, seeds % 10_007
@@ -166,7 +166,7 @@ def test_noise() -> None:
 
 @pytest.mark.parametrize("group", [None, 7])
 def test_keeping_moves_overlapping_rows(group: int | None) -> None:
-    """Many times, since a race would show now and then."""
+    """Overlapping rows are moved correctly in many repetitions, since a race would show only sometimes."""
     for seed in range(20):
         found = random(32, 2, 64, PAGE, 8, 128, seed=seed)
         wanted = found.clone()
@@ -218,7 +218,7 @@ def test_the_small_ones() -> None:
 
 
 def test_a_captured_graph_serves_other_lengths() -> None:
-    """Nothing of a launch depends on what the lengths were when it was captured."""
+    """A captured graph gives correct results for other lengths than those at its capture."""
     from specdecode_kernels.tree_attention import kernel
     from specdecode_kernels.tree_attention.plan import plan
 

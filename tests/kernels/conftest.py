@@ -1,4 +1,4 @@
-"""Kernels run through Triton's interpreter in this folder; tests/gpu runs the same checks compiled."""
+"""Configuration of the tests that run kernels in Triton's interpreter; tests/gpu runs the same checks compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests import `interpreted` and cases from there
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # for `interpreted` and `attention_cases`
 
 from interpreted import import_kernels, mutant
 
@@ -21,14 +21,13 @@ Plant = Callable[[ModuleType, str, str], ModuleType]
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Plant:
-    """A copy of a kernel's module with a piece of its source replaced."""
+    """Return a function that makes a copy of a kernel module with a piece of its source replaced."""
     return lambda module, old, new: mutant(module, old, new, tmp_path)
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors that are made without values hold NaN, or the largest negative integer: what a kernel does not write
-    shows."""
+    """Fill newly allocated tensors with NaN or the smallest integer, so that elements a kernel does not write show."""
     right = torch.empty
 
     def empty(*args: object, **kwargs: object) -> torch.Tensor:
@@ -42,7 +41,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations take their GPU path for CPU tensors too."""
+    """Make operations take their GPU path for CPU tensors too."""
     from specdecode_kernels import dispatch
 
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)

@@ -1,4 +1,4 @@
-"""Bias, blocked tokens and penalties: the reference against loops over tokens, op against reference."""
+"""Bias, blocked tokens and penalties: reference against loops over tokens, op against reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = st.integers(0, VOCABULARY - 1)
 
 @dataclass(frozen=True)
 class Row:
-    """What one request asks for, and what it has said so far."""
+    """Adjustments and tokens of one request."""
 
     bias: tuple[tuple[int, float], ...] = ()
     blocked: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ def dense(rows: list[Row]) -> dict[str, Tensor]:
 
 
 def sparse(rows: list[Row]) -> dict[str, object]:
-    """As the op takes it: None for what nobody asks, short lists padded."""
+    """Build the arguments of the op: None for adjustments that no row uses, short lists padded."""
     full = dense(rows)
     biases, stops = max(len(row.bias) for row in rows), max(len(row.blocked) for row in rows)
     padded = [[*row.bias, *[(0, 0.0)] * (biases - len(row.bias))] for row in rows]
@@ -115,7 +115,7 @@ def test_reference_is_what_loops_give(rows: list[Row]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=5), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
 def test_op_is_the_reference(rows: list[Row], dtype: torch.dtype) -> None:
-    """To the bit, for each row whatever stands beside it, and the logits that came in stay as they were."""
+    """The op equals the reference bit for bit, rows do not affect each other, and the input is not modified."""
     logits = logits_of(len(rows), dtype)
     before = logits.clone()
     found = op.adjusted(logits, **sparse(rows))  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ Fields = dict[str, Tensor]
 
 
 def _prompt_counted(fields: Fields) -> Fields:
-    """Presence and frequency look at the prompt too."""
+    """Let presence and frequency penalties count prompt tokens too."""
     return fields | {"counts_RV": fields["counts_RV"] + fields["prompt_RV"]}
 
 
@@ -151,7 +151,7 @@ def _prompt_not_repeated(fields: Fields) -> Fields:
 
 
 def _turned(fields: Fields) -> Fields:
-    """Logits above zero are multiplied, those below divided."""
+    """Multiply logits above zero and divide those below."""
     return fields | {"repetition_R": 1 / fields["repetition_R"]}
 
 

@@ -1,5 +1,8 @@
-"""Every kernel compiles to machine code for an H100, in bf16, with no GPU here: what the interpreter lets pass (types
-of loop variables, shapes that are no power of two, operations that do not exist for a type) is found all the same."""
+"""Compilation of every kernel to H100 machine code in bf16, without a GPU.
+
+This finds errors that the interpreter accepts: types of loop variables, shapes that are not powers of two, and
+operations that do not exist for a type.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from interpreted import kernel_modules
 
 SUPPORT = Path(__file__).parent / "support"
 SHARED_BYTES = 227 * 1024
-"""Of an H100's or H200's multiprocessor that one program can have."""
+"""Maximum shared memory of one program on an H100 or H200 multiprocessor, in bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def test_every_kernel_compiles_and_fits(launches: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(1200)
 def test_no_kernel_was_forgotten(launches: dict[str, Any]) -> None:
-    """Every function named ``*_kernel`` of every module."""
+    """The launches cover every function named ``*_kernel`` of every module."""
     there = set()
     for module in kernel_modules():
         there |= {name for name in vars(sys.modules[module]) if name.endswith("_kernel")}

@@ -1,5 +1,7 @@
-"""The compiled operations against exact arithmetic on the same rounded numbers, and against themselves: a row's bits
-must not depend on the rows beside it, on the threads, or on whether it was drafted."""
+"""Compiled CPU operations against exact arithmetic on the same rounded numbers, and their independence of the batch.
+
+The bits of a row must not depend on the other rows, on the number of threads, or on whether the token was drafted.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def test_norm(rows: int, size: int) -> None:
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norms"])
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_entry(size: int, normed: bool, rows: int) -> None:
-    """Norm, projections, norms of heads, rotation: rounded where results are kept, so to two roundings of exact."""
+    """Norm, projections, norms of heads and rotation agree with exact arithmetic up to two roundings."""
     heads, inputs = Heads(6, 2, size), 80
     x, weight = numbers(rows, inputs), numbers(10 * size, inputs, seed=1, scale=0.2)
     norm, head_norm = numbers(inputs, seed=2), numbers(8, size, seed=3)
@@ -128,7 +130,7 @@ def test_tail(size: int, width: int, rows: int) -> None:
 
 
 class Paged:
-    """Sequences of given lengths over scattered blocks; slots that nobody has written hold NaN."""
+    """Sequences of given lengths over scattered blocks; unwritten slots hold NaN."""
 
     def __init__(self, lengths: list[int], *, heads: Heads, room: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -164,7 +166,7 @@ class Paged:
         return attend(q, k, v, self.cache, slots, pages, self.heads.size**-0.5)
 
     def exact(self, q: Tensor, b: int, seen: list[int]) -> Tensor:
-        """[H, D] of one query over the keys with these indices."""
+        """Compute the exact attention [H, D] of one query over the keys with these indices."""
         groups = self.heads.queries // self.heads.keys
         k, v = (x.double().repeat_interleave(groups, 1) for x in self.cache.flatten(1, 2)[:, self.slots(b, seen)])
         weights = torch.einsum("hd,lhd->hl", q.double(), k).div(self.heads.size**0.5).softmax(-1)
@@ -210,10 +212,10 @@ def test_attention_sees_what_each_path_names(data: st.DataObject) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("length", [0, 5, 16, 100])
 def test_a_drafted_node_gets_the_bits_of_a_plain_token(length: int, threads: int) -> None:
-    """A tree whose second path is the text, beside another sequence, against one token at a time."""
+    """A tree whose second path is the text, batched with another sequence, equals decoding one token at a time."""
     torch.set_num_threads(threads)
     heads = Heads(9, 3, 64)
-    text, path = tokens(4, heads, seed=3), [0, 2, 3, 5]  # nodes 1 and 4 are other children
+    text, path = tokens(4, heads, seed=3), [0, 2, 3, 5]  # nodes 1 and 4 are not on the path
     paged = Paged([length, 37], heads=heads, room=8)
     q, k, v = tokens(7, heads, seed=9)
     for mine, theirs in zip((q, k, v), text, strict=True):

@@ -1,4 +1,4 @@
-"""The whole engine on the kernels, interpreted: the text is that of the engine in plain torch, and so is acceptance."""
+"""The whole engine on interpreted kernels: text and acceptance equal those of the engine in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {
     ("case", "rows"), [("greedy chain", ()), ("processed tree", ()), ("sampled tree", (3,))], ids=str
 )
 def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``rows`` steps run as graphs do, most of whose rows are padding."""
+    """With ``rows``, steps run as in graphs, where most rows are padding."""
     shape, sampled, processors = CASES[case]
     requests = [submit(i, sampled=sampled, tokens=6, **processors) for i in (0, 1)]
     wanted = engine_of(networks(torch.float32))
@@ -51,7 +51,7 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
 
 
 def _count(module: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the calls of a kernel."""
+    """Count the calls of a kernel."""
     from importlib import import_module
 
     kernel = import_module(f"specdecode_kernels.{module}.kernel")

@@ -1,4 +1,4 @@
-"""Keeping accepted nodes: op and reference against a loop over lists."""
+"""KV compaction: op and reference against a loop over lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache(layers: int, blocks: int, heads: int, dtype: torch.dtype = torch.float
 
 
 def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
-    """Every target holds, in every layer and in keys as in values, what its source held before."""
+    """Return the expected cache: in every layer, for keys and values, a target holds what its source held before."""
     after = before.clone()
     for source, target in zip(sources, targets, strict=True):
         for layer in range(before.shape[0]):
@@ -40,7 +40,10 @@ def kept(keep: Keep, before: Tensor, sources: list[int], targets: list[int]) -> 
 
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
-    """(blocks, sources, targets): no target twice, sources and targets overlapping at will, pairs that do nothing."""
+    """Draw (blocks, sources, targets) of a move.
+
+    Targets are unique, sources and targets may overlap in any way, and some pairs move nothing.
+    """
     blocks = draw(st.integers(2, 6))
     slots = st.integers(BLOCK, blocks * BLOCK - 1)
     targets = draw(st.lists(slots, max_size=8, unique=True))
@@ -93,7 +96,7 @@ def _one_off(data: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @pytest.mark.parametrize("planted", [_one_after_another, _other_way_round, _keys_alone, _one_off])
 def test_planted_bugs_are_seen(planted: Keep) -> None:
-    """By the moves above: a shift forwards is what a loop without a copy gets wrong."""
+    """The moves above detect planted bugs. For example, a loop without a copy fails on a forward shift."""
     before = cache(2, 5, 2)
     seen = [not torch.equal(kept(planted, before, *m), by_definition(before, *m)) for m in (SHIFT, CYCLE, PATH)]
     assert any(seen)

@@ -1,7 +1,7 @@
-"""The kernel that keeps accepted nodes, interpreted: bit for bit what the reference does.
+"""KV compaction kernel, interpreted: equal to the reference bit for bit.
 
-The interpreter runs the threads of a program in step, so it cannot show a missing barrier; that one program owns all
-pairs that overlap, and reads before it writes, it can.
+The interpreter runs the threads of a program in lockstep, so it cannot detect a missing barrier. It can detect that one
+program does not own all overlapping pairs, or writes before it reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMED: dict[str, list[Moves]] = {
 
 
 def cache(layers: int, kv: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every element is another number; an odd number of blocks."""
+    """Return a cache in which every element is a different number, with an odd number of blocks."""
     shape = (layers, 2, 7, 16, kv, size)
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape).to(dtype)
 
@@ -100,7 +100,7 @@ def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str
 
 
 def test_pairs_taken_one_by_one_are_caught(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
-    """Groups of one pair each, which programs take one after the other, where pairs overlap."""
+    """Groups of one pair, processed one after the other, give wrong results where pairs overlap."""
     module = plant(kernel, "block_s = triton", "group = 1; block_s = triton")
     assert caught(module, NAMED["a shift ahead"], 2, 2, 4)
     assert caught(module, NAMED["a cycle"], 2, 2, 4)

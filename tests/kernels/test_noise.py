@@ -1,6 +1,6 @@
-"""Noise: Philox against its published vectors and Python's integers, Gumbel noise by what it is for.
+"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution.
 
-Planted at the end: a round too few, halves of a counter that are dropped, a stream that is ignored.
+Planted bugs: one round too few, dropped halves of a counter, an ignored stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdecode_kernels.noise import op, reference
 
 Words = tuple[int, int, int, int]
 
-# Known answers of philox4x32-10: (counter, key, output), from the vectors that Random123 publishes.
+# Known answers of philox4x32-10: (counter, key, output), from the test vectors published by Random123.
 KNOWN: list[tuple[Words, tuple[int, int], Words]] = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -34,7 +34,7 @@ POSITIONS = st.one_of(st.integers(0, 10_000), st.integers(0, 2**40))
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """The ten rounds on integers that never overflow."""
+    """Compute the ten rounds on Python integers, which never overflow."""
     (a, b, c, d), (k, l) = counter, key
     for _ in range(10):
         x, y = 0xD2511F53 * a, 0xCD9E8D57 * c

@@ -1,4 +1,4 @@
-"""Noise out of the kernel, interpreted, against the reference, which is held against published vectors."""
+"""Noise kernel, interpreted, against the reference, which is tested against published vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONS = torch.tensor([0, 2**33 + 7, 5, 2**32 - 1])
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
-    """Words are the same, or noise would be another number altogether; logarithms may differ in their last bits."""
+    """Return whether the noise agrees up to the last bits of a logarithm. A wrong word would change it completely."""
     return torch.allclose(found, wanted, rtol=1e-14, atol=1e-14)
 
 

@@ -1,4 +1,4 @@
-"""Weights of four and eight bits: what is stored, and the kernels interpreted against their reference."""
+"""Quantised weights: the stored format, and the interpreted kernels against their reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def agrees(
     module: ModuleType, kind: Kind, rows: int, outputs: int, inputs: int, *, bias: bool, dtype: torch.dtype
 ) -> bool:
-    """On rows that lie in a wider tensor whose other numbers are NaN."""
+    """Return whether a kernel agrees with the reference, for rows inside a wider tensor whose other numbers are NaN."""
     weight = quantise(random(outputs, inputs) * torch.arange(1, outputs + 1)[:, None], kind)
     x = torch.full((rows, inputs + 9), torch.nan, dtype=dtype)[:, 4 : inputs + 4]
     x.copy_(random(rows, inputs, seed=1) / inputs)
@@ -73,7 +73,7 @@ def test_planted_bugs_are_seen(kind: Kind, rows: int, old: str, new: str, plant:
 
 @pytest.mark.parametrize(("kind", "most"), [("int4", 0.099), ("int8", 0.008), ("fp8", 0.03)])
 def test_weights_come_back_nearly(kind: Kind, most: float) -> None:
-    """Root mean square error over root mean square weight, of normal weights."""
+    """The root mean square error of normal weights, relative to their root mean square, stays below ``most``."""
     weight = random(64, 512)
     wrong = dequantise(quantise(weight, kind)) - weight
     assert wrong.square().mean().sqrt() < most

@@ -23,8 +23,10 @@ SMALL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 
 
 def by_definition(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """Log-probabilities: sort, drop what is too far below the best, keep the k best and their equals, then the fewest
-    that reach p; all by hand."""
+    """Compute log-probabilities on lists.
+
+    Sort, drop tokens too far below the best, keep the k best and those equal to the k-th, then the fewest that reach p.
+    """
     if temperature == 0:
         return [0.0 if i == logits.index(max(logits)) else -math.inf for i in range(len(logits))]
     scaled = [x / temperature for x in logits]
@@ -40,7 +42,7 @@ def by_definition(logits: list[float], temperature: float, top_k: int, top_p: fl
 
 
 def _fewest(weights: list[float], p: float) -> int:
-    """How many of the best reach a share of ``p``."""
+    """Return the number of best tokens that reach a share of ``p``."""
     reached = 0.0
     for count, weight in enumerate(weights, start=1):
         reached += weight / sum(weights)
@@ -84,7 +86,7 @@ SAMPLED = st.tuples(st.sampled_from((0.3, 1.0, 1.9)), TOP_K, TOP_P, MIN_P)
 
 
 def _op_is_the_reference(rows: list[Row], logits: Tensor) -> None:
-    """To the bit: whatever is skipped, and whatever the rows beside ask for."""
+    """Check that the op equals the reference bit for bit, for the batch and for single rows."""
     truncated = any(k > 0 or p < 1 or least > 0 for _, k, p, least in rows)
     found = op.processed(logits, *columns(rows, torch.float32), truncated=truncated)
     wanted = reference.processed(logits, *columns(rows, torch.float32))
@@ -119,7 +121,7 @@ def test_op_is_the_reference(rows: list[Row], cuts: bool, vocab: int, dtype: tor
 def test_op_is_the_reference_where_rows_are_cut_one_by_one(
     rows: list[Row], vocab: int, seed: int, spread: float, dtype: torch.dtype
 ) -> None:
-    """Flat and steep logits; in bfloat16 many are equal."""
+    """The op equals the reference for flat and steep logits; in bfloat16 many logits are equal."""
     _op_is_the_reference(rows, logits_of(len(rows), vocab, seed, dtype) * spread)
 
 
@@ -131,7 +133,7 @@ def test_equals_of_the_kth_stay_and_greedy_takes_the_first_of_equals() -> None:
 
 
 def test_top_p_cuts_what_top_k_left() -> None:
-    """0.4 / (0.4 + 0.3) already reaches 0.55: of the two that top-k leaves, one stays."""
+    """0.4 / (0.4 + 0.3) already reaches 0.55: of the two tokens that top-k leaves, one stays."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
     kept = reference.processed(logits, *columns([(1.0, 2, 0.55, 0.0)]))
     alone = reference.processed(logits, *columns([(1.0, 0, 0.55, 0.0)]))
@@ -140,7 +142,7 @@ def test_top_p_cuts_what_top_k_left() -> None:
 
 
 def test_min_p_cuts_before_top_p_counts() -> None:
-    """Of 0.5, 0.3, 0.15 and 0.05 min-p 0.4 leaves 0.625 and 0.375: the first alone reaches 0.6 of that, not of all."""
+    """Of 0.5, 0.3, 0.15 and 0.05, min-p 0.4 leaves 0.625 and 0.375; the first alone reaches 0.6 of that, not of all."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
     both = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.4)]))
     alone = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.0)]))
@@ -169,7 +171,7 @@ def _top_p_first(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> 
 
 
 def _min_p_of_the_whole(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
-    """A floor under probabilities instead of under their share of the best."""
+    """Apply min-p to probabilities instead of to their ratio to the best."""
     floored = (logits / t[:, None]).masked_fill(torch.softmax(logits / t[:, None], -1) < m[:, None], -math.inf)
     return reference.processed(floored, torch.ones_like(t), k, p)
 

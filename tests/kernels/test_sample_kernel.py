@@ -1,6 +1,6 @@
 """Thresholds of the sampling kernel, interpreted, against the reference's sort.
 
-A token on the very edge of top-p may fall on either side, since sums are taken in another order; none other may.
+A token at the edge of top-p may fall on either side, since sums are taken in another order; no other token may differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def by_reference(logits: Tensor, rows: list[Row], nudge: float = 0.0) -> Tensor:
 
 
 def same(found: Tensor, wanted: Tensor) -> Tensor:
-    """[R] whether a row keeps the same tokens, at the same log-probabilities."""
+    """Return [R] whether each row keeps the same tokens with the same log-probabilities."""
     finite = torch.isfinite(wanted)
     near = torch.where(finite, (found - wanted).abs() < 2e-4, True)
     return (torch.isfinite(found) == finite).all(-1) & near.all(-1) & ~found.isnan().any(-1)
@@ -76,7 +76,7 @@ def right(found: Tensor, logits: Tensor, rows: list[Row]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 3.0), (7, 0.01), (100, 3.0), (300, 0.05), (300, 6.0)])
 def test_the_same_tokens_are_kept(vocab: int, spread: float, dtype: torch.dtype) -> None:
-    """Flat rows have more candidates than there is room for, and are searched as a whole; halves have many equals."""
+    """Flat rows have more candidates than the list holds and are searched as a whole; half precision has many ties."""
     logits = logits_of(len(ROWS), vocab, spread, dtype)
     assert right(by_kernel(kernel, logits, ROWS), logits, ROWS)
 

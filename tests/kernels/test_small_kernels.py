@@ -1,4 +1,4 @@
-"""Norm, gate, rotation with cache write, and a draft's input: interpreted, against their references."""
+"""Norm, gate, rotation with cache write, and draft input: interpreted kernels against their references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def norms(module: ModuleType, rows: int, size: int, residual: bool, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernel is the reference, on rows that lie in a wider tensor."""
+    """Return whether the norm kernel equals the reference, for rows inside a wider tensor."""
     x, r = random(rows, size + 3, dtype=dtype)[:, :size], random(rows, size + 5, dtype=dtype, seed=1)[:, 5:]
     weight = random(size, dtype=dtype, seed=2)
     found = module.rms_norm(x, weight, 1e-2, r if residual else None)
@@ -70,8 +70,11 @@ def test_gate_of_large_numbers() -> None:
 def rotations(
     module: ModuleType, heads: int, kv: int, size: int, dtype: torch.dtype = torch.float32, offset: int = 0
 ) -> bool:
-    """Whether queries and cache are the reference's; heads lie in one tensor, as a joined matrix writes them. Of the
-    two padding tokens at the end, either's row may stay in slot 0."""
+    """Return whether queries and cache equal those of the reference.
+
+    Heads lie in one tensor, as a joined matrix writes them. Of the two padding tokens at the end, the row of either may
+    remain in slot 0.
+    """
     tokens = 6
     qkv = random(tokens, heads + 2 * kv, size, dtype=dtype)
     parts = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]

@@ -1,4 +1,4 @@
-"""A draft's proposals out of the kernel, interpreted, against the reference's."""
+"""Proposals of the top-k kernel, interpreted, against those of the reference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_best_few(vocab: int, k: int, mapped: bool) -> None:
 
 
 def test_half_precision_proposes_the_same_set() -> None:
-    """Greedy rows of halves have equals, which a reference may order otherwise."""
+    """Greedy rows in half precision have ties, which the reference may order differently."""
     logits = logits_of(300, torch.float16)[1:4].repeat(2, 1)[:5]
     found, expected = proposed(kernel, logits, 4, None, 1.0), wanted(logits, 4, None, 1.0)
     assert torch.equal(found[1:4], expected[1:4])

@@ -1,7 +1,7 @@
-"""Tree attention: op against reference, both against a dense softmax over the keys that each query's path names.
+"""Tree attention: op against reference, both against a dense softmax over the keys on each query's path.
 
-Slots that nobody may read hold large values, so a single key too many shows. What must be caught is planted at the
-end: a wrong ancestor bit, a swapped block, a prefix or a window that is off by one.
+Slots that must not be read hold large values, so that one key too many shows. Planted bugs: a wrong ancestor bit, a
+swapped block, and a prefix or window that is off by one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prepared(case: Case, *, dense: bool = False, groups: int | None = None, one_
 
 
 def by_op(case: Case, *, dense: bool = False) -> Tensor:
-    """Sequence by sequence, as on a CPU; and all at once, as elsewhere, which must be the same."""
+    """Run the op sequence by sequence, as on a CPU, and batched, as elsewhere; both results must agree."""
     alone, together = (
         attend(case.q_THD, case.cache_2NPKD, prepared(case, dense=dense, one_by_one=one_by_one))
         for one_by_one in (True, False)
@@ -49,7 +49,7 @@ def by_op(case: Case, *, dense: bool = False) -> Tensor:
 
 
 def by_reference(case: Case) -> Tensor:
-    """The suffix is handed over apart from the cache; hidden whole blocks are left out of the table."""
+    """Run the reference, which takes the suffix separately from the cache; completely hidden blocks leave the table."""
     kept = [case.keys(b) for b in range(len(case.sequences))]
     suffixes = [(k[s.prefix :], v[s.prefix :]) for s, (k, v) in zip(case.sequences, kept, strict=True)]
     lengths = [s.rows for s in case.sequences]
@@ -77,7 +77,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
     if draw(st.booleans()):
         return chunk(prefix, rows, slack=draw(st.integers(0, 3)))
     parents = (-1, *(draw(st.integers(0, node - 1)) for node in range(1, rows)))
-    newest = draw(st.integers(0, rows - 1)) if draw(st.booleans()) else 0  # a draft asks for its newest rows only
+    newest = draw(st.integers(0, rows - 1)) if draw(st.booleans()) else 0  # a draft's queries are its newest rows only
     start = draw(st.integers(0, prefix))
     return Sequence(prefix, rows, parents, tuple(range(newest, rows)), start, draw(st.integers(0, 3)))
 
@@ -106,7 +106,7 @@ def test_op_is_dense_softmax_over_what_each_path_names(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_reference_is_dense_softmax_and_op_is_the_reference(case: Case) -> None:
-    """The reference knows no window: whole hidden blocks are the same as a shorter table."""
+    """The reference has no window; hiding whole blocks equals a shorter table."""
     case = with_starts(case, lambda s: s.start // BLOCK * BLOCK)
     found = by_reference(case)
     assert close(found, by_definition(case))
@@ -127,7 +127,7 @@ def test_ugly_shapes(name: str, scattered: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_hosts_word_that_all_is_seen_changes_nothing(batch: int, scattered: bool) -> None:
-    """Single tokens, and the one newest node of a chain: no mask is needed, and none is made."""
+    """Single tokens and the newest node of a chain see every key, so no mask is needed and none is made."""
     newest = Sequence(6, 3, (-1, 0, 1), (2,), start=2)
     case = make((newest, tree(11), tree(3))[:batch], kv=2, groups=2, scattered=scattered, dtype=torch.float64)
     assert close(by_op(case, dense=True), by_definition(case))
@@ -150,26 +150,26 @@ def test_a_draft_asks_from_behind_the_rows_it_wrote_before() -> None:
 
 def test_a_query_that_sees_nothing_yields_zeros() -> None:
     case = make((tree(0, 0),), kv=1, groups=1, scattered=False, dtype=torch.float64)
-    blind = replace(case, ancestors_T=torch.tensor([1 << 5, 3]))  # bit 5 names no row
+    blind = replace(case, ancestors_T=torch.tensor([1 << 5, 3]))  # bit 5 is no existing row
     assert (by_reference(blind)[0] == 0).all()
     assert close(by_reference(blind)[1], by_definition(case)[1])
 
 
 def _ancestor_bit(case: Case) -> Case:
-    """The second leaf sees its sibling too."""
+    """Let the second leaf see its sibling too."""
     flipped = case.ancestors_T.clone()
     flipped[2] ^= 1 << 1
     return replace(case, ancestors_T=flipped)
 
 
 def _swapped_block(case: Case) -> Case:
-    """A block of the prefix and one that the suffix begins in: within the prefix, order does not matter."""
+    """Swap a block of the prefix with one in which the suffix begins; within the prefix, order does not matter."""
     (a, b, c, *more), *rest = case.blocks
     return replace(case, blocks=((c, b, a, *more), *rest))
 
 
 def _short_prefix(case: Case) -> Case:
-    """The last committed key is taken for the root's row."""
+    """Treat the last committed key as the row of the root."""
     return replace(case, sequences=tuple(replace(s, prefix=s.prefix - 1) for s in case.sequences))
 
 

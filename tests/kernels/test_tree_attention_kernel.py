@@ -1,7 +1,7 @@
-"""The tree attention kernel, interpreted, against dense softmax over the keys that each query's path names.
+"""Tree attention kernel, interpreted, against a dense softmax over the keys on each query's path.
 
-Slots that nobody may read hold NaN, and so does every output before it is written: one key too many, or one row too
-few, shows. Mutated copies of the source must be caught by the same check.
+Slots that must not be read hold NaN, and so does every output before it is written, so one key too many or one row too
+few shows. The same check must detect bugs planted in copies of the source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("poisoned", "small_blocks")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks of 16 keys and a device of sixteen processors: short texts are cut and merged too."""
+    """Use blocks of 16 keys and a device of sixteen processors, so that short texts are cut and merged too."""
     set_blocks(monkeypatch, 16)
     monkeypatch.setattr(plan, "processors", lambda _: 16)
     monkeypatch.setattr(plan, "LEAST_BLOCKS", 1)
@@ -39,7 +39,7 @@ def set_blocks(patch: pytest.MonkeyPatch, keys: int) -> None:
 
 
 def planned(case: Case, *, padding_queries: int = 0, padding_rows: int = 0, of: ModuleType = plan) -> plan.Plan:
-    """The plan of a batch with sequences that own nothing, and queries that belong to nobody, at its end."""
+    """Build the plan of a batch that ends with sequences without keys and with padding queries."""
     counts = [len(s.queries) for s in case.sequences] + [0] * padding_rows
     starts = [s.start for s in case.sequences] + [0] * padding_rows
     made: plan.Plan = of.plan(
@@ -65,7 +65,7 @@ def attended(case: Case, *, padding_queries: int = 0, padding_rows: int = 0, of:
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
-    """Both at the case's own precision; NaN is close to nothing."""
+    """Return whether the values agree at the case's precision; NaN never agrees."""
     tolerance = TOLERANCE[wanted.dtype]
     return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -118,7 +118,7 @@ def test_head_dimensions(size: int, dtype: torch.dtype) -> None:
 
 
 def test_a_plan_has_room_for_any_mixture_and_even_pieces() -> None:
-    """One long text beside short ones is cut into many pieces; theirs stay whole."""
+    """One long text in a batch of short ones is cut into many pieces; the short ones are not cut."""
     case = make_case((tree(400), *[tree(5)] * 6))
     pieces = planned(case).pieces_W8
     used = pieces[pieces[:, 2] > 0]
@@ -127,7 +127,7 @@ def test_a_plan_has_room_for_any_mixture_and_even_pieces() -> None:
 
 
 def test_a_query_that_sees_nothing_yields_zeros() -> None:
-    found = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the root's own row
+    found = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the row of the root
     assert (found[0] == 0).all()
     assert torch.isfinite(found).all()
 
@@ -155,7 +155,7 @@ def test_the_op_runs_the_kernel() -> None:
 
 
 def test_queries_may_lie_in_a_wider_tensor() -> None:
-    """As they do where one matrix makes queries, keys and values."""
+    """Queries may be part of a wider tensor, as after a joined projection of queries, keys and values."""
     case = make_case(MIXED)
     wide = torch.full((len(case.q_THD), 10, 16), torch.nan)
     wide[:, 2:8] = case.q_THD
@@ -185,7 +185,7 @@ def test_any_batch(batch: tuple[Sequence, ...], kv: int, groups: int, padding: i
     assert close(attended(case, padding_queries=padding, padding_rows=padding % 2), by_definition(case))
 
 
-# With slack, a bug that reads too far still reads memory that is there: NaN.
+# With slack, a bug that reads too far still reads existing memory, which holds NaN.
 SMALL = (tree(48, 0, 0, 1, slack=96), chunk(3, 9, slack=96), chain(76, 2, start=21, slack=96))
 BUGS: dict[str, tuple[str, str]] = {
     "a bit of the path too far": (">> bit_N[None, :]) & 1", ">> (bit_N[None, :] + 1)) & 1"),
@@ -225,7 +225,7 @@ def caught(run: Callable[[Case], Tensor]) -> bool:
     wanted = by_definition(case)
     try:
         return not close(run(case), wanted)
-    except AssertionError:  # padding was not zeros
+    except AssertionError:  # padding queries did not yield zeros
         return True
 
 

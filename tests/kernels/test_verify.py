@@ -1,7 +1,7 @@
-"""Verification: the walk and multi-round sampling against loops over dictionaries, op against reference.
+"""Verification: the walk and multi-round sampling against loops over lists, op against reference.
 
-What the emitted tokens are distributed like is another matter: tests/lossless/test_law.py. Planted at the end: a
-wrong parent, siblings in another order, a coin of another node, a residual that is not normalised.
+The distribution of the emitted tokens is tested in tests/lossless/test_law.py. Planted bugs: a wrong parent, swapped
+siblings, a coin of another node, a residual that is not normalised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCABULARY = 9
 
 @dataclass(frozen=True)
 class Trees:
-    """A batch of trees, padded with parent -1, and what target and draft say behind every node."""
+    """A batch of trees, padded with parent -1, and the distributions of target and draft after every node."""
 
     parents: tuple[tuple[int, ...], ...]
     tokens_BN: Tensor
@@ -43,7 +43,7 @@ class Trees:
 
 
 def path_to(parents: tuple[int, ...], node: int) -> list[int]:
-    """Nodes from below the root to ``node``."""
+    """Return the nodes from below the root to ``node``."""
     return [*path_to(parents, parents[node]), node] if node else []
 
 
@@ -52,7 +52,10 @@ def children_of(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def make(parents: tuple[tuple[int, ...], ...], seed: int) -> Trees:
-    """Siblings are drawn from the draft without replacement; padding carries tokens, which nobody may read."""
+    """Build trees whose siblings are drawn from the draft without replacement.
+
+    Padding nodes have tokens too, which must not be read.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch, nodes = len(parents), max(map(len, parents))
     logits_p, logits_q = (
@@ -70,7 +73,7 @@ def make(parents: tuple[tuple[int, ...], ...], seed: int) -> Trees:
 
 
 def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple[list[int], int]:
-    """(path, bonus): a child by its token, as long as there is one."""
+    """Return (path, bonus) of a walk that follows the child with the chosen token as long as there is one."""
     path, at = [], 0
     while by_token := {tokens[child]: child for child in reversed(children_of(tree, at))}:
         if chosen[at] not in by_token:
@@ -81,7 +84,7 @@ def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple
 
 
 def rounds(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int], int]:
-    """Multi-round sampling of one tree on lists of floats; ``drawn`` may be said by node."""
+    """Run multi-round sampling of one tree on lists of floats; ``drawn`` may differ by node."""
     tree, tokens = trees.parents[b], trees.tokens_BN[b].tolist()
     path, at = [], 0
     while True:
@@ -106,7 +109,7 @@ def rounds(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int]
 
 
 def unpadded(found: op.Accepted) -> list[tuple[list[int], int]]:
-    """Per row (path, bonus); checks that counts, last nodes and padding agree."""
+    """Return (path, bonus) per row; checks that counts, last nodes and padding agree."""
     paths = [path[:count] for path, count in zip(found.path_BD.tolist(), found.count_B.tolist(), strict=True)]
     assert found.last_B.tolist() == [path[-1] if path else 0 for path in paths]
     assert (found.path_BD >= 0).sum(-1).tolist() == found.count_B.tolist()
@@ -115,7 +118,7 @@ def unpadded(found: op.Accepted) -> list[tuple[list[int], int]]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Trees:
-    """Up to five trees of up to nine nodes, single roots among them, no node with more children than tokens."""
+    """Draw up to five trees of up to nine nodes, including single roots; no node has more children than tokens."""
     found = []
     for _ in range(draw(st.integers(1, 5))):
         parents = [-1]
@@ -161,7 +164,7 @@ def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, draw
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.data())
 def test_nodes_with_drawn_and_with_deterministic_children_go_together(case: Trees, data: st.DataObject) -> None:
-    """Behind every node by itself; whatever q is said to be where nothing was drawn from it."""
+    """Every node is treated by its own kind, and q has no effect at nodes whose children were not drawn."""
     shape = case.tokens_BN.shape
     drawn_BN = torch.tensor(data.draw(st.lists(st.booleans(), min_size=shape.numel(), max_size=shape.numel())))
     drawn_BN = drawn_BN.view(shape)
@@ -174,7 +177,11 @@ def test_nodes_with_drawn_and_with_deterministic_children_go_together(case: Tree
 
 @pytest.mark.parametrize("known", [1, 2])
 def test_siblings_that_q_could_not_give_count_as_deterministic(known: int) -> None:
-    """q cut to fewer tokens than there are siblings: those behind were not drawn, and p/q would take them always."""
+    """Siblings that q cannot produce count as deterministic.
+
+    If q is truncated to fewer tokens than there are siblings, the remaining siblings were not drawn, and p/q would
+    always accept them.
+    """
     case = make(((-1, 0, 0, 0),) * 80, 3)
     best = case.logq_BNV[:, 0].topk(3, dim=-1)
     case.tokens_BN[:, 1:] = best.indices
@@ -211,12 +218,12 @@ def test_a_tree_without_nodes_emits_the_targets_token() -> None:
 def test_certain_proposals_are_always_taken_and_impossible_ones_never() -> None:
     parents, tokens = torch.tensor([-1, 0, 0, 2]), torch.tensor([0, 1, 2, 3])
     p = torch.zeros(4, VOCABULARY, dtype=torch.float64)
-    p[0, 2], p[2, 3], p[3, 5] = 1, 1, 1  # the first child has no chance
+    p[0, 2], p[2, 3], p[3, 5] = 1, 1, 1  # the first child has probability 0
     assert reference.multi_round(parents, tokens, p.log(), None, 1, 2) == ([2, 3], 5)
 
 
 MANY = ((-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2), (-1, 0, 0, 0)) * 60
-"""Enough trees that a bug of any size shows in some of them."""
+"""Number of trees large enough that every planted bug changes some result."""
 
 
 def _answers(case: Trees, *, drawn: bool) -> list[tuple[list[int], int]]:
@@ -231,7 +238,7 @@ def _wrong_parent(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
 
 
 def _siblings_turned(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
-    """The first two nodes, siblings in two trees of three, hold each other's tokens."""
+    """Swap the tokens of the first two nodes, which are siblings in two of three trees."""
     order = torch.arange(case.tokens_BN.shape[1])
     order[[1, 2]] = order[[2, 1]]
     return replace(case, tokens_BN=case.tokens_BN[:, order])

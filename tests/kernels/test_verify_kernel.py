@@ -1,6 +1,6 @@
-"""Verification kernels, interpreted: the choice behind every node, the walk, and multi-round sampling.
+"""Verification kernels, interpreted: the choice after every node, the walk, and multi-round sampling.
 
-All are exact: tokens, paths and counts are the reference's, with the noise that plain decoding would draw.
+All are exact: tokens, paths and counts equal those of the reference, with the noise of plain decoding.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def test_a_full_tree_is_walked_to_its_end() -> None:
 def rounds_of(
     module: ModuleType, forest: tuple[tuple[int, ...], ...], seed: int, how: str, dtype: torch.dtype = torch.float64
 ) -> tuple[Accepted, Accepted]:
-    """(found, wanted), of trees whose children are drawn from q, from nothing, or from q at some nodes only."""
+    """Return (found, wanted) of trees whose children are drawn from q at all nodes, at no node, or at some nodes."""
     generator = torch.Generator().manual_seed(seed)
     parents = padded(forest)
     batch, nodes = parents.shape
     logits_p, logits_q = torch.randn(2, batch, nodes, 11, generator=generator, dtype=dtype).unbind(0)
     logp, logq = torch.log_softmax(2 * logits_p, -1), torch.log_softmax(2 * logits_p + 2 * logits_q, -1)
-    tokens = logq[:, 0].argsort(descending=True)[:, (torch.arange(nodes) - 1) % 11]  # likely ones are tried first
+    tokens = logq[:, 0].argsort(descending=True)[:, (torch.arange(nodes) - 1) % 11]  # likely tokens are tried first
     seeds = torch.randint(0, 2**62, (batch,), generator=generator)
     positions = torch.randint(0, 5000, (batch,), generator=generator)
     drawn = {"best": None, "drawn": torch.ones(batch, nodes, dtype=torch.bool)}.get(how)
@@ -203,7 +203,7 @@ Plant = Callable[[ModuleType, str, str], ModuleType]
 @pytest.mark.parametrize("bug", CHOICE_BUGS)
 def test_bugs_planted_in_the_choice_are_caught(bug: str, plant: Plant) -> None:
     mutant = plant(kernel, *CHOICE_BUGS[bug])
-    mutant.processors = lambda _: 3  # shares of more than one block
+    mutant.processors = lambda _: 3  # splits of more than one block
     seen = []
     for seed in range(3):
         logits = logits_of(300, seed=seed)

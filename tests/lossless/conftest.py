@@ -1,5 +1,7 @@
-"""Engines over a small random Llama in float64, whose draft is a noised copy of it: acceptance is real, and every
-comparison is exact."""
+"""Fixtures for engines over a small random Llama in float64 with a noised copy of it as the draft.
+
+The noised copy gives a realistic acceptance rate, and float64 makes every comparison exact.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ VOCABULARY = 61
 
 
 class NoisedCopy(nn.Module):
-    """A draft head that is the target with noise on its weights: it reads tokens and ignores hidden states."""
+    """Draft head that is the target with noise on its weights.
+
+    It reads tokens and ignores hidden states.
+    """
 
     def __init__(self, target: Llama, noise: float) -> None:
         super().__init__()
@@ -106,9 +111,9 @@ def pair() -> Pair:
     head_config = eagle3_config(
         dict(shape, num_hidden_layers=1, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 1, 2]), config
     )
-    # A first id of 0 names inputs, so all three layers' inputs are read.
+    # A first layer id of 0 selects the inputs of the layers, so the inputs of all three layers are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
-    eagle.d2t += torch.arange(40) // 2  # target ids 0, 1, 3, 4, 6, ...
+    eagle.d2t += torch.arange(40) // 2  # maps to target ids 0, 1, 3, 4, 6, ...
     eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
@@ -116,7 +121,7 @@ def pair() -> Pair:
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
-    """A drafter of every method, by name."""
+    """Return a drafter of the method with this name."""
     vocabulary, layers = pair.config.vocab_size, pair.config.num_hidden_layers
 
     def cache(depth: int) -> PagedCache:
@@ -145,9 +150,12 @@ EngineMaker = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(pair: Pair) -> EngineMaker:
-    """make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...); draft is a name of DRAFTERS, a list of them
-    (the further ones are drafts "d1", "d2", ...) or None. ``graphs`` are the buckets of rows whose steps run as graphs
-    do."""
+    """Return a function that builds an engine.
+
+    It is called as make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...). ``draft`` is a name of DRAFTERS, a
+    list of names (the second and later ones are drafts "d1", "d2", ...) or None. ``graphs`` are the row buckets of the
+    steps that run through the graph runner.
+    """
 
     def make(
         draft: str | list[str] | None = "copy",
@@ -197,12 +205,12 @@ def make_engine(pair: Pair) -> EngineMaker:
 
 @pytest.fixture
 def drafter(pair: Pair) -> Callable[[Engine, str], Drafter]:
-    """A further drafter for an engine of make_engine, by name."""
+    """Return a function that builds a further drafter, by name, for an engine of make_engine."""
     return lambda engine, name: drafter_of(pair, name, engine._state, 200)
 
 
 def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
-    """Task ``t<i>`` runs the i-th shape, whatever the load."""
+    """Return a plan in which task ``t<i>`` runs the i-th shape at any load."""
     rows = tuple(
         PlanRow(concurrency=bucket, context=0, task=f"t{i}", shape=shape)
         for bucket in range(6)
@@ -221,7 +229,7 @@ def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
 
 
 def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit:
-    """Request ``index``: a prompt, a seed and, where sampled, a law of its own."""
+    """Return request ``index``: a prompt, a seed and, if sampled, its own sampling parameters."""
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(0, VOCABULARY, (1 + 7 * index % 40,), generator=generator).tolist()
     law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4]
@@ -236,7 +244,7 @@ def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit
 
 
 def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) -> dict[str, list[int]]:
-    """All requests' tokens; checks that the books balance when the engine is idle."""
+    """Return the tokens of all requests, and check that the engine's accounting balances once it is idle."""
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for group in [list(requests)] if together else [[request] for request in requests]:
         for request in group:
@@ -255,5 +263,5 @@ def _take(found: dict[str, list[int]], new: Tokens) -> None:
 
 @pytest.fixture
 def lossless() -> tuple[Callable[..., Plan], Callable[..., Submit], Callable[..., dict[str, list[int]]]]:
-    """(plan_of, submit, texts)."""
+    """Return the functions (plan_of, submit, texts)."""
     return plan_of, submit, texts

@@ -1,5 +1,7 @@
-"""bf16 on a CPU with compiled blocks: every row is computed by itself, so text is the same to the last bit of every
-logit, whatever it shares a step with. No near ties here: nothing may part."""
+"""bf16 on a CPU with compiled blocks: a row's logits do not depend on the batch, bit for bit.
+
+Every row is computed separately, so texts are compared exactly, without an exception for near ties.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def requests(local: LocalEngine) -> list[Submit]:
 
 
 def texts(local: LocalEngine, submits: Sequence[Submit], *, at_once: int) -> tuple[list[list[int]], int]:
-    """Tokens of every request, ``at_once`` of them running, and how many of them were drafted."""
+    """Return the tokens of every request, run ``at_once`` at a time, and the number of drafted tokens."""
     found: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     accepted = 0
     for begin in range(0, len(submits), at_once):

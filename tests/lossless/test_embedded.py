@@ -1,8 +1,8 @@
-"""The embedded model in fp32: speculative text equals plain text, on LOSSLESS_PROMPTS prompts (24 unless set).
+"""The embedded model in fp32: speculative text equals plain text on LOSSLESS_PROMPTS prompts (24 unless set).
 
-Both texts come from the engine that `generate` runs, in batches of eight of mixed shapes. In fp32 a pass over nine
-rows rounds otherwise than a pass over one: where the two best tokens lie within 1e-4 of each other (noise included,
-where sampled) a text may part, which is counted; anything else fails.
+Both texts come from the engine that `generate` runs, in batches of eight with mixed shapes. In fp32 a pass over nine
+rows rounds differently from a pass over one row. Where the scores of the two best tokens (with noise, if sampled) are
+within 1e-4, texts may therefore diverge; this is counted. Any other difference fails.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ SHAPES = [
     for text in ("chain:1", "chain:3", "chain:6", "tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,1,1,2,4,4")
 ]
 LAWS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
-"""(temperature, top-p, top-k) of sampled requests, in turn from batch to batch: one that cuts is slow for all."""
+"""Sampling parameters (temperature, top-p, top-k), rotated from batch to batch.
+
+They do not share a batch, because one row with top-p or top-k slows down the whole batch.
+"""
 Run = Callable[[Sequence[Submit]], list[Answer]]
 
 
 @dataclass
 class Tally:
-    """What a comparison found."""
+    """Totals of a comparison, and the near ties at which texts diverged."""
 
     texts: int = 0
     tokens: int = 0
@@ -67,12 +70,15 @@ def local() -> LocalEngine:
 
 @pytest.fixture(scope="module")
 def judge(local: LocalEngine) -> Llama:
-    """The target once more, as loaded: no engine, no cache, no fused matrices."""
+    """Return a second copy of the target as loaded, without engine, cache or fused matrices."""
     return load_llama(local.folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def line(index: int) -> dict[str, Any]:
-    """Prompt ``index``: all kinds early on; from the second round the same questions come behind another one."""
+    """Return prompt ``index``.
+
+    The first prompts cover all kinds. From the second round on, each question follows another question.
+    """
     lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
     round_, place = divmod(index, len(lines))
     messages: list[dict[str, str]] = list(lines[11 * place % len(lines)]["messages"])
@@ -83,7 +89,7 @@ def line(index: int) -> dict[str, Any]:
 
 
 def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
-    """Task ``t<i>`` runs the i-th shape; which one turns by one from batch to batch."""
+    """Return the requests. Task ``t<i>`` runs the i-th shape, and tasks are rotated from batch to batch."""
     found = []
     for i in range(COUNT):
         temperature, top_p, top_k = LAWS[i // BATCH % len(LAWS)] if sampled else (0.0, 1.0, 0)
@@ -94,7 +100,7 @@ def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
 
 
 def answers(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
-    """All texts; the scheduler keeps eight of them running."""
+    """Return the answers of all requests, of which the scheduler runs eight at a time."""
     found = {submit.request_id: Answer() for submit in submits}
     for submit in submits:
         local.engine.add(submit)
@@ -129,7 +135,10 @@ def plain(local: LocalEngine) -> Run:
 
 @torch.inference_mode()
 def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
-    """[len(tokens) + 1, V] what is compared at every place of the answer: logits, or log p + noise where sampled."""
+    """Return the scores that are compared at every position of the answer, [len(tokens) + 1, V].
+
+    These are logits, or log-probabilities plus noise if the request is sampled.
+    """
     read = [*submit.prompt, *tokens]
     _, hidden = read_states(judge, torch.tensor(read))
     logits = judge.logits(hidden[len(submit.prompt) - 1 :])
@@ -143,7 +152,7 @@ def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
 
 
 def parting(judge: Llama, submit: Submit, wanted: Sequence[int], found: Sequence[int]) -> str | None:
-    """None where two texts are one; where they part at a near tie, a line that says so. Fails elsewhere."""
+    """Return None for equal texts, or a message if they diverge at a near tie. Fail on any other difference."""
     if list(wanted) == list(found):
         return None
     at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
@@ -197,8 +206,11 @@ def test_speculative_text_is_plain_text(
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_plain_text_is_what_one_dense_pass_says(local: LocalEngine, judge: Llama, plain: Run, sampled: bool) -> None:
-    """Every token is the best at its place; and a token that is not is told from a near tie."""
-    submits = requests(local, sampled=sampled)[6:10]  # two laws of those sampled
+    """Every token of the plain text is the best one at its position, up to near ties.
+
+    The check itself must distinguish a wrong token from a near tie.
+    """
+    submits = requests(local, sampled=sampled)[6:10]  # covers two sets of sampling parameters
     for submit, answer in zip(submits, plain(submits), strict=True):
         places = scores(judge, submit, answer.tokens)[:-1]
         best = places.max(-1).values - places.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]

@@ -1,6 +1,6 @@
 """Speculative text equals plain text, token for token: greedy and sampled, chains and trees, alone and in a batch.
 
-Plain text is computed without engine, cache or packing: one dense pass over all tokens for every next one.
+Plain text is computed without engine, cache or packing: one dense pass over all tokens for every next token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = 40
 
 
 def _scores(logits_RV: Tensor, request: Submit, position_R: Tensor) -> Tensor:
-    """[R, V] of which the best is emitted at each position: log p and the noise of that position."""
+    """Return the scores, [R, V]: log-probabilities plus the noise of the position. The largest one is emitted."""
     sampling, rows = request.sampling, len(logits_RV)
     if sampling.temperature == 0:
         return logits_RV
@@ -88,17 +88,23 @@ def test_trees_leave_by_siblings(make_engine: Any, lossless: Any, plain: PlainDe
 
 
 def _ranks(pair: Any, request: Submit, text: list[int]) -> list[int]:
-    """Where the draft, in one dense pass, ranks every token of the text. It has no slot 0, and reads tokens alone."""
+    """Return the rank that the draft gives every token of the text, computed in one dense pass.
+
+    This draft has no slot 0 and reads tokens only.
+    """
     tokens = torch.tensor([*request.prompt, *text])
     slots = torch.arange(1, len(tokens) - 1)
     logits = pair.copy.llama.logits(pair.copy.llama(tokens[slots], slots, dense).hidden_TE)
     scores = _scores(logits, request, slots + 1)
     ranks = (scores > scores.gather(1, tokens[slots + 1, None])).sum(-1).tolist()
-    return ranks[len(request.prompt) - 1 :]  # of the token behind the first one
+    return ranks[len(request.prompt) - 1 :]  # starts after the first emitted token
 
 
 def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
-    """(drafts, accepted) of a request whose every step runs ``shape``; prefill has brought the first token."""
+    """Return (drafts, accepted) of a request that runs ``shape`` in every step.
+
+    Prefill emits the first token.
+    """
     drafts = accepted = at = 0
     while at + 1 < tokens:
         node, path = 0, 0
@@ -113,10 +119,13 @@ def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
 def test_drafts_are_those_of_one_dense_pass(
     make_engine: Any, lossless: Any, pair: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
-    """A draft that runs at a wrong position, or over wrong keys, cannot be seen in the text: it only gets worse.
-    So what was accepted is held, to the token, against the ranks that the draft gives by definition."""
+    """Accepted tokens match, to the token, the ranks that the draft gives in one dense pass.
+
+    A draft that runs at a wrong position or over wrong keys does not change the text; it only lowers the acceptance
+    rate.
+    """
     plan_of, submit, texts = lossless
-    # Cut laws leave the draft and the target with tokens of no chance at all, whose order means nothing.
+    # Top-p and top-k leave draft and target with tokens of probability zero, in arbitrary order.
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(1, 17) if i % 4 == 0 or not sampled]
     engine = make_engine("copy")
     engine.set_plan(plan_of([shape]))
@@ -131,7 +140,7 @@ def test_drafts_are_those_of_one_dense_pass(
 
 
 def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    """Prompts in chunks of a few tokens, requests waiting for slots, blocks that run out: the same text."""
+    """The text is the same with small prompt chunks, requests that wait for slots, and too few blocks."""
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24)
     engine.set_plan(plan_of([CHAINS[2], TREES[0]]))
@@ -141,7 +150,10 @@ def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: 
 
 
 def test_pipelined(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    """launch(n + 1) before collect(n), as on an accelerator: lengths on the host lag, the text does not change."""
+    """The text is the same with launch(n + 1) before collect(n), as on an accelerator.
+
+    The lengths that the host knows then lag behind those on the device.
+    """
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=3, blocks=40, pipelined=True)
     engine.set_plan(plan_of([CHAINS[3], TREES[1], TreeShape(())]))
@@ -159,7 +171,10 @@ def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: 
 
 
 def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    """Off, long enough for the ring of hidden states to forget, then on again."""
+    """The text is the same when speculation is switched off and on again.
+
+    It stays off long enough for the ring of hidden states to be overwritten.
+    """
     plan_of, submit, _ = lossless
     engine = make_engine("copy")
     requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]

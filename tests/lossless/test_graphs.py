@@ -1,6 +1,6 @@
-"""A step that is replayed over static tensors emits what an eager one does: the text, and what is accepted of drafts.
+"""A replayed step over static tensors emits the same text and accepts the same drafts as an eager step.
 
-Graphs run through EagerRunner here, which repeats the very calls that a CUDA graph holds.
+Graphs run through EagerRunner here, which repeats exactly the calls that a CUDA graph would hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seed
 def serve(
     engine: Engine, requests: Sequence[Submit], every: int, between: Callable[[Engine, int], None] | None = None
 ) -> Text:
-    """A request arrives every so many steps, so that the batch grows and shrinks through the buckets."""
+    """Run the requests, one more every ``every`` steps, so that the batch grows and shrinks through the buckets."""
     found: Text = {request.request_id: [] for request in requests}
     coming, steps = list(reversed(requests)), 0
     while coming or not engine.idle:
@@ -43,7 +43,10 @@ def serve(
 
 @pytest.fixture
 def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]:
-    """The engine without a draft or a graph, which test_engine holds against dense passes."""
+    """Return a function that decodes with an engine without draft and graphs.
+
+    test_engine compares that engine with dense passes.
+    """
     _, _, texts = lossless
     return lambda requests: texts(make_engine(None), requests)
 
@@ -80,8 +83,11 @@ def test_growing_and_shrinking(
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
 def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
-    """Chains, trees and plain rows in one batch, greedy and seeded, steps ahead, prompts in chunks, preemptions, and
-    prefixes that are found again."""
+    """The text is the same with all features combined.
+
+    Chains, trees and plain rows in one batch, greedy and seeded, pipelined steps, prompt chunks, preemptions and prefix
+    cache hits.
+    """
     plan_of, submit, _ = lossless
     shapes = [CHAIN, TREE, NONE, TreeShape.chain(1)]
     requests = [submit(i, sampled=i % 2 == 0, tokens=20, shapes=4) for i in range(6)]
@@ -99,7 +105,7 @@ def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> N
 
 
 def drive_out(engine: Engine, step: int) -> None:
-    """Preempts somebody every few steps."""
+    """Preempt a running request every six steps."""
     scheduler = engine._scheduler
     if step % 6 == 5 and scheduler.running:
         scheduler._preempt(scheduler.running[step % len(scheduler.running)])
@@ -107,7 +113,7 @@ def drive_out(engine: Engine, step: int) -> None:
 
 @SAMPLED
 def test_what_no_graph_holds_runs_beside(make_engine: Any, lossless: Any, plain: Any, sampled: bool) -> None:
-    """Penalties and logprobs come and go: those steps run eagerly, the others do not, and nobody can tell."""
+    """Steps with penalties or logprobs run eagerly, other steps are replayed, and the text is the same."""
     plan_of, submit, _ = lossless
     requests = [submit(i, sampled=sampled, tokens=12 if i % 2 else 40) for i in range(6)]
     asked = [

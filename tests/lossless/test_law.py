@@ -1,7 +1,7 @@
-"""The law of what speculation emits: joint 3-token outcomes of 200,000 requests against the exact probabilities.
+"""Distribution of the emitted tokens: joint 3-token outcomes of 200,000 requests against exact probabilities.
 
-The target is a table p(next | last) over five tokens, the draft a noised copy of it, so that all requests run at
-once. Each planted bug must be seen by the very same test.
+The target is a table p(next | last) over five tokens and the draft a noised copy of it, so that all requests run at
+once. The same test must detect each bug that is planted in the samplers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specdecode_worker.speculation.trees import Forest, tree_of
 
 DRAWS = 200_000
 DRAWS_WITH_BUG = 40_000
-"""A planted bug must be so large that a fifth of the draws shows it."""
+"""Number of draws with a planted bug: every bug must be large enough that a fifth of the draws shows it."""
 VOCABULARY = 5
 TREE = tree_of(TreeShape.levels(2, 2))
 PARENTS = torch.tensor(TREE.parents)
@@ -53,12 +53,13 @@ LAWS = {
         blocked=(1,),
     ),
 }
-STEPS = 3  # each emits a token at least
+STEPS = 3  # each step emits at least one token
 PROMPT = (3, 0)
-"""Its last token is the first root; the penalties know the other too."""
+"""Prompt of all requests. Its last token is the first root; the penalties count both tokens."""
 
 
 def _tables() -> tuple[Tensor, Tensor]:
+    """Return the target's and the draft's logits for every last token, [V, V] each."""
     generator = torch.Generator().manual_seed(11)
     target = 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
     return target, target + 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -68,7 +69,7 @@ TARGET, DRAFT = _tables()
 
 
 def _p(law: Law, answer: tuple[int, ...]) -> Tensor:
-    """[V] the chances of the token behind an answer, by the reference."""
+    """Return the reference probabilities of the token after an answer, [V]."""
     last = answer[-1] if answer else PROMPT[-1]
     bias = torch.zeros(1, VOCABULARY, dtype=torch.float64)
     for token, value in law.logit_bias:
@@ -95,8 +96,11 @@ def _laws(count: int, law: Law) -> list[Law]:
 
 
 def _step(make: SamplerOf, law: Law, said_BP: Tensor, root_B: Tensor, *, draws: bool) -> tuple[Tensor, Tensor]:
-    """(emitted [B, D], how many [B]) of one speculative step behind each root (an index of ``said``, which the tree's
-    tokens are written to). Without ``draws`` the draft's best are proposed, and the sampler is not asked."""
+    """Run one speculative step from each root and return (emitted tokens [B, D], their count [B]).
+
+    A root is an index into ``said_BP``, to which the tree's tokens are written. Without ``draws`` the draft's most
+    likely tokens are proposed instead of the sampler's proposals.
+    """
     batch = len(root_B)
     rows_B = torch.arange(batch)
     forest = Forest((TREE,) * batch, (), PARENTS.expand(batch, -1), TREE.depth, all_chains=False)
@@ -130,7 +134,7 @@ SAMPLERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def _p_value(sampler: str, law: Law, draws: int = DRAWS) -> float:
-    """Of the chi-square test over joint outcomes; 0 when something came out that cannot."""
+    """Return the p-value of the chi-square test over joint outcomes, or 0 if an impossible outcome occurred."""
     begin = len(PROMPT)
     root_B = torch.full((draws,), begin - 1)
     said = torch.zeros(draws, begin + STEPS * (TREE.depth + 1) + len(PARENTS) + 1, dtype=torch.int64)
@@ -146,7 +150,7 @@ def _p_value(sampler: str, law: Law, draws: int = DRAWS) -> float:
 
 
 def _joint(law: Law) -> Tensor:
-    """[V * V * V] the chances of the first three tokens."""
+    """Return the joint probabilities of the first three tokens, [V * V * V]."""
     words = range(VOCABULARY)
     first = _p(law, ())
     second = {a: _p(law, (a,)) for a in words}
@@ -155,6 +159,7 @@ def _joint(law: Law) -> Tensor:
 
 
 def _chi_square(said_B3: Tensor, joint: Tensor) -> float:
+    """Return the p-value of 3-token outcomes [B, 3] against their joint probabilities, pooling rare outcomes."""
     expected = joint * len(said_B3)
     cell = said_B3[:, 0] * VOCABULARY**2 + said_B3[:, 1] * VOCABULARY + said_B3[:, 2]
     observed = torch.bincount(cell, minlength=len(expected)).double()
@@ -174,29 +179,31 @@ def test_joint_law(sampler: str, law: str) -> None:
 
 
 def _no_renormalisation(patch: pytest.MonkeyPatch) -> None:
+    """Draw the next token from the distribution without renormalising it after a rejection."""
     patch.setattr(verify, "normalised", lambda left, otherwise: left)
 
 
 def _unmasked_bonus(patch: pytest.MonkeyPatch) -> None:
-    """The token behind the accepted path is drawn as if nothing had been refused, or cut."""
+    """Draw the token after the accepted path without removing rejected tokens and without top-k, top-p or min-p."""
     right = verify._try_children
     patch.setattr(verify, "_try_children", lambda *args: (right(*args)[0], args[2]))
     patch.setattr(logits_processing.op, "processed", lambda logits, *_, **__: torch.log_softmax(logits, -1))
 
 
 def _reused_coin(patch: pytest.MonkeyPatch) -> None:
+    """Use the same random number for all children of a node, and the same noise at every position."""
     right, noise = verify.uniform, coupling_module.gumbel
     patch.setattr(verify, "uniform", lambda *args: right(*args)[:, :1].expand(-1, args[2]))
     patch.setattr(coupling_module, "gumbel", lambda seed, position, size: noise(seed, position * 0, size))
 
 
 def _coin_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    """What proposals were drawn with judges them too."""
+    """Verify proposals with the same random numbers with which they were drawn."""
     patch.setattr(multi_round_module, "PROPOSAL_STREAM", COIN_STREAM)
 
 
 def _wrong_parent(patch: pytest.MonkeyPatch) -> None:
-    """Every node is judged by what the target said behind its parent's parent."""
+    """Verify every node with the target's logits at its grandparent instead of its parent."""
     up = PARENTS.clamp(min=0)
     for sampler in (Coupling, MultiRound):
         right = sampler.accept
@@ -208,7 +215,7 @@ def _wrong_parent(patch: pytest.MonkeyPatch) -> None:
 
 
 def _noise_of_the_tree(patch: pytest.MonkeyPatch) -> None:
-    """Noise is indexed by node instead of by position."""
+    """Index the noise by node instead of by position."""
     right = Coupling.choose
 
     def choose(self: Coupling, logits: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
@@ -218,7 +225,7 @@ def _noise_of_the_tree(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drawn_from_another(patch: pytest.MonkeyPatch) -> None:
-    """Proposals are judged as if they had been drawn from the draft's law at temperature 1."""
+    """Verify proposals as if they had been drawn from the draft's distribution at temperature 1."""
     right = MultiRound._draw
 
     def draw(self: MultiRound, logits: Tensor, *rest: Any) -> Tensor:
@@ -231,12 +238,13 @@ def _drawn_from_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def _blind_to_the_tree(patch: pytest.MonkeyPatch) -> None:
-    """Penalties count what stands before the root, and nothing along a path."""
+    """Count only the tokens before the root for the penalties, and no token of the path."""
     right = token_counts.paths_of
     patch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
 
 
 def _path_of_the_sibling(patch: pytest.MonkeyPatch) -> None:
+    """Count the tokens on the path of the preceding node for the penalties."""
     right = token_counts.paths_of
     patch.setattr(token_counts, "paths_of", lambda *args: right(*args).roll(1, 1))
 
@@ -253,7 +261,7 @@ BUGS = {
     "blind-to-the-tree": (_blind_to_the_tree, COUNTED, ALL),
     "path-of-the-sibling": (_path_of_the_sibling, COUNTED, ALL),
 }
-"""What is planted, the law that shows it, and the samplers that have the place for it."""
+"""Planted bugs: the patch, the sampling parameters that expose it, and the samplers that it affects."""
 
 
 @pytest.mark.parametrize(

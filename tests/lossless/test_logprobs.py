@@ -1,4 +1,4 @@
-"""Logprobs are those of a plain forward pass, with speculation as without, for whoever asks and only for them."""
+"""Logprobs equal those of a plain forward pass, with and without speculation, for the requests that set them only."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ ODD: dict[str, Any] = {"presence_penalty": 1.0, "logit_bias": ((3, 2.0),), "top_
 
 @pytest.mark.parametrize("draft", ["copy", None])
 def test_of_emitted_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str | None) -> None:
-    """Raw ones, whatever processors and temperature chose by; trees, chains and plain rows beside each other."""
+    """Logprobs of emitted tokens are those of the raw logits, before processors and temperature.
+
+    Trees, chains and plain rows share a batch.
+    """
     plan_of, *_ = lossless
     engine = make_engine(draft)
     if draft:
@@ -110,7 +113,7 @@ def test_what_comes_after_a_stop_is_cut_like_tokens(make_engine: Any, lossless: 
 def test_of_prompts_over_chunks_and_preemptions(
     make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool
 ) -> None:
-    """Every token of the prompt but the first, once, with the first token that comes out."""
+    """The first emitted token carries the logprobs of every prompt token but the first, each exactly once."""
     plan_of, *_ = lossless
     engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined)
     engine.set_plan(plan_of(SHAPES))

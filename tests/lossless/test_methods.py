@@ -1,6 +1,6 @@
-"""Every method emits the text of plain decoding: alone, in a batch, beside other methods, swapped under way.
+"""Every draft method emits the text of plain decoding: alone, in a batch, with other methods, and when swapped.
 
-Plain text comes from the engine without a draft, which test_engine holds against dense passes.
+Plain text comes from the engine without a draft, which test_engine compares with dense passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdecode_worker.models.configs.target_states import Reads
 
 METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind")
 LEAST = {"draft-model": 1.5}
-"""Tokens per step that a method must reach for its test to mean something; others have to accept now and then."""
+"""Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
 MIX = [
     TreeShape.parse(text) for text in ("none", "chain:1", "chain:6", "tree:4,2,1", "tree:8", "tree:2,2,2", "chain:3")
@@ -55,7 +55,7 @@ def test_one_shape(
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("method", METHODS)
 def test_mixed_shapes(make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool) -> None:
-    """Few slots and blocks, prompts in chunks, every request with a shape of its own."""
+    """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
     if pipelined and method == "ngram":
         pytest.skip("nothing is foreseen while steps are launched ahead")
     plan_of, submit, texts = lossless
@@ -68,7 +68,7 @@ def test_mixed_shapes(make_engine: Any, lossless: Any, plain: Any, method: str, 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 def test_a_draft_for_every_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
-    """Three methods in one batch, each for its own tasks; every one of them is credited with what it brought."""
+    """Three methods draft in one batch, each for its own tasks, and accepted tokens are counted for the right draft."""
     plan_of, submit, texts = lossless
     engine = make_engine(["eagle3", "draft-model", "ngram-blind"], pipelined=pipelined)
     tasks = tuple(TaskMatch(name=f"t{i}", draft=draft) for i, draft in enumerate((None, "d1", "d2", "unknown")))
@@ -84,7 +84,7 @@ def test_a_draft_for_every_task(make_engine: Any, lossless: Any, plain: Any, pip
 def test_a_swap_under_way(
     make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
 ) -> None:
-    """The head gives way to another draft in the middle of all requests, and comes back."""
+    """The text is the same when the draft head is swapped for another draft during all requests, and back."""
     plan_of, submit, _ = lossless
     engine = make_engine("eagle3", pipelined=pipelined)
     shapes = [MIX[2], MIX[3], MIX[4]]
@@ -112,8 +112,10 @@ def test_a_swap_under_way(
 
 
 def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
-    """By the definition of a method, in one dense pass: what it proposes for each position, by depth. Entry r holds
-    the proposals behind root r (the first root is 1)."""
+    """Return the proposals of a method for each position, by depth, computed in one dense pass.
+
+    Entry r holds the proposals after root r; the first root is 1.
+    """
     states = pair.target(tokens, torch.arange(len(tokens)), dense, Reads(pair.eagle.config.aux_layers, final=True))
     assert states.aux_TA is not None
     features, final = states.aux_TA[:, : -pair.config.hidden_size], states.hidden_TE
@@ -139,7 +141,10 @@ def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
 def test_what_is_accepted_is_what_the_method_by_definition_proposes(
     make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:
-    """A draft that reads the state of a wrong position cannot be seen in the text: it only gets worse."""
+    """Accepted tokens match the proposals that the method makes in one dense pass.
+
+    A draft that reads the state of a wrong position does not change the text; it only lowers the acceptance rate.
+    """
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(1, 13)]
     longer = plain([submit(i, sampled=False, tokens=TOKENS + depth) for i in range(1, 13)])

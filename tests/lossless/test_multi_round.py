@@ -1,4 +1,4 @@
-"""``--sampler mss`` in the engine: greedy text is plain text, and what is sampled has the target's law."""
+"""The engine with ``--sampler mss``: greedy text equals plain text, and sampled text has the target's distribution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(engine: Any, requests: list[Submit]) -> list[list[int]]:
 
 
 def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> float:
-    """Chi-square of the first three tokens against the chances that dense passes give."""
+    """Return the chi-square p-value of the first three tokens against the probabilities from dense passes."""
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         grown = {}
@@ -85,7 +85,7 @@ def test_with_penalties_too(make_engine: Any, lossless: Any, plain: PlainDecodin
 def test_a_law_that_is_off_is_seen(
     make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Proposals are judged as if they had been drawn from a sharper law."""
+    """The test detects a planted bug: proposals verified as if they had been drawn from a sharper distribution."""
     plan_of, *_ = lossless
     right = multi_round.multi_round
 

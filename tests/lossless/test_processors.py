@@ -1,4 +1,4 @@
-"""With every processor on, speculative text is plain text, token for token: the processors follow the tree's paths."""
+"""Speculative text equals plain text with every processor on, because processors follow the paths of the tree."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ MIXED = [(i, name, bool(i % 2) or name in ONLY_SAMPLED) for i, name in enumerate
 
 
 def mixed_batch() -> list[Submit]:
-    """Every processor at once, greedy beside sampled, each with a shape of its own, and one that asks for nothing."""
+    """Return requests with every processor, greedy and sampled, in mixed shapes, and one without processors."""
     return [request(i, name, sampled=sampled, task=i % len(SHAPES)) for i, name, sampled in MIXED]
 
 
@@ -91,7 +91,7 @@ def test_a_mixed_batch(make_engine: Any, lossless: Any, plain: PlainDecoding, dr
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
 def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
-    """After a preemption what was said is read as a prompt, and still counts as the answer."""
+    """Tokens emitted before a preemption still count as the answer, although they are recomputed like a prompt."""
     plan_of, *_ = lossless
     engine = make_engine("copy", max_num_seqs=5, blocks=12, budget=24, pipelined=pipelined)
     engine.set_plan(plan_of(SHAPES))

@@ -1,5 +1,7 @@
-"""Quantised weights change no promise: whatever a quantised draft proposes the text is the target's, and a quantised
-target is a target like any other. In float64, with weights as a GPU would store them."""
+"""Quantised weights keep speculation lossless, for a quantised draft and for a quantised target.
+
+The tests run in float64, with weights in the format in which a GPU would store them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=[None, "int8", "fp8"], ids=["plain target", "int8 target", "fp8 target"])
 def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
-    """Its drafts are int4; the noised copy is one of the plain target."""
+    """Return a pair with an optionally quantised target and int4 drafts.
+
+    The noised copy was made from the unquantised target.
+    """
     found = replace(
         pair, target=copy.deepcopy(pair.target), copy=copy.deepcopy(pair.copy), eagle=copy.deepcopy(pair.eagle)
     )

@@ -1,7 +1,7 @@
-"""What the scheduler does cannot be seen in the text: prefixes reused, prompts in chunks, preemption, steps ahead.
+"""Scheduling does not change the text: prefix reuse, prompt chunks, preemption and pipelined steps.
 
-The text to compare with comes from an engine that does none of it. Acceptance is held too: a draft that goes on behind
-a prefix must rank every token as it would have without.
+The reference text comes from an engine that does none of these. Acceptance is checked too: a draft that continues from
+a cached prefix must rank every token as it would without the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AT_LEAST = 100
 
 
 def ask(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: int = 1) -> Submit:
-    """One of those that begin like every fourth other: a common part of 40 to 60 tokens, and a tail of its own."""
+    """Return request ``index``, which shares its first 40 to 60 tokens with every fourth other and ends differently."""
     topic, own = Random(index % TOPICS), Random(1000 + index)
     common = [topic.randrange(61) for _ in range(60)][: 40 + index % 20]
     tail = [own.randrange(61) for _ in range(prompt - len(common))]
@@ -35,8 +35,10 @@ def ask(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: in
 def serve(
     engine: Engine, requests: list[Submit], between: Callable[[Engine], None] = Engine.check
 ) -> tuple[dict[str, list[int]], Counter[str]]:
-    """(texts, cached tokens of each); arrivals are spread, so that they meet others in every state. ``between`` runs
-    before every step."""
+    """Run the requests and return (texts, cached tokens of each).
+
+    Arrivals are spread, so that requests meet others in every state. ``between`` runs before every step.
+    """
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     cached: Counter[str] = Counter()
     coming = list(reversed(requests))
@@ -62,7 +64,10 @@ def known() -> dict[Any, list[int]]:
 
 @pytest.fixture
 def plainly(make_engine: Any, known: dict[Any, list[int]]) -> Callable[[list[Submit]], dict[str, list[int]]]:
-    """Texts of an engine without draft, reuse, chunks or preemption; the same requests are asked once."""
+    """Return a function that decodes without draft, reuse, chunks or preemption.
+
+    Results are kept, so that equal requests run once.
+    """
 
     def key(one: Submit) -> Any:
         return one.prompt, one.sampling
@@ -118,7 +123,7 @@ def test_prompts_in_chunks(
 
 
 def drive_out(engine: Engine) -> None:
-    """Preempts somebody before every step, whoever it is: many more than blocks that run out would bring."""
+    """Preempt a running request before every step, which is far more often than a full block pool would cause."""
     scheduler = engine._scheduler
     if scheduler.running and engine.preemptions < AT_LEAST:
         scheduler._preempt(Random(engine.preemptions).choice(scheduler.running))
@@ -127,7 +132,10 @@ def drive_out(engine: Engine) -> None:
 @SAMPLED
 @BATCH
 def test_preemptions(make_engine: Any, lossless: Any, plainly: Any, batch: int, sampled: bool) -> None:
-    """Once all that was computed is lost with them, once they find what is left of it."""
+    """The text is the same under preemption.
+
+    In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache.
+    """
     requests = [ask(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
     preemptions = 0
     for caching in (False, True):
@@ -141,8 +149,11 @@ def test_preemptions(make_engine: Any, lossless: Any, plainly: Any, batch: int, 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly: Any, pipelined: bool) -> None:
-    """Sixteen blocks for eight requests of three or four each: hits, chunks and preemptions in one run, of chains,
-    trees and plain steps, greedy and seeded."""
+    """The text is the same with cache hits, chunks and preemptions in one run.
+
+    Sixteen blocks serve eight requests that need three or four each, with chains, trees and plain steps, greedy and
+    seeded.
+    """
     engine = make_engine("copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined)
     engine.set_plan(lossless[0]([CHAIN, TREE, NONE]))
     requests = [ask(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
@@ -154,7 +165,7 @@ def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly
 
 
 def ranks(report: Report) -> Counter[Any]:
-    """Where the draft ranked the tokens that came out, and how many steps it took."""
+    """Return the counts of the ranks that the draft gave the emitted tokens, and the number of steps."""
     found: Counter[Any] = Counter(drafts=report.drafts, accepted=report.accepted_tokens)
     for cell in report.acceptance:
         found.update({(cell.depth, cell.parent, rank): n for rank, n in enumerate(cell.ranks)})
@@ -167,7 +178,10 @@ def ranks(report: Report) -> Counter[Any]:
 def test_a_draft_ranks_the_same_behind_a_hit_as_without(
     make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
 ) -> None:
-    """Its first slot reads the kept state of the block before, all others stand in the blocks that were found."""
+    """The draft ranks tokens the same after a prefix hit as without one.
+
+    Its first slot reads the stored state of the preceding block; all other slots are in the blocks that were found.
+    """
     found = []
     for caching in (False, True):
         engine = make_engine(draft, prefix_caching=caching)

@@ -1,6 +1,6 @@
-"""Every method on the embedded model in fp32 against transformers' own generate: the same text, near ties told apart.
+"""Every method on the embedded model in fp32 emits the text of transformers' own generate, up to near ties.
 
-Heads for methods that have none of their own are made of the target's parts; the draft model is the target itself.
+Heads for methods without a published head are made of the target's parts; the draft model is the target itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT, TOKENS = 8, 24
 NEAR = 1e-4
 METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "none")
 ACCEPTS = {"eagle3", "draft-model", "ngram"}
-"""Whose drafts are good for something; the others must only do no harm."""
+"""Methods with drafts that must be accepted. The drafts of the others only must not change the text."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 def _eagle(target: Path, folder: Path) -> str:
-    """The target's last layer on the feature as it is."""
+    """Write an EAGLE head made of the target's last layer, which reads the feature unchanged."""
     weights = load_file(target / "model.safetensors")
     config = json.loads((target / "config.json").read_text())
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
@@ -63,7 +63,7 @@ def _eagle(target: Path, folder: Path) -> str:
 
 
 def _medusa(target: Path, folder: Path) -> str:
-    """Heads that repeat what the target says next."""
+    """Write Medusa heads that all predict the target's next token."""
     output = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     size = output.shape[1]
     own = {}
@@ -118,7 +118,7 @@ def parts_at_a_near_tie(theirs: Any, prompt: Sequence[int], wanted: list[int], f
 
 @pytest.fixture(scope="module")
 def texts(theirs: Any) -> list[tuple[tuple[int, ...], list[int]]]:
-    """(prompt, what transformers says), for prompts of every kind."""
+    """Return (prompt, text that transformers generates) for prompts of every kind."""
     reader = engine_of("none", None)
     lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
     prompts = [reader.prompt(lines[13 * i % len(lines)]).tokens for i in range(COUNT)]

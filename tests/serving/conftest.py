@@ -1,4 +1,4 @@
-"""The server around a real engine process, without and with sockets."""
+"""Fixtures for the server around a real engine process, with and without sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-# Its modules are imported by name, also by the engine process, which inherits sys.path.
+# Modules of this folder are imported by name, also by the engine process, which inherits sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import fake_engine
@@ -39,7 +39,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def over_fake_engine(model_folder: Path) -> AsyncIterator[Service]:
-    """A service over a process with the fake engine, loaded."""
+    """Yield a service over a process with the fake engine, once it is loaded."""
     config = worker_config(model_folder)
     plan = Plan(uid="uid-1", draft="d", version=3, tasks=(TaskMatch(name="code", match="def "), TaskMatch(name="chat")))
     engine = EngineClient(config, plan, build=fake_engine.build)
@@ -57,7 +57,10 @@ async def service(model_folder: Path) -> AsyncIterator[Service]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lasting_service(model_folder: Path) -> AsyncIterator[Service]:
-    """For the tests of a module that share one engine; they are marked with ``asyncio(loop_scope="module")``."""
+    """Yield a service with one engine for all tests of a module.
+
+    Those tests are marked with ``asyncio(loop_scope="module")``.
+    """
     async with over_fake_engine(model_folder) as made:
         yield made
 

@@ -1,9 +1,9 @@
-"""An engine without a model, for the process around it: it says one text to everyone, a few tokens a step.
+"""Fake engine without a model, for tests of the process around it: answers a fixed text, a few tokens per step.
 
-A prompt with "SAY:" in it gets what follows, up to a special token. Log-probabilities are made up but known: those of a
-request are its seed's.
+For a prompt that contains "SAY:" it answers the rest of the prompt, up to a special token. Log-probabilities are made
+up but known: they depend on the token and the seed of the request.
 
-Imported by name in the spawned process (its folder is on sys.path), so it lives in a module of its own.
+The spawned process imports this module by name (its folder is on sys.path), so it is a module of its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ END = 257
 STEP_SECONDS = 0.002
 LOAD_SECONDS = 0.3
 
-# Prompts that make the engine misbehave (first token id).
+# First token ids of prompts that make the engine misbehave.
 CRASH, SILENT, REFUSED = 7, 8, 9
 
 
 class FakeEngine:
-    """Byte b of TEXT is the token that the byte tokenizer of the tests gives to b."""
+    """Engine that emits the bytes of TEXT as tokens of the tests' byte tokenizer."""
 
     max_model_len = MAX_MODEL_LEN
 
@@ -162,12 +162,12 @@ class FakeEngine:
 
 
 def logprob(token: int, seed: int = 0) -> float:
-    """What it says of a token."""
+    """Return the log-probability that the engine reports for a token."""
     return -(token + 1) / 1024 - seed % 997
 
 
 def _logprobs(tokens: Sequence[int], count: int | None, seed: int) -> tuple[Logprobs, ...]:
-    """Beside each token, the first ones of the vocabulary are the most likely."""
+    """Return logprobs for the tokens, with the first tokens of the vocabulary as the most likely alternatives."""
     if count is None:
         return ()
     top = tuple(range(count))
@@ -193,7 +193,7 @@ def _told(prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build(config: WorkerConfig) -> tuple[FakeEngine, Loaded]:
-    """Stands in for the factory."""
+    """Build the fake engine in place of the factory."""
     if config.model.dtype == "float32":
         raise RuntimeError("planted: the weights do not load")
     loaded = Loaded(max_model_len=MAX_MODEL_LEN, target="t", draft_hash="d", eos_token_ids=(END,))

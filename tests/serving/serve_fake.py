@@ -1,4 +1,4 @@
-"""``serve`` with the fake engine: the real server process, up in a second. Config as JSON in argv[1]."""
+"""``serve`` with the fake engine: the real server process, started within a second. Config as JSON in argv[1]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout with a tokenizer of one token a byte, and optionally a small random Llama."""
+"""Model folders in Hugging Face's layout: a tokenizer with one token per byte, and optionally a small random Llama."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every character beyond ASCII spans tokens; 256 and 257 are special."""
+    """Return a tokenizer with one token per byte.
+
+    Every character beyond ASCII spans several tokens; 256 and 257 are special tokens.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,7 +52,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_target(folder: Path) -> None:
-    """Tokenizer, config and random weights."""
+    """Write a tokenizer, a config and random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -64,7 +67,7 @@ def write_target(folder: Path) -> None:
 
 
 def write_draft(folder: Path, seed: int = 1) -> None:
-    """A random EAGLE-3 head for that target."""
+    """Write a random EAGLE-3 head for that target."""
     import torch
     from safetensors.torch import save_file
 

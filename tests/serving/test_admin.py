@@ -1,4 +1,4 @@
-"""What the operator calls: report, plan, synthetic knobs, drain."""
+"""The admin port that the operator calls: report, plan, synthetic knobs and drain."""
 
 from __future__ import annotations
 

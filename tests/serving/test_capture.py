@@ -1,4 +1,4 @@
-"""From a request to the record of it: what the routes, the client's wishes and the engine's end make of it."""
+"""Traffic capture: the record that results from the route, the client's opt-out and the end of the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record on its way from a request to a shard: a real server on a small random Llama, then ``distill``'s part."""
+"""Captured traffic end to end: a real server on a small random Llama, its shards, and ``distill``'s preparation."""
 
 from __future__ import annotations
 

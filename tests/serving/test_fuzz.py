@@ -1,6 +1,6 @@
-"""Requests made of the worker's own OpenAPI document, those that fit it and those that do not, against a real worker.
+"""Fuzz tests: valid and invalid requests generated from the worker's OpenAPI document, sent to a real worker.
 
-FUZZ_CASES says how many (`make fuzz`: 10,000). Whatever comes, the worker answers as the document says, and lives.
+FUZZ_CASES sets the number of requests (`make fuzz`: 10,000). The worker must answer as documented and keep running.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHECKS = [
 ]
 
 
-# What the description can only name: a text that is itself JSON.
+# A string that is itself JSON, which the schema can only describe by the name of a format.
 schemathesis.openapi.format(JSON_OBJECT, st.dictionaries(st.text(), st.integers() | st.text()).map(json.dumps))
 
 
@@ -48,7 +48,7 @@ schemathesis.openapi.format(JSON_OBJECT, st.dictionaries(st.text(), st.integers(
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("target")
     small_model.write_target(folder)
-    # Little room, so that answers are short and the bounds are met.
+    # Small limits keep answers short and make the requests reach the bounds.
     words = ["--model", f"file://{folder}", "--served-model-name", "small", "--dtype", "float32", "--device", "cpu"]
     words += ["--threads", "1", "--max-model-len", "96", "--max-num-seqs", "4", "--max-waiting", "4"]
     with real(words, folder / "log") as started:

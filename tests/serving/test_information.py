@@ -1,4 +1,4 @@
-"""What the public port tells of itself, and tokens without an answer."""
+"""Informational routes of the public port, and tokenization without a completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server process from start to end, over sockets and signals. The engine is fake, everything else is real."""
+"""Life cycle of a server process, from start to end, over sockets and signals. Only the engine is fake."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_background(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
 def test_sigterm_serves_then_refuses_and_lets_running_ones_finish(start: Start) -> None:
     worker = start(endpoint_delay_seconds=5, grace_period_seconds=60)
     url = worker.public + "/v1/completions"
-    # A request that does not end by itself keeps the worker alive.
+    # A request that does not end by itself keeps the worker running.
     with httpx.stream("POST", url, json={**SILENT, "stream": True}, timeout=60) as running:
         worker.terminate()
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
@@ -79,7 +79,7 @@ def test_under_load_no_request_is_lost_on_the_way_out(start: Start) -> None:
             try:
                 answers.append(httpx.post(worker.public + "/v1/completions", json=PROMPT, timeout=30))
             except httpx.ConnectError:
-                return  # the port is closed: the process is gone
+                return  # the port is closed because the process has ended
 
     threads = [threading.Thread(target=load) for _ in range(8)]
     for thread in threads:

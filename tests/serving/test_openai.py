@@ -1,4 +1,4 @@
-"""What OpenAI's client gets of choices, log-probabilities, echo and tools. One engine serves all tests here."""
+"""Choices, log-probabilities, echo and tools as OpenAI's client receives them. All tests share one engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def client(lasting_service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 def submitted(lasting_service: Service, monkeypatch: pytest.MonkeyPatch) -> list[Sampling]:
-    """What the engine was asked for."""
+    """Return the sampling parameters that the engine receives."""
     seen: list[Sampling] = []
     submit = lasting_service.engine.submit
 
@@ -80,7 +80,7 @@ async def test_best_of_keeps_the_likeliest(client: openai.AsyncOpenAI, submitted
     answer = await client.completions.create(
         model="small", prompt="a", best_of=4, n=2, seed=5, max_tokens=4, logprobs=0
     )
-    # The fake engine's log-probabilities fall with the seed modulo a number.
+    # The fake engine's log-probabilities fall with the seed, modulo a constant.
     expected = sorted(logprob(0, sampling.seed) for sampling in submitted)[::-1][:2]
     found = [choice.logprobs.token_logprobs[0] for choice in answer.choices if choice.logprobs]  # type: ignore[index]
     first = IDS.encode(fake_engine.TEXT).ids[0]

@@ -1,4 +1,4 @@
-"""OpenAI's routes over an engine process that always says the same text."""
+"""OpenAI's routes over an engine process that always emits the same text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
 def events(body: str) -> list[Any]:
-    """The data of every server-sent event; the last must be [DONE]."""
+    """Return the data of every server-sent event. The last event must be [DONE]."""
     lines = body.split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)
@@ -87,7 +87,7 @@ async def test_stop_strings_cut_exactly(client: httpx.AsyncClient, service: Serv
         answer = await client.post(
             "/v1/completions", json={**PROMPT, "max_tokens": 200, "stop": stop, "stream": stream}
         )
-        # Of two stop strings the one that is complete first ends the text, and "or" is before "world".
+        # The stop string that is complete first ends the text, and "or" is complete before "world".
         expected = "Grüße an alle: 你好, " + ("w" if stop == ["world", "or"] else "")
         if stream:
             *chunks, _ = events(answer.text)

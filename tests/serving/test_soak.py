@@ -1,7 +1,7 @@
-"""Minutes of open-loop load with clients that hang up, ask too much or send garbage, while plan and draft are swapped.
+"""Soak test: open-loop load with disconnecting and misbehaving clients while plan and draft are swapped.
 
-SOAK_SECONDS (20 unless set; `make soak` sets 300) is how long. Nothing may fail, no request may be stuck, the same
-request gets the same text whatever runs, memory stays, and every block comes back.
+SOAK_SECONDS (20 unless set; `make soak` sets 300) is the duration. No request may fail or get stuck, equal requests
+must get equal texts at all times, memory must stay constant, and every block must be freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdecode_worker.contract import Plan, Report, Route, TreeShape
 SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 LONG = SECONDS >= 60
 RATE = "1:60" if LONG else "1:16"
-"""Requests a second: a long run comes to where all clients that may be there are there at once."""
+"""Range of the request rate, per second. A long run reaches the maximum number of concurrent clients."""
 SWAP_SECONDS = min(5.0, SECONDS / 6)
 SHAPES = ("chain:3", "none", "tree:4,2,1", "chain:6", "tree:8", "chain:1")
 
@@ -45,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
 def worker(folders: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     target, draft, _ = folders
     words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    # fp32 and not bf16: there a batch of another size rounds otherwise, and texts part at near ties.
+    # fp32, because in bf16 rounding depends on the batch size, and texts diverge at near ties.
     words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "16"]
     with real(words, tmp_path_factory.mktemp("log") / "log") as started:
         started.wait_ready()
@@ -53,7 +53,10 @@ def worker(folders: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFa
 
 
 class Swaps(threading.Thread):
-    """Pushes another plan and another draft every few seconds; ``refused`` keeps what was not taken."""
+    """Thread that pushes another plan and another draft every few seconds.
+
+    ``refused`` collects the pushes that the worker did not accept.
+    """
 
     def __init__(self, worker: WorkerProcess, drafts: tuple[Path, Path]) -> None:
         super().__init__(daemon=True)
@@ -99,7 +102,7 @@ def load(worker: WorkerProcess, prompts: Path, seconds: float, seed: int) -> dic
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Of 1 to 150 tokens (a byte is one), some of which begin alike."""
+    """Write prompts of 1 to 150 tokens (one per byte), some of which share a prefix, and return the file."""
     texts = [("The same beginning, again and again. " * 4)[: 1 + 29 * i] + str(i) for i in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return tmp_path / "prompts.jsonl"
@@ -108,7 +111,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_nothing_fails_and_nothing_is_kept(
     worker: WorkerProcess, folders: tuple[Path, Path, Path], prompts: Path
 ) -> None:
-    load(worker, prompts, min(SECONDS / 4, 20), seed=1)  # what is made once is made
+    load(worker, prompts, min(SECONDS / 4, 20), seed=1)  # warm-up: one-time allocations happen here
     before = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
     swaps = Swaps(worker, folders[1:])
     swaps.start()

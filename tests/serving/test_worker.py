@@ -1,4 +1,4 @@
-"""`specdecode-worker serve` as users run it: the real engine on a small random Llama, asked by OpenAI's client."""
+"""`specdecode-worker serve` as users run it: the real engine on a small random Llama, called by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_who_hangs_up_frees_slot_and_blocks(client: openai.OpenAI, worker: Worke
 
 
 def steps(worker: WorkerProcess) -> float:
-    """How many the engine has taken."""
+    """Return the number of steps that the engine has run."""
     lines = worker.get("/metrics").text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("specdecode_iteration_seconds_count"))
 
@@ -197,7 +197,8 @@ def test_who_hangs_up_on_several_answers_costs_one_more_step(
             worker.wait_until(lambda: report(worker).running == 3, 20)
             before = steps(worker)
         worker.wait_until(lambda: report(worker).running == 0, 20)
-        # The step under way when the client left, and the one that began before the word reached the engine.
+        # One step was running when the client disconnected, and one more began before the cancellation reached the
+        # engine.
         assert steps(worker) - before <= 2
         assert report(worker).kv_tokens_used == 0
     finally:

@@ -1,4 +1,4 @@
-"""A server process for a test: started on free ports, watched through its log, ended with the test."""
+"""A server process for tests: started on free ports, observed through its log, and ended with the test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def worker_config(folder: Path, **engine: int) -> WorkerConfig:
 
 
 class WorkerProcess:
-    """``public`` and ``admin`` are base URLs, known once it listens."""
+    """A running server process. ``public`` and ``admin`` are its base URLs, known once it listens."""
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
@@ -45,7 +45,7 @@ class WorkerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The child that is no resource tracker."""
+        """Pid of the engine process: the child that is not multiprocessing's resource tracker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (found,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return found
@@ -57,7 +57,7 @@ class WorkerProcess:
         self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)
 
     def wait_until(self, condition: object, seconds: float = 10) -> None:
-        """Polls ``condition``; fails with the log when it stays false or the process ends."""
+        """Poll ``condition``. Fail with the log if it stays false or the process ends."""
         assert callable(condition)
         deadline = time.monotonic() + seconds
         while not condition():
@@ -91,13 +91,13 @@ def started(words: Sequence[str], log: Path, environment: dict[str, str] | None 
 def fake(
     config_json: str, log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
-    """The server with the fake engine."""
+    """Return the server with the fake engine."""
     return started([sys.executable, str(HERE / "serve_fake.py"), config_json], log, environment)
 
 
 def real(
     flags: Sequence[str], log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
-    """``specdecode-worker serve`` as a user starts it."""
+    """Return ``specdecode-worker serve``, started as a user would."""
     words = [sys.executable, "-m", "specdecode_worker", "serve", "--port", "0", "--admin-port", "0", *flags]
     return started(words, log, environment)

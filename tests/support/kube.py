@@ -1,7 +1,7 @@
-"""kubectl for tests: which cluster, how to call it, how to wait. Fixtures around it stand in tests/conftest.py.
+"""kubectl client for tests: cluster selection, calls, and waiting. Fixtures are in tests/conftest.py.
 
-The cluster is the one that `make test` has chosen: KUBECONFIG and CLUSTER from the environment, else the local one of
-hack/cluster when it is up.
+The cluster is the one that `make test` chose: KUBECONFIG and CLUSTER from the environment, else the local cluster of
+hack/cluster if it is running.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Manifest = dict[str, Any]
 
 
 class KubectlError(Exception):
-    """kubectl exited non-zero; the message is what it said on standard error."""
+    """kubectl exited with a non-zero status; the message is its standard error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that answers, and the names of the images that were built for it."""
+    """A reachable cluster and the names of the images built for it."""
 
     program: str
     kubeconfig: str | None
@@ -42,7 +42,7 @@ class Cluster:
     def kubectl(
         self, *words: str, namespace: str | None = None, stdin: str | None = None, timeout_s: float = 150
     ) -> str:
-        """Standard output of kubectl; raises KubectlError."""
+        """Run kubectl and return its standard output; raises KubectlError."""
         command = [self.program, *(["--namespace", namespace] if namespace else []), *words]
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self.environment
@@ -53,26 +53,29 @@ class Cluster:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """For programs that find the cluster themselves: helm, kubectl's plugins."""
+        """Environment for programs that find the cluster themselves, such as helm and kubectl plugins."""
         return {**os.environ, **({"KUBECONFIG": self.kubeconfig} if self.kubeconfig else {})}
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest:
+        """Return one object."""
         found: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
         return found
 
     def list(self, kind: str, selector: str = "", namespace: str | None = None) -> Sequence[Manifest]:
+        """Return the objects of a kind that match a label selector."""
         words = ["get", kind, "-o", "json", *(["--selector", selector] if selector else [])]
         items: list[Manifest] = json.loads(self.kubectl(*words, namespace=namespace))["items"]
         return items
 
     def apply(self, *manifests: Manifest, namespace: str | None = None, server_side: bool = False) -> None:
+        """Apply manifests."""
         flags = ["--server-side"] if server_side else []
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
         self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)
 
     @contextmanager
     def namespace(self, purpose: str) -> Iterator[str]:
-        """A namespace of its own that is gone, with all in it, when the block ends."""
+        """Create a namespace that is deleted with all its contents when the block ends."""
         name = f"specdecode-{purpose}-{uuid.uuid4().hex[:6]}"
         self.kubectl("create", "namespace", name)
         try:
@@ -82,7 +85,7 @@ class Cluster:
 
 
 def connect() -> Cluster | None:
-    """The cluster to test on; None when none answers."""
+    """Return the cluster to test on, or None if no cluster answers."""
     local = os.environ.get("CLUSTER", "local") == "local"
     program, kubeconfig = _local_client() if local else (shutil.which("kubectl"), os.environ.get("KUBECONFIG"))
     if program is None:
@@ -101,7 +104,7 @@ def connect() -> Cluster | None:
 
 
 def _local_client() -> tuple[str | None, str | None]:
-    """kubectl and kubeconfig of hack/cluster, when they exist."""
+    """Return the paths of kubectl and kubeconfig of hack/cluster, or (None, None) if they do not exist."""
     kubeconfig = subprocess.run(
         [ROOT / "hack/cluster/kubeconfig"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -110,10 +113,11 @@ def _local_client() -> tuple[str | None, str | None]:
 
 
 def wait_for(what: str, condition: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.5) -> T:
-    """The first truthy answer of `condition`; AssertionErrors and KubectlErrors in it only mean: not yet. So does a pod
-    that went away between being listed and being asked.
+    """Return the first truthy result of `condition`, which is polled every ``every_s`` seconds.
 
-    Fails with the last answer or error, so that a timeout tells what was seen instead.
+    AssertionErrors, KubectlErrors, and connection errors in the condition mean "not yet"; for example, a pod may
+    disappear between being listed and being queried. After ``timeout_s`` seconds an AssertionError reports the last
+    result or error.
     """
     deadline = time.monotonic() + timeout_s
     while True:

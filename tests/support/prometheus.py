@@ -1,4 +1,4 @@
-"""promtool and prometheus for tests, and what queries of the dashboard and of alerts are made of.
+"""promtool and prometheus for tests, and the series that dashboard and alert queries use.
 
 Used by tests/chart without a server and by tests/e2e with one.
 """
@@ -16,11 +16,11 @@ SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 
 class PrometheusMissing(Exception):
-    """Neither on PATH nor to be fetched; the message says why."""
+    """Prometheus is not on PATH and cannot be downloaded; the message gives the reason."""
 
 
 class Promtool:
-    """Calls promtool; its folder has prometheus too."""
+    """Caller of promtool. Its ``folder`` also contains prometheus."""
 
     def __init__(self) -> None:
         done = subprocess.run([ROOT / "hack/cluster/prometheus"], capture_output=True, text=True, timeout=300)
@@ -33,19 +33,20 @@ class Promtool:
 
 
 def queries_of(dashboard: dict[str, Any]) -> list[str]:
-    """Every query of panels, annotations and variables, with Grafana's variables filled in."""
+    """Return every query of panels, annotations and variables, with Grafana's variables substituted."""
     return [_filled(query) for query in _raw_queries(dashboard)]
 
 
 def series_of(query: str) -> set[str]:
-    """Names of our series in a query."""
+    """Return the names of specdecode series in a query."""
     return set(re.findall(r"\bspecdecode_\w+", query))
 
 
 def known_series() -> set[str]:
-    """Names that a worker or the operator exposes.
+    """Return the names of all series that a worker or the operator exposes.
 
-    Imported here: conftest.py reads this file also where the operator's libraries are not installed.
+    The libraries are imported here because conftest.py imports this file also where the operator's libraries are not
+    installed.
     """
     from prometheus_client.metrics import MetricWrapperBase
 

@@ -1,4 +1,4 @@
-"""A real Prometheus as a process on loopback, with the chart's alert rules; it scrapes what a test gives it."""
+"""A real Prometheus server process on loopback with the chart's alert rules; it scrapes the targets of a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = ROOT / "helm" / "specdecode" / "files" / "alerts.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something with /metrics: ``host:port``, and the labels that a monitor of the chart would give its series."""
+    """A scrape target: its address ``host:port``, and the labels that a monitor of the chart would add to it."""
 
     job: str
     address: str
@@ -27,30 +27,35 @@ class Target:
 
 
 class Prometheus:
-    """The HTTP API of one server."""
+    """HTTP API of one server."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=20)
 
     def ready(self) -> bool:
+        """Return whether the server reports that it is ready."""
         try:
             return self._client.get("/-/ready").status_code == 200
         except httpx.HTTPError:
             return False
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Series of an instant query; AssertionError with Prometheus' own words when it cannot be evaluated."""
+        """Return the series of an instant query.
+
+        Raises:
+            AssertionError: If it cannot be evaluated, with the message of Prometheus.
+        """
         answer = self._client.get("/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         return list(answer["data"]["result"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """Alert rules with their health after the last evaluation."""
+        """Return the alert rules with their health after the last evaluation."""
         groups = self._client.get("/api/v1/rules").raise_for_status().json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     def down(self) -> list[str]:
-        """Why targets could not be scraped."""
+        """Return the address and error of every target that could not be scraped."""
         targets = self._client.get("/api/v1/targets").raise_for_status().json()["data"]["activeTargets"]
         return [f"{target['scrapeUrl']}: {target['lastError']}" for target in targets if target["health"] != "up"]
 
@@ -59,7 +64,7 @@ class Prometheus:
 def prometheus_over(
     programs: Path, folder: Path, targets: list[Target], *, every_seconds: int = 1
 ) -> Iterator[Prometheus]:
-    """Runs while the block does; every target was scraped once when it begins."""
+    """Run a server for the duration of the block; every target was scraped once before the block starts."""
     config = folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump(_config(targets, f"{every_seconds}s")))
     address = f"127.0.0.1:{_free_port()}"

@@ -1,6 +1,6 @@
-"""Engines over a small random Llama on any device, whose draft is a noised copy of it: acceptance is real.
+"""Engines over a small random Llama on any device. The draft is a noised copy of it, so acceptance is real.
 
-Networks are fused, as those that serve are, so that the engine runs the operations that it runs in earnest.
+The networks are fused as those of a serving worker are, so the engine runs the same operations as in production.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHAPE: dict[str, Any] = {
 
 
 class NoisedCopy(nn.Module):
-    """A draft head that is the target with noise on its weights: it reads tokens and ignores hidden states."""
+    """Draft head that is a copy of the target with noise on its weights. It reads tokens and ignores hidden states."""
 
     def __init__(self, target: Llama, noise: float = 0.03) -> None:
         super().__init__()
@@ -77,6 +77,7 @@ class Networks:
 
 
 def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Networks:
+    """Return a random target and its draft; ``changed`` overrides fields of SHAPE."""
     target = Llama(llama_config(SHAPE | changed)).requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
     for parameter in target.parameters():
@@ -86,7 +87,7 @@ def networks(dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Network
     for network in (target, head):
         network.to(device)
         for parameter in network.parameters():
-            parameter.data = parameter.data.to(dtype)  # tables of rotations stay as they are
+            parameter.data = parameter.data.to(dtype)  # rotary tables are buffers and keep their type
         fuse(network)
     return Networks(target, head)
 
@@ -101,7 +102,7 @@ def engine_of(
     runner: Runner | None = None,
     rows: Sequence[int] = (1, 2, 4),
 ) -> Engine:
-    """``runner`` makes graphs of steps, for buckets of ``rows``."""
+    """Return an engine over the pair. ``runner`` captures graphs of steps, for buckets of ``rows``."""
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
     state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
     cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
@@ -124,11 +125,12 @@ def engine_of(
 
 
 def plan_of(shape: str, version: int = 1) -> Plan:
+    """Return a plan with a fixed draft shape, without exploration and guard."""
     return Plan(draft="d", version=version, initial=TreeShape.parse(shape), explore=0, guard=False)
 
 
 def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sampling: Any) -> Submit:
-    """Request ``index``: a prompt, a seed and, where sampled, a law of its own."""
+    """Return request ``index``: a random prompt, a seed and, if sampled, its own sampling parameters."""
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(0, vocabulary, (3 + 7 * index % 40,), generator=generator).tolist()
     law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
@@ -139,7 +141,7 @@ def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sa
 
 
 def texts(engine: Engine, requests: list[Submit]) -> dict[str, list[int]]:
-    """All requests' tokens; checks that the books balance when the engine is idle."""
+    """Return the tokens of all requests, and check that the engine's block accounting is consistent when it is idle."""
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)

@@ -1,6 +1,6 @@
-"""``specdecode-worker COMMAND``: reads flags, hands over to one module of ``commands``.
+"""Command line entry point ``specdecode-worker COMMAND``: parses the flags and runs one module of ``commands``.
 
-A command's module is imported only when it runs, so that ``pull`` starts without torch and ``--help`` at once.
+The module of a command is imported only when the command runs, so that ``pull`` needs no torch and ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for an error of the run, 2 for wrong usage."""
+    """Run a command and return the exit code: 0, 1 for an error of the run, 2 for wrong usage."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] not in COMMANDS:
         return _usage(words)

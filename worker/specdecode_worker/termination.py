@@ -1,7 +1,7 @@
-"""The last words of a container, where Kubernetes looks for them (``terminationMessagePath``).
+"""Termination message of the container, at Kubernetes' ``terminationMessagePath``.
 
-They stand in ``kubectl describe pod`` and in the container's status, which outlive the log of a pod that is gone.
-Used by every command that may end a pod for a reason that a person, or the operator, should read.
+``kubectl describe pod`` and the container status show the message, also when the log of the pod is lost. Every command
+that can end a pod for a reason that a user or the operator should read writes one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import os
 from pathlib import Path
 
 ENV_PATH = "SPECDECODE_TERMINATION_LOG"
-"""Overrides Kubernetes' default path."""
+"""Environment variable that overrides the default path of Kubernetes."""
 DEFAULT_PATH = "/dev/termination-log"
 MAX_BYTES = 4096
-"""Kubernetes keeps no more."""
+"""Maximum size of a termination message in Kubernetes."""
 
 
 def write_termination_message(text: str) -> None:
-    """Leaves ``text``, its first MAX_BYTES bytes, unless something stands there already: who spoke first was nearest
-    to the cause. Never fails, and does nothing outside a pod: the default path is written only where it exists."""
+    """Write ``text``, truncated to MAX_BYTES, as the termination message unless one exists already.
+
+    The first message is kept because it is the closest to the cause. The function never fails. Outside a pod it does
+    nothing: the default path is written only if it exists.
+    """
     given = os.environ.get(ENV_PATH)
     path = Path(given or DEFAULT_PATH)
     if given is None and not path.is_file():

@@ -1,4 +1,4 @@
-"""Matrices in the layout that the compiled operations multiply by, and the structures that carry pointers to them."""
+"""Weight matrices in the panel layout of the compiled operations, and the C structures that point to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from torch import Tensor
 from specdecode_kernels.cpu.native import library
 
 PANEL = 32
-"""Outputs that stand side by side; PANEL of linear.h."""
+"""Number of outputs in a panel; equals PANEL of linear.h."""
 _HUGE = 2**21
+"""Size of a huge page in bytes."""
 
 
 class CMatrix(ctypes.Structure):
+    """C structure `Matrix` of linear.h."""
+
     _fields_ = (
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -28,7 +31,10 @@ class CMatrix(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """``panels`` is [panels, inputs / 2, 32, 2] bf16, zeros behind the last output; ``c`` points into it."""
+    """A packed weight matrix.
+
+    ``panels`` is [panels, inputs / 2, 32, 2] bf16, with zeros after the last output.
+    """
 
     panels: Tensor
     bias: Tensor | None
@@ -37,19 +43,22 @@ class Matrix:
 
     @property
     def c(self) -> CMatrix:
+        """C structure with pointers into ``panels`` and ``bias``, valid as long as this object lives."""
         return CMatrix(self.panels.data_ptr(), pointer(self.bias), self.outputs, self.inputs)
 
 
 def pointer(x: Tensor | None) -> int | None:
+    """Return the data address of a tensor, or None."""
     return None if x is None else x.data_ptr()
 
 
 def packable(weight: Tensor) -> bool:
+    """Return whether a weight matrix can be packed: bf16 on the CPU with an even number of inputs."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
 
 
 def pack(weight_NK: Tensor, bias_N: Tensor | None = None) -> Matrix:
-    """``weight_NK`` bf16 on the CPU, an even number of inputs."""
+    """Pack a weight matrix: bf16 on the CPU, an even number of inputs."""
     native = library()
     assert native is not None
     assert packable(weight_NK)
@@ -61,8 +70,10 @@ def pack(weight_NK: Tensor, bias_N: Tensor | None = None) -> Matrix:
 
 
 def pack_gated(gate_IE: Tensor, up_IE: Tensor, gate_I: Tensor | None = None, up_I: Tensor | None = None) -> Matrix:
-    """Both matrices of a gated MLP as one: a panel holds 16 gates, then the 16 ups that they are multiplied with.
-    The vectors are their biases: both, or none."""
+    """Pack both matrices of a gated MLP as one: a panel holds 16 gates, then the 16 ups that they are multiplied with.
+
+    ``gate_I`` and ``up_I`` are the biases of the two matrices: both, or none.
+    """
     return pack(_interleaved(gate_IE, up_IE), None if gate_I is None or up_I is None else _interleaved(gate_I, up_I))
 
 
@@ -76,8 +87,10 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _huge(shape: tuple[int, ...]) -> Tensor:
-    """bf16 in memory of its own, on huge pages where the system lends them: weights are read end to end every step,
-    and with 4 KiB pages a fifth of that time goes into finding them."""
+    """Allocate a bf16 tensor in memory of its own, on huge pages if the system provides them.
+
+    All weights are read in every step. With 4 KiB pages, a fifth of that time goes into address translation.
+    """
     size = 2 * math.prod(shape)
     length = -(-size // _HUGE) * _HUGE if size >= _HUGE else size
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,8 +1,8 @@
-"""The compiled half of the CPU's operations: built from ``source`` on first use, loaded once a process.
+"""Build and load of the compiled CPU operations: built from ``source`` on first use, loaded once per process.
 
-Neither torch's headers nor pybind: pointers go through ctypes, so that a build takes two seconds and any C++17 compiler
-will do. ``SPECDECODE_NATIVE`` says where builds are kept (default: the user's cache); ``off`` does without, and the
-callers then run plain torch.
+Pointers are passed through ctypes, without PyTorch's headers or pybind, so a build takes two seconds with any C++17
+compiler. ``SPECDECODE_NATIVE`` names the folder of builds (default: the user's cache). The value ``off`` disables the
+compiled operations; callers then run plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 
 _SOURCE = Path(__file__).parent / "source"
 _NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "bmi2")
+"""Processor features that the compiled operations need."""
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-w", "-fno-math-errno"),
     *(f"-m{name.replace('_', '')}" for name in _NEEDED),
 )
 _BUILD_SECONDS = 300
+"""Timeout of one compiler call in seconds."""
 _P, _I, _F, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "sd_pack": (_P, _I, _I, _P),
@@ -35,17 +37,17 @@ _SIGNATURES = {
     "sd_attend": (_P, _P, _P, _P, _P, _I, _P, _I, _F, _P, _INT),
     "sd_tail": (_P, _P, _P, _I, _P, _P, _P, _P, _INT),
 }
-"""Of exports.cpp."""
+"""Argument types of the functions of exports.cpp."""
 logger = logging.getLogger(__name__)
 
 
 class NativeUnavailable(Exception):
-    """Why this machine runs plain torch instead."""
+    """The compiled operations cannot be used on this machine; the message gives the reason."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, or None where there can be none; says why once."""
+    """Return the compiled functions, or None if they are unavailable; the reason is logged once."""
     try:
         _check_processor()
         return _load(built())
@@ -60,7 +62,13 @@ def _check_processor() -> None:
 
 
 def built() -> Path:
-    """The shared object of these sources and flags, for any processor that has them. Raises NativeUnavailable."""
+    """Return the shared object for these sources and flags, built if necessary.
+
+    The build does not check the features of this processor, so an image can be built on any machine.
+
+    Raises:
+        NativeUnavailable: If builds are switched off, no compiler is found, or compilation fails.
+    """
     place = os.environ.get("SPECDECODE_NATIVE", "")
     if place == "off":
         raise NativeUnavailable("SPECDECODE_NATIVE=off")
@@ -83,7 +91,10 @@ def _identity() -> str:
 
 
 def _compile(path: Path) -> None:
-    """Two processes may do so at once: each renames a whole file of its own into place."""
+    """Compile the sources to ``path``.
+
+    Two processes may do this at the same time: each renames a complete file of its own into place.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found; install g++")
@@ -91,7 +102,7 @@ def _compile(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             made, linked = Path(work) / "cpu.o", Path(work) / "cpu.so"
-            # Linked without an OpenMP of its own: it shall share torch's threads, see _load.
+            # The object is linked without an OpenMP library so that it uses PyTorch's threads, see _load.
             _run([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE / "exports.cpp"), "-o", str(made)])
             _run([compiler, "-shared", str(made), "-o", str(linked)])
             linked.rename(path)
@@ -130,5 +141,5 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-if __name__ == "__main__":  # builds ahead of time, as images do, on whatever processor; fails where it cannot
+if __name__ == "__main__":  # image builds compile ahead of time, on any processor; a failed build raises
     print(built())

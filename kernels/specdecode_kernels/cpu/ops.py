@@ -1,7 +1,8 @@
-"""What the compiled operations compute, over tensors. bf16 on the CPU, fp32 sums, rounding once at every result.
+"""Compiled CPU operations over tensors: bf16 with fp32 sums, rounded once at every result.
 
-A row's result depends neither on the rows beside it nor on the number of threads: see linear.h and attention.h.
-Suffixes: T rows, E hidden size, H query heads, K key-value heads, D head dimension, B sequences, M blocks.
+The result of a row depends neither on the other rows nor on the number of threads; see linear.h and attention.h.
+
+Tensor suffixes: T rows, E hidden size, H query heads, K key-value heads, D head dimension, B sequences, M blocks.
 """
 
 from __future__ import annotations
@@ -17,25 +18,36 @@ from specdecode_kernels.cpu.matrix import CMatrix, Matrix, pointer
 from specdecode_kernels.cpu.native import library
 
 HEAD_SIZES = (32, 64, 96, 128)
+"""Head dimensions for which attention is compiled."""
 
 
 class CNorm(ctypes.Structure):
+    """C structure `Norm` of exports.cpp."""
+
     _fields_ = (("weight", c_void_p), ("eps", c_float))
 
 
 class CHeads(ctypes.Structure):
+    """C structure `Heads` of attention.h."""
+
     _fields_ = (("queries", c_int64), ("keys", c_int64), ("size", c_int64))
 
 
 class CEntry(ctypes.Structure):
+    """C structure `Entry` of exports.cpp."""
+
     _fields_ = (("qkv", CMatrix), ("norm", CNorm), ("head_norm", c_void_p), ("head_eps", c_float), ("heads", CHeads))
 
 
 class CTail(ctypes.Structure):
+    """C structure `Tail` of exports.cpp."""
+
     _fields_ = (("o", CMatrix), ("gate_up", CMatrix), ("down", CMatrix), ("norm", CNorm))
 
 
 class CPaged(ctypes.Structure):
+    """C structure `Paged` of attention.h."""
+
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("block_table", c_void_p)),
         *(("blocks", c_int64), ("block_size", c_int64)),
@@ -46,23 +58,27 @@ class CPaged(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
+    """Number of query heads and of key-value heads, and the head dimension."""
+
     queries: int
     keys: int
     size: int
 
     @property
     def c(self) -> CHeads:
+        """The same as a C structure."""
         return CHeads(self.queries, self.keys, self.size)
 
 
 class Linear:
-    """y = x W^T + b."""
+    """Linear layer y = x W^T + b."""
 
     def __init__(self, matrix: Matrix) -> None:
         self._matrix, self._c = matrix, matrix.c
         self._run = _native().sd_linear
 
     def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return x W^T + b for rows of the last dimension."""
         x = x_TE if x_TE.stride(-1) == 1 and x_TE.dim() == 2 else x_TE.reshape(-1, self._matrix.inputs).contiguous()
         y = x.new_empty(len(x), self._matrix.outputs)
         self._run(byref(self._c), x.data_ptr(), x.stride(0), len(x), y.data_ptr(), torch.get_num_threads())
@@ -77,6 +93,7 @@ class Norm:
         self._run = _native().sd_norm
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of every row of the last dimension."""
         x, size = x.contiguous(), len(self._weight)
         y = torch.empty_like(x)
         self._run(byref(self._c), x.data_ptr(), x.numel() // size, size, y.data_ptr(), torch.get_num_threads())
@@ -84,8 +101,11 @@ class Norm:
 
 
 class Entry:
-    """From a block's input to rotated queries, rotated keys, and values: the norm of ``norm_weight`` if there is one,
-    one matrix, the norms of heads [H + K, D] if there are, rotation in half-split layout."""
+    """First part of a decoder block: from its input to rotated queries, rotated keys, and values.
+
+    Applies the norm of ``norm_weight`` (if given), one joined projection, the norms of heads [H + K, D] (if given), and
+    rotary embedding in half-split layout.
+    """
 
     def __init__(
         self,
@@ -106,7 +126,10 @@ class Entry:
         self._run = _native().sd_entry
 
     def __call__(self, x_TE: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``rope`` is (cos, sin), each [T, 1, D]. Returns views [T, H, D], [T, K, D], [T, K, D] of one tensor."""
+        """Return queries [T, H, D], keys and values [T, K, D], as views of one tensor.
+
+        ``rope`` is (cos, sin), each [T, 1, D].
+        """
         x_TE = x_TE.contiguous()
         rows, queries, keys = len(x_TE), self._heads.queries, self._heads.keys
         normed = torch.empty_like(x_TE) if self._normed else x_TE
@@ -120,7 +143,7 @@ class Entry:
 
 
 class Tail:
-    """The rest of a block: x = residual + attended Wo, then x + down(SiLU(gate) * up) of x's norm."""
+    """Last part of a decoder block: x = residual + attended Wo, then x + down(SiLU(gate) * up) of the norm of x."""
 
     def __init__(self, o: Matrix, gate_up: Matrix, down: Matrix, *, norm_weight: Tensor, norm_eps: float) -> None:
         self._kept = (o, gate_up, down, norm_weight)
@@ -129,6 +152,7 @@ class Tail:
         self._run = _native().sd_tail
 
     def __call__(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
+        """Return the output of the block, [T, E]."""
         attended, residual = attended_THD.contiguous(), residual_TE.contiguous()
         rows = len(residual)
         x, normed, out = residual.new_empty(3, rows, self._size).unbind(0)
@@ -142,8 +166,10 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What a pass's attention reads beside queries and keys, for all layers. ``first_B`` hides the oldest keys;
-    ``ancestors_T`` as in tree_attention.reference. Int64, on the CPU."""
+    """Paged-cache metadata of one attention pass, shared by all layers. Int64 on the CPU.
+
+    ``first_B`` is the number of the oldest keys that are hidden; ``ancestors_T`` is as in tree_attention.reference.
+    """
 
     block_table_BM: Tensor
     block_size: int
@@ -154,14 +180,17 @@ class Pages:
 
 
 def attends(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether ``attend`` can run such a cache."""
+    """Return whether ``attend`` supports a cache of this type, device and head dimension."""
     return dtype == torch.bfloat16 and device.type == "cpu" and head_dim in HEAD_SIZES and library() is not None
 
 
 def attend(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cache_2NPKD: Tensor, slots_T: Tensor, pages: Pages, scale: float
 ) -> Tensor:
-    """Writes keys and values to their slots, then attends [T, H, D]: tree_attention.reference over the cache alone."""
+    """Write keys and values to their slots, then return attended values [T, H, D].
+
+    Equals tree_attention.reference with all keys in the cache.
+    """
     if q_THD.stride() != (k_TKD.stride(0), q_THD.shape[2], 1) or k_TKD.stride() != v_TKD.stride():
         joined = torch.cat((q_THD, k_TKD, v_TKD), dim=1)
         queries, end = q_THD.shape[1], q_THD.shape[1] + k_TKD.shape[1]

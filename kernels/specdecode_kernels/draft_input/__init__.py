@@ -1,1 +1,1 @@
-"""What an EAGLE head reads: a token's embedding beside a hidden state."""
+"""Input of an EAGLE head: a token embedding concatenated with a hidden state."""

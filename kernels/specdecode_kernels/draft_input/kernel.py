@@ -1,4 +1,4 @@
-"""Gathering a draft's input on a GPU: two rows are looked up, normed and laid side by side in one launch."""
+"""Input of an EAGLE head on a GPU: two rows are gathered, normed and concatenated in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdecode_kernels.rms_norm.kernel import normed
 
 @triton.jit
 def _row(rows, index, weight, size, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """(as it is, as the pair wants it), fp32."""
+    """Load one row in fp32 and return (plain, normed if NORM)."""
     e = tl.arange(0, BLOCK)
     x = tl.load(rows + index * size + e, mask=e < size, other=0.0).to(tl.float32)
     if NORM:
@@ -65,7 +65,7 @@ def draft_input(
     hidden_weight_E: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(pair [T, A + E], hidden [T, E]); without sources row t reads state t."""
+    """Return (pair [T, A + E], hidden [T, E]); without sources row t reads state t."""
     rows, token_size, hidden_size = len(tokens_T), embedding_VA.shape[1], hidden_RE.shape[1]
     assert embedding_VA.is_contiguous(), "rows lie behind each other"
     hidden_RE = hidden_RE.contiguous()

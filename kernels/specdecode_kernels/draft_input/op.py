@@ -1,4 +1,4 @@
-"""Gathering a draft's input, as a head calls it."""
+"""Input of an EAGLE head, as the head calls it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draft_input(
     hidden_weight_E: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.draft_input."""
+    """Return `reference.draft_input`, on a GPU from a kernel."""
     if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64 or dispatch.learns(hidden_RE, embedding_VA):
         return reference.draft_input(
             embedding_VA,

@@ -1,6 +1,6 @@
-"""Gathering a draft's input, in plain torch.
+"""Reference implementation of the input of an EAGLE head in plain PyTorch.
 
-Suffixes: T rows, V vocabulary, A width of embeddings, R hidden states that there are, E their width.
+Tensor suffixes: T rows, V vocabulary, A width of embeddings, R available hidden states, E their width.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ def draft_input(
     hidden_weight_E: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(pair [T, A + E], hidden [T, E]): row t holds the embedding of ``tokens[t]`` and the hidden state
-    ``source[t]`` (``t`` without sources), each under the norm whose weights are given (EAGLE-3; without them
-    EAGLE-1); beside it the state as it is, which the layer adds to."""
+    """Return (pair [T, A + E], hidden [T, E]).
+
+    Row t of the pair holds the embedding of ``tokens[t]`` and hidden state ``source[t]`` (state t without sources).
+    Each half is normed if its weights are given (EAGLE-3), else copied (EAGLE-1). ``hidden`` is the state without a
+    norm, the residual that the layer adds to.
+    """
     token_TA = embedding_VA[tokens_T].to(hidden_RE.dtype)
     hidden_TE = hidden_RE if source_T is None else hidden_RE[source_T]
     parts = [

@@ -1,1 +1,1 @@
-"""Accepted tree nodes move to their place behind the committed prefix."""
+"""Compaction of accepted tree nodes: their keys and values move next to the committed prefix."""

@@ -1,4 +1,4 @@
-"""Keeping accepted nodes on a GPU: all layers, keys and values in one launch, in place. See README.md."""
+"""KV compaction on a GPU: all layers, keys and values in one launch, in place (README.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_ELEMENTS = 8192
-"""Of a program's tile: all of its pairs by a run of columns, held in registers between reading and writing."""
+"""Maximum elements of a program's tile (its pairs by a run of columns), held in registers between read and write."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _keep_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One group of pairs, one half of one layer, one run of columns: read everything, then write everything."""
+    """Move one group of pairs in one half of one layer and one run of columns: all reads come before all writes."""
     group = tl.program_id(1).to(tl.int64)
     layer, half = (tl.program_id(0) // 2).to(tl.int64), tl.program_id(0) % 2
     s = tl.arange(0, BLOCK_S)
@@ -40,14 +40,17 @@ def _keep_kernel(
     from_S = (source // PAGE) * block_stride + (source % PAGE) * position_stride
     to_S = (target // PAGE) * block_stride + (target % PAGE) * position_stride
     values = tl.load(rows + from_S[:, None] + column[None, :], mask=inside)
-    # A row may be the source of one pair and the target of another, in the hands of different threads.
+    # A row may be the source of one pair and the target of another, handled by different threads.
     tl.debug_barrier()
     tl.store(rows + to_S[:, None] + column[None, :], values, mask=inside)
 
 
 def kv_keep(cache_L2NPKD: Tensor, source_slots: Tensor, target_slots: Tensor, group: int) -> None:
-    """As reference.kv_keep. Of the pairs, ``group`` after another (a sequence's) may overlap each other; groups may
-    not. Rows of K * D must be contiguous."""
+    """Run `reference.kv_keep`.
+
+    The pairs form consecutive groups of ``group`` pairs (one per sequence). Pairs may overlap within a group, not
+    across groups. Rows of K * D must be contiguous.
+    """
     if not len(source_slots):
         return
     layers, _, _, page, heads, size = cache_L2NPKD.shape

@@ -1,4 +1,4 @@
-"""Keeping accepted nodes, as the engine calls it."""
+"""KV compaction after verification, as the engine calls it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.kv_keep import reference
 
 _MOST_PAIRS = 1024
-"""More do not fit the registers of a program."""
+"""Maximum number of pairs of a group; more do not fit into the registers of one program."""
 
 
 def kv_keep(cache_L2NPKD: Tensor, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
-    """As reference.kv_keep. ``group`` is the caller's word that pairs overlap at most within runs of so many, as those
-    of one sequence do; None: any may."""
+    """Run `reference.kv_keep`, on a GPU as a kernel.
+
+    ``group`` promises that pairs overlap only within consecutive groups of that many pairs, as those of one sequence
+    do. None means that any pairs may overlap.
+    """
     group = len(source_slots) if group is None else group
     if not dispatch.on_gpu(cache_L2NPKD) or group > _MOST_PAIRS:
         reference.kv_keep(cache_L2NPKD, source_slots, target_slots)

@@ -1,1 +1,1 @@
-"""Counter-based noise: the same (seed, position, token) always draws the same number."""
+"""Counter-based noise: the same (seed, position, token) always yields the same number."""

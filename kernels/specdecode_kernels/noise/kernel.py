@@ -1,7 +1,7 @@
-"""Philox and Gumbel noise inside Triton kernels, and the kernel that writes noise out.
+"""Philox and Gumbel noise inside Triton kernels, and a kernel that writes noise to memory.
 
-Words and uniform numbers are the reference's bit for bit; noise is, up to the last bits of two fp64 logarithms.
-`sample`, `verify` and `top_k` draw theirs in registers by the functions here: noise never passes through memory.
+Words and uniform numbers equal the reference bit for bit; Gumbel noise equals it up to the last bits of two fp64
+logarithms. `verify` and `top_k` draw their noise in registers with these functions, so it never passes through memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def words(seed, position, stream, quad_Q):
-    """[4 * Q] uint32: the words of counters ``quad_Q``, in order of tokens. Scalars are int64."""
+    """Return the Philox words of counters ``quad_Q`` in order of tokens, [4 * Q] uint32. Scalars are int64."""
     zero = tl.zeros_like(quad_Q).to(tl.uint32)
     c0, c3 = quad_Q.to(tl.uint32), zero + stream
     c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -37,14 +37,16 @@ def words(seed, position, stream, quad_Q):
 
 @triton.jit
 def exact_gumbel(bits):
-    """The reference's noise, in fp64."""
+    """Return the Gumbel noise of the reference, in fp64."""
     return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
 
 
 @triton.jit
 def quick_gumbel(bits):
-    """The same in fp32, within 2e-5. Near 1, where the fp32 logarithm keeps no relative precision, a series in the
-    distance to 1 stands in for it."""
+    """Return Gumbel noise in fp32, within 2e-5 of the exact noise.
+
+    Near 1, where the fp32 logarithm keeps no relative precision, a series in the distance to 1 replaces it.
+    """
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     w = ((0xFFFFFFFF - bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = w * (1.0 + w * (0.5 + w * (0.33333334 + w * (0.25 + w * (0.2 + w * 0.16666667)))))
@@ -62,7 +64,7 @@ def _gumbel_kernel(seed_R, position_R, out_RV, vocab_size, stream, BLOCK: tl.con
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int, *, block: int = BLOCK) -> Tensor:
-    """[R, V] fp64, as reference.gumbel."""
+    """Return `reference.gumbel` [R, V] in fp64."""
     out_RV = torch.empty(len(seed_R), vocab_size, dtype=torch.float64, device=seed_R.device)
     if out_RV.numel():
         grid = (len(seed_R), triton.cdiv(vocab_size, block))

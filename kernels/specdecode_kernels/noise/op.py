@@ -1,7 +1,7 @@
-"""Gumbel noise as the engine draws it: the reference's numbers, exactly, for less on a CPU.
+"""Gumbel noise as the engine draws it: the numbers of the reference, computed faster on a CPU.
 
-There rows are drawn one by one: a row passes through buffers that stay in cache, several at once would pass through
-memory, at more than twice the cost a row.
+On a CPU, large rows are drawn one by one: the buffers of one row stay in the processor cache, while those of several
+rows would go through memory at more than twice the cost per row.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from specdecode_kernels.noise import reference
 from specdecode_kernels.noise.reference import GUMBEL_STREAM, LOW, MULTIPLIER, ROUNDS, WEYL
 
 _LARGE = 4096
-"""A row of so many tokens costs more than a turn of a loop."""
+"""Vocabulary size from which the work of one row costs more than one iteration of a Python loop."""
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GUMBEL_STREAM) -> Tensor:
-    """[R, V] fp64, equal to reference.gumbel: bit for bit on a CPU, up to the last bits of a logarithm on a GPU."""
+    """Return `reference.gumbel` [R, V] in fp64: bit for bit on a CPU, up to the last bits of a logarithm on a GPU."""
     if dispatch.on_gpu(seed_R):
         from specdecode_kernels.noise import kernel
 
@@ -35,8 +35,10 @@ def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GU
 
 
 def _words(quad_Q: Tensor, seed: int, position: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """reference.philox of the counters (quad, position low, position high, stream). A low word is only ever xored
-    before it is masked, so that the mask of the round that made it can be spared."""
+    """Return `reference.philox` of the counters (quad, position low, position high, stream).
+
+    The mask of a low word is applied only at the end, since until then it is only xored and the result masked.
+    """
     rest = torch.tensor([position & LOW, (position >> 32) & LOW, stream])
     c0, (c1, c2, c3) = quad_Q, rest.unbind()
     k0, k1 = seed & LOW, (seed >> 32) & LOW

@@ -1,7 +1,9 @@
-"""Philox 4x32-10 (Salmon et al., SC 2011) and the Gumbel noise drawn from it, in plain torch on int64.
+"""Philox 4x32-10 (Salmon et al., SC 2011) and Gumbel noise derived from it, in plain PyTorch on int64.
 
-A request's noise at absolute position i for token v depends on (seed, i, v, stream) and on nothing else: not on the
-draft, the tree, the batch or the device's state. That is what makes speculation invisible.
+The noise of a request at absolute position i for token v depends only on (seed, i, v, stream). It does not depend on
+the draft, the tree, the batch or the device state, so speculation does not change the text.
+
+Tensor suffixes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,24 +12,28 @@ import torch
 from torch import Tensor
 
 MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+"""Philox 4x32 round multipliers."""
 WEYL = (0x9E3779B9, 0xBB67AE85)
+"""Philox 4x32 key increments per round."""
 LOW = 0xFFFFFFFF
+"""Mask of the low 32 bits."""
 ROUNDS = 10
+"""Number of Philox rounds."""
 
 GUMBEL_STREAM = 0
-"""Noise of the emitted token."""
+"""Stream of the Gumbel noise of the emitted token."""
 COIN_STREAM = 1
-"""Uniform coins of multi-round sampling: one per (position, node), never used twice."""
+"""Stream of the uniform coins of multi-round sampling: one per (position, node), never used twice."""
 RESIDUAL_STREAM = 2
-"""Gumbel noise of the token drawn from the residual, when no child of a node was accepted."""
+"""Stream of the Gumbel noise of the token drawn from the residual after all children of a node were rejected."""
 PROPOSAL_STREAM = 3
-"""Gumbel noise of the proposals that multi-round sampling draws from the draft."""
+"""Stream of the Gumbel noise of the proposals that multi-round sampling draws from the draft."""
 
 
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit outputs (in int64) of the 10-round bijection for broadcastable 32-bit counters and keys."""
+    """Return the four 32-bit outputs (in int64) of Philox for broadcastable 32-bit counters and keys."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -44,9 +50,10 @@ def philox(
 
 
 def uniform(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int) -> Tensor:
-    """[R, V] fp64 in the open interval (0, 1): row r from (seed[r], position[r]), column v from token v.
+    """Return uniform numbers [R, V], fp64 in the open interval (0, 1).
 
-    Token v takes word v mod 4 of the counter (v div 4, position low, position high, stream); the key is the seed.
+    Row r uses (seed[r], position[r]). Token v takes word v mod 4 of the counter (v div 4, position low, position high,
+    stream); the key is the seed.
     """
     device = seed_R.device
     quad = torch.arange(-(-vocab_size // 4), device=device)[None, :]
@@ -60,5 +67,8 @@ def uniform(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int) ->
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GUMBEL_STREAM) -> Tensor:
-    """[R, V] standard Gumbel noise in fp64: adding it to log-probabilities and taking the argmax samples them."""
+    """Return standard Gumbel noise [R, V] in fp64.
+
+    The argmax of log-probabilities plus this noise is a sample of the distribution.
+    """
     return -torch.log(-torch.log(uniform(seed_R, position_R, vocab_size, stream)))

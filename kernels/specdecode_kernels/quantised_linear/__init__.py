@@ -1,1 +1,1 @@
-"""A matrix whose weights are int4, int8 or fp8: less to read, the same products."""
+"""Linear layers whose weights are stored as int4, int8 or fp8, so that fewer bytes are read."""

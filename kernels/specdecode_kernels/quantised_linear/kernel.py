@@ -1,7 +1,7 @@
-"""Products with quantised weights on a GPU: weights become numbers in registers, right before they are used.
+"""Products with quantised weights on a GPU: weights are dequantised in registers, right before they are used.
 
-One row is a sum per output (`_one_row_kernel`); two to 64 rows go through the matrix units with the roles of rows and
-outputs exchanged, W x^T, since outputs are many and rows are few (`_rows_kernel`).
+One row is a sum per output (`_one_row_kernel`). Two to 64 rows use the matrix units (`_rows_kernel`). There rows and
+outputs exchange roles, W x^T, because outputs are many and rows are few.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 from specdecode_kernels.quantised_linear.reference import Quantised
 
 MOST_ROWS = 64
+"""Maximum number of rows of `linear`; products with more rows are bound by arithmetic."""
 BLOCK_K = 128
-"""Inputs that a program takes at a time, of int8 and fp8; of int4 a group."""
+"""Number of inputs that a program reads at a time for int8 and fp8; int4 reads one group."""
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _one_row_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """A tile of BLOCK_N outputs by BLOCK_B bytes stays in registers as sums; it is added up once, at the end."""
+    """Compute one row: a tile of BLOCK_N by BLOCK_B partial sums stays in registers and is added up at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < outputs
     b = tl.arange(0, BLOCK_B)
@@ -93,7 +94,10 @@ def _rows_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Levels are exact in every type of x, so that only sums are rounded; int4's groups are scaled as sums."""
+    """Compute up to 64 rows on the matrix units.
+
+    Levels are exact in every type of x, so only sums are rounded; int4 scales the sum of each group.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     b = tl.arange(0, BLOCK_B)
@@ -130,7 +134,7 @@ def _rows_kernel(
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """[T, N] of up to MOST_ROWS rows; rows of x must be contiguous."""
+    """Return x W^T + b, [T, N], for up to MOST_ROWS rows; rows of x must be contiguous."""
     rows, columns = x_TK.shape
     assert columns == weight.columns, "x has as many columns as the matrix"
     assert rows <= MOST_ROWS, "more rows are no longer bound by memory"
@@ -169,7 +173,7 @@ def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Ten
 
 
 def _outputs(outputs: int, rows: int) -> int:
-    """Outputs of a program: few where a matrix has few, so that there is a program for every multiprocessor."""
+    """Return the number of outputs of a program: few for small matrices, so that every multiprocessor has a program."""
     if rows == 1:
         return 16
     return 64 if outputs >= 16384 else 32

@@ -12,8 +12,11 @@ from specdecode_kernels.quantised_linear.reference import Quantised
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """As reference.linear. With many rows (prompts) arithmetic counts and not what is read: then the matrix is made
-    once more in x's type, and multiplied as any other."""
+    """Return `reference.linear`.
+
+    With more than `kernel.MOST_ROWS` rows (prompts) the product is bound by arithmetic and not by reading weights. The
+    matrix is then dequantised to x's type and multiplied by the regular linear operation.
+    """
     if not dispatch.on_gpu(x_TK) or x_TK.dtype == torch.float64:
         return reference.linear(x_TK, weight, bias_N)
     from specdecode_kernels.quantised_linear import kernel

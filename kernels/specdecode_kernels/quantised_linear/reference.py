@@ -1,6 +1,6 @@
-"""Weight-only quantisation and the product with such weights, in plain torch.
+"""Weight-only quantisation and products with quantised weights in plain PyTorch (README.md).
 
-Suffixes: T rows, K inputs, N outputs, G groups of inputs, B bytes.
+Tensor suffixes: T rows, K inputs, N outputs, G groups of inputs, B bytes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from torch.nn import functional as F
 Kind = Literal["int4", "int8", "fp8"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GROUPS = (128, 64, 32)
-"""Sizes of int4's groups: the largest that divides the inputs, else the last, padded with zeros."""
+"""Group sizes of int4: the largest that divides the number of inputs, else the last, with padding zeros."""
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
+"""Largest absolute level of each per-row format."""
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Of a group's range that int4 tries: what is cut off is rare, and the rest gets finer."""
+"""Fractions of a group's range that int4 tries as the scale: clipping rare outliers makes the other levels finer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix [N, K]. ``packed_NB``: int8 or float8_e4m3fn [N, K]; for int4 bytes [N, K' / 2] with K' the inputs
-    padded to whole groups, where byte j of a group holds input j in its low half and input j + group / 2 in its high
-    half, each as value + 8. ``scale_NG``: fp32 [N, 1], for int4 bf16 [N, K' / group]."""
+    """A quantised matrix [N, K].
+
+    ``packed_NB`` is int8 or float8_e4m3fn [N, K]. For int4 it holds bytes [N, K' / 2], where K' is the number of inputs
+    padded to whole groups. Byte j of a group holds input j in its low half and input j + group / 2 in its high half,
+    each as value + 8.
+
+    ``scale_NG`` is fp32 [N, 1]; for int4 it is bf16 [N, K' / group].
+    """
 
     kind: Kind
     packed_NB: Tensor
@@ -35,19 +41,22 @@ class Quantised:
 
     @property
     def rows(self) -> int:
+        """Number of outputs, N."""
         return self.packed_NB.shape[0]
 
     @property
     def nbytes(self) -> int:
+        """Stored size of levels and scales in bytes."""
         return self.packed_NB.nbytes + self.scale_NG.nbytes
 
 
 def group_of(columns: int) -> int:
+    """Return the int4 group size for a number of inputs."""
     return next((group for group in GROUPS if columns % group == 0), GROUPS[-1])
 
 
 def stored_bytes(rows: int, columns: int, kind: Kind) -> int:
-    """Of a matrix once it is quantised."""
+    """Return the size in bytes of a quantised matrix."""
     if kind != "int4":
         return rows * (columns + 4)
     groups = -(-columns // group_of(columns))
@@ -55,7 +64,10 @@ def stored_bytes(rows: int, columns: int, kind: Kind) -> int:
 
 
 def quantise(weight_NK: Tensor, kind: Kind) -> Quantised:
-    """Every row by itself (int4: every group), so that matrices may be joined by rows before or after."""
+    """Quantise a matrix, every row by itself (int4: every group).
+
+    Because of that, matrices may be joined by rows before or after quantisation with the same result.
+    """
     wide_NK = weight_NK.detach().float()
     if kind == "int4":
         return _int4(wide_NK)
@@ -77,7 +89,10 @@ def _int4(wide_NK: Tensor) -> Quantised:
 
 
 def _best_scale(values_NGK: Tensor) -> Tensor:
-    """Of the tried ones the scale with the least squared error; the sign lets -8 stand for what is largest."""
+    """Return, among the tried scales of each group, the one with the least squared error.
+
+    The scale carries a sign, so that level -8 represents the weight of largest magnitude.
+    """
     at_NG1 = values_NGK.abs().argmax(-1, keepdim=True)
     widest_NG = values_NGK.gather(-1, at_NG1).squeeze(-1) / -8
     found_NG, least_NG = widest_NG.bfloat16(), torch.full_like(widest_NG, torch.inf)
@@ -96,7 +111,7 @@ def _levels(values_NGK: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[N, K] in ``dtype``, rounded once."""
+    """Return the matrix [N, K] in ``dtype``, rounded once."""
     if weight.kind != "int4":
         return (weight.packed_NB.float() * weight.scale_NG).to(dtype)
     bytes_NGB = weight.packed_NB.reshape(weight.rows, -1, weight.group // 2)
@@ -106,7 +121,7 @@ def dequantise(weight: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """x W^T + b [T, N] in x's type: weights exact, sums in fp32 at least, rounded once."""
+    """Return x W^T + b, [T, N], in x's type: exact weights, sums in fp32 at least, rounded once."""
     wide = torch.promote_types(x_TK.dtype, torch.float32)
     out_TN = F.linear(x_TK.to(wide), dequantise(weight, wide), None if bias_N is None else bias_N.to(wide))
     return out_TN.to(x_TK.dtype)

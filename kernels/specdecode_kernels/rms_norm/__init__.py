@@ -1,1 +1,1 @@
-"""The norm before every attention and MLP, together with the sum that it reads."""
+"""RMS norm fused with the residual sum that it reads."""

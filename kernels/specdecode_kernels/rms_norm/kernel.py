@@ -1,4 +1,4 @@
-"""Residual sum and norm on a GPU: a program reads its row once and writes both."""
+"""Residual sum and RMS norm on a GPU: a program reads its row once and writes both results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit
 def normed(x_E, weight_E, eps, size):
-    """fp32 row over its root mean square; what lies behind ``size`` must be zero."""
+    """Return the RMS norm of a row in fp32; elements from ``size`` on must be zero."""
     return x_E * tl.math.rsqrt(tl.sum(x_E * x_E, 0) / size + eps) * weight_E
 
 
@@ -43,7 +43,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(normed, summed), both contiguous where they are made. Rows must be contiguous."""
+    """Return (normed, summed), newly made tensors contiguous. Rows must be contiguous."""
     rows, size = x_TE.shape
     assert x_TE.stride(1) == 1, "rows must be contiguous"
     assert residual_TE is None or residual_TE.stride(1) == 1, "rows must be contiguous"

@@ -1,1 +1,1 @@
-"""Rotary positions, and keys and values on their way into the paged cache."""
+"""Rotary position embedding fused with the write of keys and values to the paged cache."""

@@ -1,4 +1,4 @@
-"""Rotation and cache write on a GPU: queries, keys and values of a token are read once and written once."""
+"""Rotary embedding and KV cache write on a GPU: each query, key and value is read once and written once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS = 8
+"""Number of heads that a program handles."""
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def _rope_cache_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some heads of a token, out of its queries, then keys, then values."""
+    """Process some heads of a token, counted through its queries, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, BLOCK)[None, :]
@@ -80,8 +81,11 @@ def rope_cache(
     slots_T: Tensor,
     cache_2NPKD: Tensor,
 ) -> Tensor:
-    """The rotated queries. Heads of a token must lie behind each other, in the cache as in q, k and v, which may be
-    parts of one wider tensor; D is even."""
+    """Return the rotated queries; write rotated keys, and values, to the cache.
+
+    The heads of a token must be contiguous, in the cache as in q, k and v, which may be parts of one wider tensor. D is
+    even.
+    """
     tokens, heads, size = q_THD.shape
     kv_heads, page = k_TKD.shape[1], cache_2NPKD.shape[2]
     for x in (q_THD, k_TKD, v_TKD, cache_2NPKD):

@@ -1,4 +1,4 @@
-"""Rotation and cache write in one, as an attention on the paged cache calls it."""
+"""Rotary embedding and KV cache write in one call, as attention on the paged cache uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rope_cache(
     slots_T: Tensor,
     cache_2NPKD: Tensor,
 ) -> Tensor:
-    """As reference.rope_cache."""
+    """Return `reference.rope_cache`, on a GPU from a kernel."""
     arguments = (q_THD, k_TKD, v_TKD, cos_PD, sin_PD, positions_T, slots_T, cache_2NPKD)
     if not dispatch.on_gpu(q_THD) or q_THD.dtype == torch.float64:
         return reference.rope_cache(*arguments)

@@ -1,6 +1,6 @@
-"""Rotation of queries and keys, and the write to the cache, in plain torch.
+"""Reference implementation of rotary embedding and KV cache write in plain PyTorch.
 
-Suffixes: T packed tokens, H query heads, K key-value heads, D head dimension, P positions, N blocks.
+Tensor suffixes: T packed tokens, H query heads, K key-value heads, D head dimension, P positions, N blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def rope_cache(
     slots_T: Tensor,
     cache_2NPKD: Tensor,
 ) -> Tensor:
-    """The rotated queries [T, H, D]; rotated keys, and values, are written to their slots of one layer's cache.
+    """Return the rotated queries [T, H, D]; write rotated keys, and values, to their slots of one layer's cache.
 
-    Halves of a head are pairs (Hugging Face's layout): (a, b) becomes (a cos - b sin, b cos + a sin), in fp32 at least,
-    by the tables' rows, whose halves are equal. Slot s is position s mod P of block s div P. Tokens of one slot, which
-    only padding has, leave either's row.
+    The halves of a head form pairs (layout of Hugging Face): (a, b) becomes (a cos - b sin, b cos + a sin), in fp32 at
+    least. The two halves of a row of the tables are equal. Slot s is position s mod P of block s div P. If several
+    tokens have the same slot, which only padding has, the row of any of them remains.
     """
     cos_T1D, sin_T1D = cos_PD[positions_T][:, None], sin_PD[positions_T][:, None]
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)

@@ -1,1 +1,1 @@
-"""From logits to the distribution that a request asked for."""
+"""Sampling parameters applied to logits: penalties, temperature, min-p, top-k and top-p."""

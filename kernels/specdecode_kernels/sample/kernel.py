@@ -1,6 +1,7 @@
-"""Temperature, min-p, top-k and top-p on a GPU without a sort: a threshold for every row. See README.md.
+"""Temperature, min-p, top-k and top-p on a GPU without a sort: one threshold per row (README.md).
 
-`verify` and `top_k` take the thresholds and never see probabilities; `processed` writes them out for who needs them.
+`verify` and `top_k` read the thresholds and never compute probabilities; `processed` writes the probabilities for
+callers that need them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from torch import Tensor
 
 BLOCK = 4096
 ROOM = 8192
-"""Candidates that a row may have. A row with more is searched as a whole."""
+"""Maximum number of listed candidates of a row. A row with more candidates is searched over its whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What is kept of a row of scaled logits: more than ``threshold_R`` (fp32), or as much up to token ``last_R``
-    (int32). ``lse_R`` (fp32) is the natural logarithm of the sum of exp over all that."""
+    """Truncation thresholds of a batch of rows of scaled logits.
+
+    A row keeps the logits above ``threshold_R`` (fp32) and, of those equal to it, the tokens up to ``last_R`` (int32).
+    ``lse_R`` (fp32) is the natural log-sum-exp of the kept logits.
+    """
 
     threshold_R: Tensor
     last_R: Tensor
@@ -29,40 +33,44 @@ class Cuts:
 
 @triton.jit
 def scaled(logits_V, token, inside, temperature, sharpness):
-    """Logits as they are sampled from, in fp32, rounded alike wherever they are made; -inf outside. Greedy rows, of
-    temperature 0, stay as they are. Adding 0 makes one zero of two."""
+    """Load logits and scale them by sharpness and temperature, in fp32; -inf outside.
+
+    The rounding is the same in every kernel that calls this. Greedy rows (temperature 0) are not divided. Adding 0
+    turns -0 into +0.
+    """
     x = tl.load(logits_V + token, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.math.div_rn(x * sharpness, tl.where(temperature > 0, temperature, 1.0)) + 0.0
 
 
 @triton.jit
 def kept(x, token, threshold, last):
+    """Return whether tokens are kept by a row's threshold."""
     return (x > threshold) | ((x == threshold) & (token <= last))
 
 
 @triton.jit
 def _key(x):
-    """int32 in the order of the fp32 numbers."""
+    """Map fp32 numbers to int32 keys of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _number(key):
-    """The fp32 number of a key."""
+    """Map an int32 key back to its fp32 number."""
     key = key.to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bin(x, top):
-    """Eighths of a nat below the best; 255 is all that is far away."""
+    """Return the distance below the best logit in eighths of a nat; 255 stands for all larger distances."""
     return tl.minimum((top - x) * 8.0, 255.0).to(tl.int32)
 
 
 @triton.jit
 def _members(logits_V, list_C, listed, start, length, temperature, sharpness, floor, BLOCK: tl.constexpr):
-    """(tokens, scaled logits) of the next candidates: of the list where something is listed, else of the row itself."""
+    """Load the next (tokens, scaled logits), from the candidate list if there is one, else from the whole row."""
     place = start + tl.arange(0, BLOCK)
     token = tl.where(listed > 0, tl.load(list_C + place, mask=place < listed, other=0), place)
     x = scaled(logits_V, token, place < length, temperature, sharpness)
@@ -83,7 +91,7 @@ def _search(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest number such that the candidates from it on are at least ``wanted``, by count or by mass."""
+    """Return the largest threshold at which the candidates from it on reach ``wanted``, by count or by mass."""
     low, high = _key(floor).to(tl.int64), _key(top).to(tl.int64)
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -133,7 +141,7 @@ def _cuts_kernel(
     k = tl.sum(top_k, 0)
     by_k, by_p = (k > 0) & (k < vocab_size), top_p < 1.0
 
-    # Mass of all that min-p leaves, and how many there are at each distance from the best.
+    # Total mass that min-p leaves, and the number of tokens at each distance from the best.
     total = 0.0
     counts_H = tl.zeros([256], tl.int32)
     for start in range(0, vocab_size, BLOCK):
@@ -143,7 +151,7 @@ def _cuts_kernel(
             counts_H += tl.histogram(_bin(x, top), 256)
     threshold, last = floor, vocab_size
     if TRUNCATED and by_k | by_p:
-        # The nearest distance within which surely enough is; what is farther away is no candidate.
+        # Smallest distance that certainly contains enough tokens; tokens farther away are no candidates.
         h = tl.arange(0, 256)
         least_H = tl.cumsum(counts_H.to(tl.float32) * tl.exp((h + 1) * -0.125), 0)
         enough_H = tl.where(by_k, tl.cumsum(counts_H, 0) >= k, least_H >= top_p * total * 1.001)
@@ -173,7 +181,7 @@ def _cuts_kernel(
             threshold = _search(
                 logits_V, list_C, listed, length, temperature, sharpness, threshold, top, wanted, True, BLOCK
             )
-            # Of equals at the threshold, the first few.
+            # Of the tokens equal to the threshold, only as many as needed are kept, lower token ids first.
             above, seen = 0.0, 0
             for start in range(0, length, BLOCK):
                 _, x = _members(logits_V, list_C, listed, start, length, temperature, sharpness, threshold, BLOCK)
@@ -222,9 +230,10 @@ def cuts(
     block: int = BLOCK,
     room: int = ROOM,
 ) -> Cuts:
-    """Of rows of temperature > 0. ``truncation`` is (top-k, top-p, min-p) by row, int64 and fp32; None cuts nothing.
+    """Compute the thresholds of rows of temperature > 0.
 
-    Every row is one program's, so that what stands beside it changes no bit. Logits must be contiguous within rows.
+    ``truncation`` is (top-k, top-p, min-p) per row, int64 and fp32; None truncates nothing. One program serves one row,
+    so the result does not depend on the other rows of the batch. A row's logits must be contiguous.
     """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"
@@ -233,7 +242,7 @@ def cuts(
     last_R = torch.empty(rows, dtype=torch.int32, device=device)
     lse_R = torch.empty(rows, dtype=torch.float32, device=device)
     lists_RC = torch.empty(rows if truncation else 1, room, dtype=torch.int32, device=device)
-    top_k_R, top_p_R, min_p_R = truncation or (last_R, threshold_R, lse_R)  # not read
+    top_k_R, top_p_R, min_p_R = truncation or (last_R, threshold_R, lse_R)  # placeholders, not read without truncation
     if rows:
         _cuts_kernel[(rows,)](
             logits_RV,
@@ -257,7 +266,7 @@ def cuts(
 
 
 def processed(logits_RV: Tensor, temperature_R: Tensor, found: Cuts, *, block: int = BLOCK) -> Tensor:
-    """[R, V] fp32 log-probabilities, -inf where cut."""
+    """Return fp32 log-probabilities [R, V], -inf where a token is cut."""
     rows, vocab_size = logits_RV.shape
     out_RV = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits_RV.device)
     if rows:

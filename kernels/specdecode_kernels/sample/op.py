@@ -1,4 +1,7 @@
-"""The same as the reference, to the bit on a CPU, without the work that no row asks for."""
+"""Logit penalties and truncation as the engine calls them.
+
+On a CPU the results equal the reference bit for bit; work that no row needs is skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 
 _LARGE = 4096
-"""A row of so many tokens costs more than a turn of a loop."""
+"""Vocabulary size from which the work of one row costs more than one iteration of a Python loop."""
 _SAFE = 1e-4
-"""Below this, 1 - top_p is too near to the rounding of sums for a bound to be read from it."""
+"""Below this value, 1 - top_p is too close to the rounding error of sums to derive a bound from it."""
 
 
 def adjusted(
@@ -26,10 +29,11 @@ def adjusted(
     frequency_R: Tensor | None = None,
     presence_R: Tensor | None = None,
 ) -> Tensor:
-    """As reference.adjusted; None stands for what no row asks for. ``logits_RV`` itself is left as it is.
+    """Return `reference.adjusted`; None means that no row uses the adjustment. ``logits_RV`` is not modified.
 
-    ``bias`` is (token ids, values), ``blocked`` (token ids, whether they are blocked now), all [R, K]; a token that
-    stands twice in a row of ``blocked`` must say the same twice, one in ``bias`` adds twice.
+    ``bias`` is (token ids, values) and ``blocked`` (token ids, bool: blocked now), all [R, K]. A token that occurs
+    twice in a row of ``bias`` adds twice; one that occurs twice in a row of ``blocked`` must have the same value both
+    times.
     """
     logits = torch.empty_like(logits_RV, dtype=torch.promote_types(logits_RV.dtype, torch.float32)).copy_(logits_RV)
     if bias is not None:
@@ -60,7 +64,10 @@ def processed(
     *,
     truncated: bool,
 ) -> Tensor:
-    """As reference.processed for rows of temperature > 0. ``truncated`` is the host's word that some row cuts."""
+    """Return `reference.processed` for rows of temperature > 0.
+
+    ``truncated`` must be True if any row truncates; the host knows this without waiting for the device.
+    """
     if dispatch.on_gpu(logits_RV) and logits_RV.dtype != torch.float64:
         from specdecode_kernels.sample import kernel
 
@@ -78,7 +85,10 @@ def processed(
 
 
 def _cut_by_row(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Row after row, each for what it asks: on a CPU a full sort costs more than the rest of sampling together."""
+    """Truncate row by row, and only with the parameters that a row uses.
+
+    On a CPU, a full sort costs more than the rest of sampling together.
+    """
     top_p, log_min_p = top_p_R.to(logits_RV.dtype).tolist(), min_p_R.to(logits_RV.dtype).log().tolist()
     for row_V, k, p, log_least in zip(logits_RV, top_k_R.tolist(), top_p, log_min_p, strict=True):
         if log_least > -math.inf:
@@ -91,8 +101,11 @@ def _cut_by_row(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Te
 
 
 def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
-    """What top-p cuts. All tokens of less than (1 - p) / V have less than 1 - p together, so none of them is kept, and
-    only the others are sorted. Half of that bound leaves room for rounding. The order of equals is the reference's."""
+    """Return a bool mask [V] of the tokens that top-p cuts.
+
+    All tokens with less than (1 - p) / V have less than 1 - p together, so none of them is kept, and only the others
+    are sorted. Half of that bound leaves room for rounding. Equal tokens are ordered as in the reference.
+    """
     mass_V = torch.softmax(logits_V, dim=-1)
     bound = (1 - top_p) / len(logits_V) / 2 if 1 - top_p > _SAFE else 0.0
     candidates_C = torch.nonzero(mass_V >= bound)[:, 0]
@@ -104,7 +117,10 @@ def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
 
 
 def _cut(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """One sort for all rows, and no size that depends on the data: nothing to wait for on an accelerator."""
+    """Truncate all rows with one sort.
+
+    No size depends on the data, so the host does not wait for an accelerator.
+    """
     size = logits_RV.shape[-1]
     floor_R1 = logits_RV.amax(-1, keepdim=True) + min_p_R.to(logits_RV.dtype).log()[:, None]
     logits_RV = logits_RV.masked_fill(logits_RV < floor_R1, -math.inf)

@@ -1,8 +1,10 @@
-"""What a request's parameters make of logits, in plain torch: first what moves single tokens, then what cuts.
+"""Reference implementation of logit penalties and truncation in plain PyTorch.
 
-Order and meaning are vLLM's (vllm/v1/sample/sampler.py, vllm/model_executor/layers/utils.py): blocked tokens, bias,
-repetition, frequency and presence penalties; then temperature, min-p, top-k, top-p. Each row stands alone: nothing
-that another row asks for may change a bit of it.
+Order and meaning are those of vLLM (vllm/v1/sample/sampler.py, vllm/model_executor/layers/utils.py): blocked tokens,
+bias, repetition, frequency and presence penalties; then temperature, min-p, top-k, top-p. Rows are independent: the
+parameters of one row change no bit of another.
+
+Tensor suffixes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ def adjusted(
     frequency_R: Tensor,
     presence_R: Tensor,
 ) -> Tensor:
-    """[R, V] logits (fp32 at least) after everything that greedy decoding feels too.
+    """Return logits [R, V] (at least fp32) after the adjustments that also affect greedy decoding.
 
-    ``blocked`` (bool) tokens cannot be chosen. ``prompt`` (bool) says which tokens stand in the prompt, ``counts`` how
-    often each stands in the answer so far. The repetition penalty (1 is none) divides positive and multiplies negative
-    logits of tokens seen in either; ``frequency`` is subtracted per occurrence in the answer, ``presence`` once.
+    Args:
+        logits_RV: Logits of the target.
+        bias_RV: Values that are added to the logits.
+        blocked_RV: Bool mask of tokens that cannot be chosen.
+        prompt_RV: Bool mask of tokens that occur in the prompt.
+        counts_RV: Number of occurrences of each token in the answer so far.
+        repetition_R: Repetition penalty (1: none). It divides positive and multiplies negative logits of tokens that
+            occur in the prompt or the answer.
+        frequency_R: Penalty subtracted for every occurrence in the answer.
+        presence_R: Penalty subtracted once for every token that occurs in the answer.
     """
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     logits = (logits_RV.to(wide) + bias_RV.to(wide)).masked_fill(blocked_RV, -math.inf)
@@ -42,11 +51,12 @@ def adjusted(
 def processed(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor | None = None
 ) -> Tensor:
-    """[R, V] log-probabilities (fp32 at least), -inf where a token is cut.
+    """Return log-probabilities [R, V] (at least fp32), -inf where a token is cut.
 
-    ``temperature`` 0 is greedy: all mass on the first largest logit. ``min_p`` 0 or None, ``top_k`` 0 and ``top_p`` 1
-    cut nothing. Min-p keeps what has at least that share of the best token's probability. Top-p keeps the fewest
-    tokens, best first, whose share of what min-p and top-k left reaches p; ties with the k-th logit are all kept.
+    ``temperature`` 0 is greedy: all mass is on the first of the largest logits. ``min_p`` 0 or None, ``top_k`` 0 and
+    ``top_p`` 1 cut nothing. Min-p keeps tokens with at least that share of the probability of the best token. Top-k
+    keeps all tokens that tie with the k-th logit. Top-p keeps the fewest tokens, best first, whose share of the mass
+    left by min-p and top-k reaches p.
     """
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     logits = logits_RV.to(wide)

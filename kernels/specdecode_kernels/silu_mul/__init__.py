@@ -1,1 +1,1 @@
-"""The gate of an MLP whose gate and up projections are one matrix."""
+"""Gated activation SiLU(gate) * up of an MLP whose gate and up projections are one matrix."""

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up on a GPU, in one pass over what the joined matrix wrote."""
+"""SiLU(gate) * up on a GPU, in one pass over the output of the joined projection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+"""Columns that a program handles."""
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _silu_mul_kernel(gate_up_T2F, out_TF, size, row_stride, BLOCK: tl.constexpr)
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """[T, F]; rows must be contiguous."""
+    """Return SiLU(gate) * up, [T, F]; rows must be contiguous."""
     rows, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     assert gate_up_T2F.shape[1] == 2 * size, "two halves of equal width"
     assert gate_up_T2F.stride(1) == 1, "rows must be contiguous"

@@ -1,4 +1,4 @@
-"""The gate of an MLP, as models call it."""
+"""Gated activation SiLU(gate) * up, as models call it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdecode_kernels.silu_mul import reference
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """As reference.silu_mul; there may be more dimensions of rows than one."""
+    """Return `reference.silu_mul` of the last dimension; there may be several leading dimensions."""
     if not dispatch.on_gpu(gate_up_T2F) or gate_up_T2F.dtype == torch.float64 or dispatch.learns(gate_up_T2F):
         return reference.silu_mul(gate_up_T2F)
     from specdecode_kernels.silu_mul import kernel

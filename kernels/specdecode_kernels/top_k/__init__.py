@@ -1,1 +1,1 @@
-"""What a draft proposes: the best few tokens under the noise that the target will choose with."""
+"""Draft proposals: the best few tokens under the noise with which the target will choose."""

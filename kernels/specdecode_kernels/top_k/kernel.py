@@ -1,6 +1,6 @@
-"""The best few of a draft's tokens on a GPU: each program the best of a slice, one more the best of those.
+"""Draft proposals on a GPU: each program finds the best k of a slice, a second launch the best k of all slices.
 
-Proposals need no exact noise: any proposal is lossless (README.md).
+Proposals need no exact noise, since verification is lossless for any proposal (README.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 2048
 
 @triton.jit
 def _take(score, index, free, out_score, out_index, K: tl.constexpr):
-    """Writes the K best free entries, best first, lower indices first among equals; index -1 where none is left."""
+    """Write the K best free entries, best first, lower indices first among equals; index -1 if none is left."""
     for place in tl.static_range(K):
         top = tl.max(tl.where(free > 0, score, float("-inf")), 0)
         first = tl.min(tl.where((free > 0) & (score == top), index, 2147483647), 0)
@@ -56,7 +56,7 @@ def _slice_kernel(
             x = tl.where(kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
         seed, position = tl.load(seed_R + row), tl.load(position_R + row)
         if MAPPED:
-            # Neighbours here are no neighbours there: each token draws its whole counter and keeps one word.
+            # Adjacent draft tokens are not adjacent target tokens, so each draws its whole counter and keeps one word.
             ids = tl.load(ids_V + token, mask=inside, other=0)
             four = tl.reshape(words(seed, position, 0, ids // 4), [BLOCK, 4])
             mine = tl.arange(0, 4)[None, :] == (ids % 4)[:, None]
@@ -96,7 +96,7 @@ def top_k(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """[R, k] int64 target ids, best first. Greedy rows are those of temperature 0."""
+    """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy."""
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"
     assert 0 < k <= vocab_size, "no more can be proposed than there are tokens"

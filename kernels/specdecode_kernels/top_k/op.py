@@ -1,4 +1,4 @@
-"""A draft's proposals in one call: logits to tokens."""
+"""Draft proposals in one call, from logits to token ids."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def top_k(
     sharpness: float = 1.0,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As reference.top_k. On a GPU noise is fp32: tokens whose scores differ by less than 1e-4 may change places, which
-    costs a proposal at most and never changes a text."""
+    """Return `reference.top_k`.
+
+    On a GPU the noise is fp32: tokens whose scores differ by less than 1e-4 may change places. This can cost a
+    proposal, but never changes the text.
+    """
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.top_k(
             logits_RV,

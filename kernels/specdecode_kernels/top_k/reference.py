@@ -1,4 +1,7 @@
-"""The best few of a draft's tokens, in plain torch. Suffixes: R rows, V the draft's vocabulary."""
+"""Reference implementation of draft proposals in plain PyTorch.
+
+Tensor suffixes: R rows, V vocabulary of the draft.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,20 @@ def top_k(
     sharpness: float = 1.0,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[R, k] target ids, best first: the top of log q + g(seed, position, id), of plain logits where greedy.
+    """Return k target token ids per row, [R, k], best first.
 
-    ``ids_V`` maps the draft's vocabulary to the target's, of ``vocab_size`` tokens (None: it is the same).
-    ``sharpness`` multiplies the logits of sampled rows, of which ``truncation`` is (top-k, top-p, min-p).
+    Sampled rows take the top of log q + g(seed, position, id), greedy rows the top of the plain logits.
+
+    Args:
+        logits_RV: Logits of the draft.
+        k: Number of proposals.
+        temperature_R: Temperatures; 0 is greedy.
+        seed_R: Seeds of the requests.
+        position_R: Absolute positions of the proposed tokens.
+        vocab_size: Size of the target's vocabulary.
+        ids_V: Target id of each draft token (None: the vocabularies are the same).
+        sharpness: Factor of the logits of sampled rows.
+        truncation: (top-k, top-p, min-p) of sampled rows.
     """
     greedy_R = temperature_R == 0
     nothing = (torch.zeros_like(position_R), torch.ones_like(temperature_R), torch.zeros_like(temperature_R))

@@ -1,1 +1,1 @@
-"""Attention of packed tokens over a paged prefix and their own tree. The mathematics is in README.md."""
+"""Attention of packed tokens over a paged prefix and their own draft tree (mathematics in README.md)."""

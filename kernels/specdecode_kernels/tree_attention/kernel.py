@@ -1,7 +1,7 @@
-"""Tree attention on a GPU: one pass over pieces of work (plan.py), and a merge of what was cut. See README.md.
+"""Tree attention on a GPU: one launch over the pieces of a plan (plan.py) and one that merges cut tiles.
 
-Suffixes as in reference.py; W pieces of a plan, G query heads per key-value head. Keys and values, those of the tree
-too, are read from the paged cache.
+Keys and values, including those of the tree, are read from the paged cache; see README.md. Tensor suffixes as in
+reference.py; W pieces of a plan, G query heads per key-value head, M rows of a tile, N keys of a block.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor
 from specdecode_kernels.tree_attention.plan import BLOCK_N, FIELDS, Plan
 
 _STAGES = 5
-"""Two blocks of keys and values in flight: addresses come out of the block table, and take two of the stages."""
+"""Pipeline stages: block addresses come from the block table and take two stages, so five keep two blocks in flight."""
 _CHUNKS_AT_ONCE = 16
+"""Number of chunks that a merging program loads at a time."""
 _MANY_TOKENS = 1024
-"""From here on a merging program takes all heads of a group: there are programs enough."""
+"""From this many tokens on, a merging program takes all heads of a group, since there are enough programs."""
 
 
 @triton.jit
 def _read(head, row_N, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[N, BLOCK_D] rows of one head."""
+    """Load [N, BLOCK_D] rows of one head."""
     if D == BLOCK_D:
         return tl.load(head + row_N[:, None] + d[None, :])
     else:
@@ -31,7 +32,11 @@ def _read(head, row_N, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION: tl.constexpr):
-    """One block of keys more: rescaled by the new maximum; a row that has seen no key yet stays at nothing."""
+    """Add one block of keys to the running softmax and return (weighted values, sum of weights, maximum).
+
+    All three are rescaled to the new maximum. A row that has not seen a key yet keeps a maximum of -inf and sums of
+    zero.
+    """
     new_M = tl.maximum(top_M, tl.max(scores_MN, 1))
     finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     weights_MN = tl.math.exp2(scores_MN - finite_M[:, None])
@@ -43,7 +48,10 @@ def _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION: tl.constexpr
 
 @triton.jit
 def _visible(key_N, prefix, start, ancestors_M, own_row_M, real_M):
-    """[M, N]: the prefix behind its start, and of the rows behind it those on the path, or those up to the own."""
+    """Return a mask [M, N] of the keys that each row sees.
+
+    A row sees the prefix from ``start`` on and the suffix rows on the query's path or, if causal, up to its own.
+    """
     behind_N = key_N - prefix
     bit_N = tl.minimum(tl.maximum(behind_N, 0), 63).to(tl.int64)
     on_path = (((ancestors_M[:, None] >> bit_N[None, :]) & 1) == 1) & (behind_N < 64)[None, :]
@@ -112,7 +120,7 @@ def _attend_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    # Blocks that every row sees whole: the prefix behind its start. No mask, and loads that run ahead.
+    # Blocks that all rows see completely (the prefix after its start) need no mask, and their loads are pipelined.
     clear = tl.minimum(tl.maximum(begin, (start + BLOCK_N - 1) // BLOCK_N), end)
     masked = tl.minimum(tl.maximum(clear, prefix // BLOCK_N), end)
     for block in tl.range(clear, masked):
@@ -124,8 +132,8 @@ def _attend_kernel(
         scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
         acc_MD, sum_M, top_M = _softmax_step(scores_MN, v_ND, acc_MD, sum_M, top_M, PRECISION)
 
-    # The others: where the prefix begins and where it ends, and the suffix. What no row sees is not even read, since
-    # a weight of zero times garbage may be no number.
+    # The remaining blocks hold the start or the end of the prefix, or the suffix. Keys that no row sees are not read,
+    # because a weight of zero times garbage may be NaN.
     for i in tl.range(begin, end - (masked - clear), num_stages=1):
         block = tl.where(i < clear, i, i + masked - clear)
         key_N = block * BLOCK_N + n
@@ -144,7 +152,7 @@ def _attend_kernel(
     if chunks == 1:
         tl.store(out_THD + place_M[:, None] * D + d[None, :], values_MD.to(out_THD.dtype.element_ty), mask=whole_MD)
     else:
-        # log2 becomes natural here: 0.6931... is log 2.
+        # Convert log2 to the natural logarithm: 0.6931... is log 2.
         lse_M = tl.where(sum_M == 0, float("-inf"), (top_M + tl.math.log2(sum_M)) * 0.6931471805599453)
         part_M = (w.to(tl.int64) * kv_heads + head) * BLOCK_M + m
         tl.store(part_WKMD + part_M[:, None] * D + d[None, :], values_MD, mask=whole_MD)
@@ -165,7 +173,7 @@ def _merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One packed query, HEADS of its heads: the softmax over its chunks, each weighted by its log-sum-exp."""
+    """Merge the chunks of HEADS heads of one packed query, each chunk weighted by its log-sum-exp."""
     token = tl.program_id(0).to(tl.int64)
     chunks = tl.load(merges_T4 + token * 4 + 1)
     if chunks < 2:
@@ -199,10 +207,10 @@ def _merge_kernel(
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan) -> Tensor:
-    """Attended values [T, H, D] of every packed query, zeros where it sees no key. Sums are fp32.
+    """Compute attended values [T, H, D] of every packed query; queries without a visible key yield zeros.
 
-    ``cache_2NPKD`` is one layer's, this pass's keys and values included; its rows and those of ``q_THD`` must be
-    contiguous. Head dimensions up to 256.
+    Sums are fp32. ``cache_2NPKD`` is the cache of one layer and already holds the keys and values of this pass. Rows of
+    D must be contiguous in it and in ``q_THD``. Head dimensions up to 256 are supported.
     """
     tokens, heads, size = q_THD.shape
     _, _, page, kv_heads, _ = cache_2NPKD.shape

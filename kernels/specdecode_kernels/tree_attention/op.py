@@ -1,12 +1,15 @@
-"""Tree attention over keys that all stand in the paged cache: the path that the engine takes.
+"""Tree attention over keys that are all in the paged cache, as the engine calls it.
 
-The prefix and the tree's own keys are one run of slots behind each other, so one masked attention over that run is
-the two passes of the reference merged. What is the same in every layer (which slots, which keys are visible) is made
-once per pass by `prepare`. On a CPU `attend` is then one attention a sequence and layer: in place where its blocks lie
-behind each other, over a copy where not (a prefix that others own too, a cache that is full). On a GPU it is the
-kernel. Anything else is one gather and one attention of all sequences.
+The prefix and the keys of the tree occupy consecutive positions of a sequence, so one masked attention over them equals
+the merged two passes of the reference. `prepare` computes once per pass what is the same in every layer: the cache rows
+to read and the visible keys.
 
-Suffixes as in reference.py; L keys of a sequence, G query heads per key-value head.
+`attend` then runs one of three paths. On a CPU it runs one attention per sequence and layer. It reads the cache in
+place if the blocks of the sequence are contiguous; otherwise it copies them (a shared prefix, or a nearly full cache).
+On a GPU it runs the Triton kernel. On any other device it gathers the keys of all sequences and runs one padded
+attention.
+
+Tensor suffixes as in reference.py; L keys of a sequence, R rows of the cache, G query heads per key-value head.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One sequence: its queries, the cache rows of its keys, and the mask over [G * Q, L] if any."""
+    """One sequence of a pass: its queries, the cache rows of its keys, and an additive mask [G * Q, L] or None."""
 
     queries: slice
     rows: slice | Tensor
@@ -40,7 +43,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All sequences, padded to the most queries and keys: indices into queries and cache rows, mask, way back."""
+    """Indices and mask of one padded attention over all sequences.
+
+    ``query_BQ`` and ``row_BL`` index packed queries and cache rows, padded to the largest counts of the batch.
+    ``back_T`` maps the padded output back to packed queries.
+    """
 
     query_BQ: Tensor
     row_BL: Tensor
@@ -50,7 +57,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """By query, which cache rows its sequence's blocks are, and which of them it sees."""
+    """Cache rows of the sequence of each query, [T, L], and a mask of the rows that the query sees."""
 
     row_TL: Tensor
     visible_TL: Tensor
@@ -58,7 +65,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `attend` needs of a pass, for every layer: `runs`, or `gathered`, or `looked`, or the kernel's `plan`."""
+    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `looked` and the kernel's `plan`."""
 
     runs: tuple[Run, ...] = ()
     gathered: Gathered | None = None
@@ -82,13 +89,25 @@ def prepare(
     one_by_one: bool | None = None,
     kv_heads: int = 8,
 ) -> Prepared:
-    """``blocks``, ``key_bounds`` and ``key_starts`` are the host's view: which blocks each sequence owns, how many
-    keys it has at most, and how many of the oldest are hidden; ``prefix_len_B`` is the device's. ``dense`` is the
-    host's word that the bounds are exact and every query sees every key from its start. ``groups`` is H / K.
-    ``one_by_one`` reads sequence by sequence; None does so on a CPU. ``kv_heads`` helps to size a GPU's grid.
+    """Compute what `attend` needs for one pass, from the host's view of the batch.
 
-    Query t of a sequence sees its prefix and, behind it, the rows named by ``ancestors``; CAUSAL sees the rows up to
-    its own. Every query must see at least one key.
+    Query t of a sequence sees its prefix and, after it, the rows that ``ancestors`` names; `CAUSAL` means the rows up
+    to its own. Every query must see at least one key.
+
+    Args:
+        blocks: Block numbers of each sequence.
+        block_table_BM: The same on the device, padded.
+        block_size: Positions per block.
+        query_counts: Number of queries of each sequence.
+        key_bounds: Upper bound of the number of keys of each sequence.
+        prefix_len_B: Prefix lengths on the device.
+        ancestors_T: Ancestor bit mask of each query (see README.md).
+        key_starts: Number of the oldest keys of each sequence that are hidden.
+        dense: True if the bounds are exact and every query sees every key from the start of its sequence.
+        groups: Query heads per key-value head, H / K.
+        dtype: Type of the additive masks.
+        one_by_one: Attend sequence by sequence. None does so on a CPU only.
+        kv_heads: Number of key-value heads, used to size the grid on a GPU.
     """
     if one_by_one is None and dispatch.on_gpu(block_table_BM):
         return Prepared(
@@ -99,7 +118,7 @@ def prepare(
     if one_by_one is None:
         one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None
-    # Alone, a sequence's window is a slice; beside others it is a mask, and so is the padding between them.
+    # A single sequence expresses its window as a slice. In a batch, the window and the padding need a mask.
     if not (dense and (one_by_one or (len(blocks) == 1 and not any(key_starts)))):
         visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
     if not one_by_one:
@@ -128,9 +147,12 @@ def prepare_tables(
     groups: int,
     kv_heads: int,
 ) -> Prepared:
-    """As `prepare`, of tensors alone: nothing is asked of the host, so a captured graph stays right for whatever they
-    hold later. Sequences without queries are padding, and so are queries behind ``query_start[B]``, which get zeros.
-    Off a GPU every query reads all that its sequence could hold: a definition, made for small tests."""
+    """Compute what `attend` needs for one pass from device tensors only.
+
+    Because no host value is used, a captured graph stays valid for any later contents of the tensors. Sequences without
+    queries are padding; queries from ``query_start[B]`` on are padding too and get zeros. Without a GPU, every query
+    reads all positions that its sequence could hold; that path is meant for small tests.
+    """
     if dispatch.on_gpu(block_table_BM):
         from specdecode_kernels.tree_attention.plan import plan
 
@@ -158,7 +180,7 @@ def prepare_tables(
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
-    """Attended values [T, H, D]; this pass's keys and values have been written to the cache before."""
+    """Compute attended values [T, H, D] of one layer. The keys and values of this pass must be in the cache already."""
     if prepared.plan is not None:
         from specdecode_kernels.tree_attention import kernel
 
@@ -185,7 +207,10 @@ def _planned(
     groups: int,
     kv_heads: int,
 ) -> Plan:
-    """The host's counts and starts become tensors; who replays a graph keeps such tensors and calls `plan` itself."""
+    """Build the kernel's plan from host counts and starts.
+
+    Code that replays a captured graph keeps these as device tensors and calls `plan` itself.
+    """
     from specdecode_kernels.tree_attention.plan import plan
 
     starts = list(accumulate(query_counts, initial=0))
@@ -206,7 +231,7 @@ def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:
 
 
 def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None) -> Tensor:
-    """The query heads of one key-value head become its rows, so that no key is repeated."""
+    """Attend one sequence; the query heads of one key-value head become rows, so that no key is repeated."""
     queries, heads, size = q_QHD.shape
     kv = k_LKD.shape[1]
     if queries == 1:
@@ -234,7 +259,10 @@ def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered
 
 
 def _attend_looked(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Looked) -> Tensor:
-    """What is not seen is not even multiplied by nothing: it may be no number."""
+    """Attend every query over its own gathered rows.
+
+    Hidden keys and values are replaced by zeros, because unused slots may hold NaN and NaN times zero is NaN.
+    """
     tokens, heads, size = q_THD.shape
     seen = plan.visible_TL
     k_TLKD, v_TLKD = (rows[plan.row_TL].masked_fill(~seen[:, :, None, None], 0.0) for rows in (k_RKD, v_RKD))
@@ -246,7 +274,7 @@ def _attend_looked(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Looked) ->
 
 
 def _seen(key_L: Tensor, own_row_T: Tensor, prefix_len_T: Tensor, ancestors_T: Tensor) -> Tensor:
-    """[T, L] bool: the prefix, and behind it the rows on a query's path, or those up to its own."""
+    """Return a bool mask [T, L] of the prefix plus the rows on the query's path (causal: the rows up to its own)."""
     behind_TL = key_L - prefix_len_T[:, None]
     in_tree = (ancestors_T[:, None] >> behind_TL.clamp(0, 63)) & 1 == 1
     causal = behind_TL <= own_row_T[:, None]
@@ -257,7 +285,7 @@ def _seen(key_L: Tensor, own_row_T: Tensor, prefix_len_T: Tensor, ancestors_T: T
 def _visible(
     query_counts: Sequence[int], keys: int, prefix_len_B: Tensor, ancestors_T: Tensor, key_starts: Sequence[int]
 ) -> Tensor:
-    """[T, L] bool: which keys each query sees."""
+    """Return a bool mask [T, L] of the keys that each query sees."""
     device = ancestors_T.device
     counts_B = torch.tensor(query_counts, device=device)
     sequence_T = torch.repeat_interleave(counts_B, output_size=len(ancestors_T))
@@ -270,7 +298,7 @@ def _visible(
 
 
 def _rows(blocks: Sequence[int], block_size: int, first: int, bound: int, device: torch.device) -> slice | Tensor:
-    """Cache rows of a sequence's keys from ``first`` on; a slice if their blocks lie behind each other."""
+    """Return the cache rows of a sequence's keys from ``first`` on, as a slice if its blocks are contiguous."""
     read = blocks[: -(-bound // block_size)]
     if read[-1] - read[0] == len(read) - 1 and all(b > a for a, b in pairwise(read)):
         return slice(read[0] * block_size + first, read[0] * block_size + bound)
@@ -299,7 +327,7 @@ def _gathered(
     if visible_TL is None:
         mask = torch.zeros(1, 1, 1, keys, dtype=dtype, device=device)
     else:
-        # A padding query repeats its sequence's last one, so that it sees something and yields no NaN.
+        # A padding query repeats the last query of its sequence, so that it sees some key and yields no NaN.
         mask = _additive(visible_TL[query_BQ][:, None], dtype)
     return Gathered(query_BQ, row_BL, mask, torch.tensor(back, device=device))
 

@@ -1,8 +1,9 @@
-"""The work of one attention pass, cut into even pieces on the device.
+"""Work plan of one attention pass, computed on the device: tiles of queries cut into even pieces.
 
-A tile is a few queries of one sequence; a piece is a tile and a run of its key blocks. How long runs are follows from
-the lengths, which only the device knows; how many pieces there can be follows from the tensors' sizes, which the host
-knows. So one launch fits all lengths, a long context beside short ones included, and a captured graph stays right.
+A tile is a few queries of one sequence. A piece is a tile and a run of its key blocks. The length of a run follows from
+the sequence lengths, which only the device knows. The maximum number of pieces follows from the tensor sizes, which the
+host knows. One launch therefore fits all lengths, including one long context among many short ones, and a captured
+graph stays valid when the lengths change.
 """
 
 from __future__ import annotations
@@ -17,22 +18,27 @@ from torch import Tensor
 from specdecode_kernels.dispatch import processors
 
 BLOCK_N = 64
-"""Keys that a program reads at a time."""
+"""Number of keys that a program reads at a time."""
 TREE_ROWS = 64
-"""Bits of ``ancestors``: no tree reaches further behind its prefix."""
+"""Number of bits of ``ancestors``: the maximum number of rows that a tree adds after its prefix."""
 WAVES = 2
-"""Pieces for each streaming multiprocessor, beyond one a tile."""
+"""Number of pieces per streaming multiprocessor, in addition to one per tile."""
 LEAST_BLOCKS = 2
-"""A run of fewer key blocks costs more to merge than it saves."""
+"""Minimum number of key blocks in a run. A shorter run costs more to merge than it saves."""
 FIELDS = 8
 _PIECES_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``pieces_W8`` (int32): sequence, first packed query, queries, their first row behind the prefix, first and end
-    key block, chunk, chunks; chunks is 0 where queries are padding. ``merges_T4`` (int32) tells each packed query its
-    first piece, the chunks of its tile, and its place in the tile. The rest is what `attend` looks up."""
+    """Pieces of one attention pass, the merge table, and the tensors that `kernel.attend` reads with them.
+
+    ``pieces_W8`` (int32) holds per piece: sequence, first packed query, number of queries, row of the first query after
+    the prefix, first key block, end key block, chunk number, and number of chunks of the tile (0 for padding queries).
+
+    ``merges_T4`` (int32) holds per packed query: first piece of its tile, number of chunks of its tile, and its row in
+    the tile.
+    """
 
     pieces_W8: Tensor
     merges_T4: Tensor
@@ -78,7 +84,7 @@ def _plan_kernel(
     blocks_B = tl.maximum((end_B + KEYS - 1) // KEYS - begin_B, 0)
     total = tl.sum(tiles_B * blocks_B, 0)
     run = tl.maximum((total + most_chunks - 1) // most_chunks, LEAST)
-    # A tile without a key has a chunk all the same: somebody must write its zeros.
+    # A tile without keys still gets one chunk, because a program must write its zeros.
     chunks_B = tl.maximum((blocks_B + run - 1) // run, 1)
     ends_B = tl.cumsum(tiles_B * chunks_B, 0)
 
@@ -96,7 +102,7 @@ def _plan_kernel(
     causal_W = tl.sum(tl.where(mine, causal_B.to(tl.int32)[None, :], 0), 1) > 0
     end_W = (tl.where(causal_W, tl.minimum(causal_end_W, end_W), end_W) + KEYS - 1) // KEYS
     from_W = tl.sum(tl.where(mine, begin_B[None, :], 0), 1) + chunk_W * run
-    # Behind the last sequence: packed queries that belong to none, which are to be zeros.
+    # Packed queries after the last sequence are padding; their output must be zeros.
     pad_row_W = tl.load(query_start + batch).to(tl.int32) + (w - tl.sum(tiles_B * chunks_B, 0)) * TILE
     query_W = tl.where(used, tl.sum(tl.where(mine, first_B[None, :], 0), 1) + row_W, pad_row_W)
     rows_W = tl.minimum(tl.where(used, count_W - row_W, tokens - query_W), TILE)
@@ -129,10 +135,11 @@ def plan(
     groups: int,
     kv_heads: int,
 ) -> Plan:
-    """Queues one small kernel and waits for nothing; all layers of a pass share the result.
+    """Build the plan of one pass with a single small kernel launch, without waiting for the device.
 
-    ``query_start`` [B + 1], ``prefix_len_B``, ``key_start_B`` and ``ancestors_T`` are int64 on the device. Padding
-    sequences own no query; packed queries behind ``query_start[B]`` attend to nothing and yield zeros.
+    All layers of a pass share the plan. ``query_start`` [B + 1], ``prefix_len_B``, ``key_start_B`` and ``ancestors_T``
+    are int64 on the device. Padding sequences own no queries. Packed queries from ``query_start[B]`` on see no keys and
+    yield zeros.
     """
     tokens, (batch, columns) = len(ancestors_T), block_table_BM.shape
     tile = _tile_queries(tokens, batch, groups)
@@ -173,8 +180,11 @@ def plan(
 
 
 def _tile_queries(tokens: int, batch: int, groups: int) -> int:
-    """Queries of a tile, a power of 2: as many as a sequence has on average, within 16 to 64 rows of the matrix unit
-    (a row is a query and a head)."""
+    """Return the number of queries of a tile, a power of 2.
+
+    It is the average number of queries of a sequence, limited to 16 to 64 rows of the matrix unit (a row is one query
+    and one head).
+    """
     wanted: int = triton.next_power_of_2(triton.cdiv(tokens, batch))
     heads: int = triton.next_power_of_2(groups)
     return max(min(max(wanted, 16 // heads), 64 // heads), 1)

@@ -1,7 +1,9 @@
-"""What tree attention computes, in plain torch: the definition that kernels are held against.
+"""Reference implementation of tree attention in plain PyTorch.
 
-Suffixes: T packed queries, S suffix keys, H query heads, K key-value heads, D head dimension, B sequences,
-M blocks of a sequence, N blocks of the cache, P positions of a block.
+Defines the result that the kernel and the other code paths are tested against.
+
+Tensor suffixes: T packed queries, S suffix keys, H query heads, K key-value heads, D head dimension, B sequences, M
+blocks of a sequence, N blocks of the cache, P positions of a block.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 CAUSAL = 0
-"""``ancestors`` of a token of a prefill chunk. A tree's node always has its own bit, so 0 is free to mean this."""
+"""Value of ``ancestors`` for a token of a prefill chunk. A tree node always has its own bit set, so 0 is free."""
 
 
 def tree_attention(
@@ -27,14 +29,27 @@ def tree_attention(
     suffix_len_B: Tensor,
     ancestors_T: Tensor,
 ) -> Tensor:
-    """Attended values [T, H, D] of every packed query, computed in fp32 (fp64 stays fp64).
+    """Compute attention of every packed query over its paged prefix and its visible suffix rows.
 
-    Sequence b owns queries ``query_start[b]`` to ``query_start[b + 1]``, the first ``prefix_len[b]`` keys of its
-    blocks, and ``suffix_len[b]`` rows of the suffix from ``suffix_start[b]``. The prefix is seen by all of its
-    queries. Of the suffix, a query sees node j when bit j of its ``ancestors`` is set; ``CAUSAL`` means every row up
-    to its own, queries being the last rows of the suffix. Int64 indices throughout.
+    Computed in fp32 (fp64 inputs stay fp64) as two passes that are merged by their log-sum-exp; see README.md. All
+    indices are int64. A query without any visible key yields zeros.
 
-    Two passes, merged by their log-sum-exp: see README.md. A query that sees no key at all yields zeros.
+    Args:
+        q_THD: Queries. Sequence b owns queries ``query_start[b]`` to ``query_start[b + 1]``.
+        cache_2NPKD: Keys and values of one layer. The prefix of sequence b is the first ``prefix_len[b]`` keys of its
+            blocks; all of its queries see it.
+        block_table_BM: Block numbers of every sequence.
+        prefix_len_B: Number of keys in the prefix.
+        query_start: First packed query of every sequence and the end of the last one, [B + 1].
+        k_SKD: Suffix keys. Sequence b owns ``suffix_len[b]`` rows from ``suffix_start[b]``.
+        v_SKD: Suffix values.
+        suffix_start_B: First suffix row of every sequence.
+        suffix_len_B: Number of suffix rows.
+        ancestors_T: Bit mask per query: a query sees suffix row j if bit j is set. ``CAUSAL`` means every row up to its
+            own, where the queries are the last rows of the suffix.
+
+    Returns:
+        Attended values, [T, H, D].
     """
     out_THD = torch.empty_like(q_THD)
     for b in range(prefix_len_B.shape[0]):
@@ -50,7 +65,7 @@ def tree_attention(
 
 
 def gather_prefix(cache_2NPKD: Tensor, blocks_M: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first ``length`` keys and values of one sequence, [length, K, D] each, out of its blocks."""
+    """Return the first ``length`` keys and values of one sequence, [length, K, D] each, gathered from its blocks."""
     size = cache_2NPKD.shape[2]
     used = blocks_M[: -(-length // size)]
     k, v = cache_2NPKD[:, used].flatten(1, 2)[:, :length]
@@ -58,7 +73,7 @@ def gather_prefix(cache_2NPKD: Tensor, blocks_M: Tensor, length: int) -> tuple[T
 
 
 def suffix_mask(ancestors_Q: Tensor, suffix_len: int) -> Tensor:
-    """[Q, suffix_len] bool: which suffix rows each of a sequence's queries sees."""
+    """Return which suffix rows each query of a sequence sees, as a bool mask [Q, suffix_len]."""
     rows = torch.arange(suffix_len, device=ancestors_Q.device)
     count = ancestors_Q.shape[0]
     own_row_Q = torch.arange(count, device=ancestors_Q.device) + (suffix_len - count)
@@ -68,7 +83,10 @@ def suffix_mask(ancestors_Q: Tensor, suffix_len: int) -> Tensor:
 
 
 def attend_masked(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, visible_QL: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(values [Q, H, D], log-sum-exp [Q, H]) of one pass; nothing visible gives zeros and -inf."""
+    """Compute one attention pass: (values [Q, H, D], natural log-sum-exp [Q, H]).
+
+    ``visible_QL`` None means that every query sees every key. A query without a visible key gives zeros and -inf.
+    """
     wide = torch.promote_types(q_QHD.dtype, torch.float32)
     groups = q_QHD.shape[1] // k_LKD.shape[1]
     k_LHD = k_LKD.to(wide).repeat_interleave(groups, dim=1)
@@ -82,7 +100,7 @@ def attend_masked(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, visible_QL: Tenso
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """One softmax over the keys of both passes, from each pass's values and log-sum-exp (natural log)."""
+    """Merge two passes into one softmax over the keys of both, from their values and natural log-sum-exps."""
     (values_a, lse_a), (values_b, lse_b) = a, b
     lse = torch.logaddexp(lse_a, lse_b)
     lse = lse.masked_fill(lse == -math.inf, 0)

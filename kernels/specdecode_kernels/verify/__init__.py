@@ -1,1 +1,1 @@
-"""Which path of a drafted tree the target accepts, and what it emits behind it."""
+"""Verification of draft trees: the path that the target accepts and the bonus token after it."""

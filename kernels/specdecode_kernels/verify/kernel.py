@@ -1,6 +1,7 @@
-"""Verification on a GPU: the token that the target emits behind every node, and the walk along them. See README.md.
+"""Verification on a GPU: the target's token after every node, and the coupled walk (README.md).
 
-Multi-round sampling has a file of its own (rounds.py).
+Multi-round sampling is in rounds.py. Tensor suffixes: R rows, V vocabulary, S splits of a row, B sequences, N nodes, D
+depth.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ BLOCK = 1024
 
 @triton.jit
 def better(x, bits, token, best, at):
-    """(best, at) over these tokens too, of log-probabilities ``x`` up to a constant plus noise; ties go to the lower
-    token. The quick noise says whether any of them comes near: seldom, once a few blocks are seen."""
+    """Update (best score, its token) with a block of tokens; ties go to the lower token.
+
+    ``x`` are log-probabilities up to a constant. The fp32 noise decides whether any token of the block comes near the
+    best score, which is rare after the first few blocks; only then is the exact fp64 score computed.
+    """
     reach = tl.max(x + quick_gumbel(bits), 0)
     if reach.to(tl.float64) >= best - (1e-3 + 1e-6 * tl.abs(reach)):
         score = x.to(tl.float64) + exact_gumbel(bits)
@@ -48,7 +52,7 @@ def _best_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A share of a row: its best score, and where it stands."""
+    """Find the best score in one split of a row, and its token."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_R + row)
     seed, position = tl.load(seed_R + row), tl.load(position_R + row)
@@ -78,7 +82,7 @@ def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.co
     best_S = tl.load(best_RS + row * splits + s, mask=s < splits, other=float("-inf"))
     at_S = tl.load(at_RS + row * splits + s, mask=s < splits, other=2147483647)
     at = tl.min(tl.where(best_S == tl.max(best_S, 0), at_S, 2147483647), 0)
-    # A row of nothing but -inf has the first token for its best, as argmax says.
+    # A row that contains only -inf yields token 0, as argmax does.
     tl.store(chosen_R + row, tl.where(at < vocab_size, at, 0).to(tl.int64))
 
 
@@ -98,7 +102,7 @@ def _walk_kernel(
         wanted = tl.sum(tl.where(n == at, chosen_N, 0), 0)
         hit_N = real & (parent_N == at) & (token_N == wanted)
         child = tl.min(tl.where(hit_N, n, BLOCK_N), 0)
-        # Who stopped before stops again: neither the node nor what is wanted behind it has changed.
+        # A walk that has stopped stops in every later step too, since its node and wanted token do not change.
         goes = child < BLOCK_N
         tl.store(path_BD + row * depth + step, tl.where(goes, child, -1).to(tl.int64))
         at = tl.where(goes, child, at)
@@ -117,7 +121,10 @@ def choose(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """[R] tokens, as reference.chosen_tokens. Rows of temperature 0 are greedy; ``cuts`` None cuts nothing."""
+    """Return the chosen tokens [R], as `reference.chosen_tokens`.
+
+    Rows of temperature 0 are greedy; ``cuts`` None truncates nothing. A row's logits must be contiguous.
+    """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"
     chosen_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
@@ -151,7 +158,7 @@ def choose(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """As reference.walk."""
+    """Return `reference.walk`, computed by one program per sequence."""
     batch, nodes = parents_BN.shape
     path_BD = torch.empty(batch, max_depth, dtype=torch.int64, device=parents_BN.device)
     count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=parents_BN.device) for _ in range(3))

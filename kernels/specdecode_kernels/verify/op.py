@@ -1,6 +1,8 @@
-"""Verification as it is called on batches: the walk of coupled sampling, and multi-round sampling without a loop over
-sequences. The latter makes the very decisions of the reference: its coins are drawn from the same counters. On a GPU
-both are kernels, and so is the choice behind every node."""
+"""Batched verification of draft trees: choice of the target's tokens, coupled walk, and multi-round sampling.
+
+Multi-round sampling makes exactly the decisions of the reference, since its coins come from the same counters, without
+a loop over sequences. On a GPU all three operations run as kernels.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def choose(
     position_R: Tensor,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As reference.chosen_tokens; on a GPU with the logits read once, and no probability or noise in memory."""
+    """Return `reference.chosen_tokens`; a GPU reads the logits once and stores no probabilities or noise."""
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.chosen_tokens(logits_RV, temperature_R, seed_R, position_R, truncation)
     from specdecode_kernels.sample.kernel import cuts
@@ -34,7 +36,7 @@ def choose(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """As reference.walk."""
+    """Return `reference.walk`."""
     if not dispatch.on_gpu(parents_BN):
         return reference.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
     from specdecode_kernels.verify import kernel
@@ -54,10 +56,19 @@ def multi_round(
     drawn_BN: Tensor | None = None,
     width: int | None = None,
 ) -> Accepted:
-    """As reference.multi_round for every row of a batch of trees of at most this depth; padding's parent is -1.
+    """Return `reference.multi_round` for a batch of trees of at most ``depth`` levels; padding has parent -1.
 
-    ``drawn_BN`` says behind which nodes ``logq_BNV`` is what children were drawn from (None: all); the others' children
-    are deterministic. No node has more than ``width`` children (None: any number).
+    Args:
+        parents_BN: Parent of each node.
+        tokens_BN: Token of each node.
+        logp_BNV: Log-probabilities of the target after each node.
+        logq_BNV: Log-probabilities of the draft, or None if all children are deterministic.
+        seed_B: Seed of each request.
+        position_B: Absolute position of each root.
+        depth: Maximum depth of the trees.
+        drawn_BN: Mask of the nodes whose children were drawn from ``logq_BNV`` (None: all). Children of other nodes
+            are deterministic.
+        width: Maximum number of children of a node (None: any number).
     """
     width = parents_BN.shape[1] - 1 if width is None else width
     if dispatch.on_gpu(parents_BN):
@@ -91,14 +102,14 @@ def multi_round(
 
 
 def _children(parents_BN: Tensor, width: int) -> Tensor:
-    """[B, N, W] the children of every node in order of rank, -1 where there is none."""
+    """Return the children of every node in order of rank, [B, N, W], padded with -1."""
     nodes = parents_BN.shape[1]
     same_BNN = (parents_BN[:, :, None] == parents_BN[:, None, :]).tril(-1)
     rank_BN = same_BNN.sum(-1)
     children = parents_BN.new_full((len(parents_BN), nodes + 1, max(width, 1)), -1)
     node_BN = torch.arange(nodes, device=parents_BN.device).expand_as(parents_BN)
     row_BN = torch.arange(len(parents_BN), device=parents_BN.device)[:, None].expand_as(parents_BN)
-    # The root and padding are children of the last row, which nobody reads.
+    # The root and padding nodes are stored as children of the extra last row, which is never read.
     parent_BN = torch.where(parents_BN < 0, nodes, parents_BN)
     children[row_BN, parent_BN, rank_BN.clamp(max=children.shape[2] - 1)] = node_BN
     return children[:, :nodes]
@@ -107,14 +118,14 @@ def _children(parents_BN: Tensor, width: int) -> Tensor:
 def _try_children(
     children_BW: Tensor, tokens_BN: Tensor, p_BV: Tensor, q_BV: Tensor | None, coins_BN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the child accepted, -1 for none; what is left of p then)."""
+    """Try the children of one node per tree; return (accepted child or -1, remaining p)."""
     taken_B = torch.full_like(children_BW[:, 0], -1)
     for child_B in children_BW.unbind(1):
         tried_B = (child_B >= 0) & (taken_B < 0)
         child_B1 = child_B.clamp(min=0)[:, None]
         x_B1 = tokens_BN.gather(1, child_B1).clamp(min=0)
         p_x = p_BV.gather(1, x_B1)[:, 0]
-        # A child to which q gives nothing was not drawn from it.
+        # A child with q(x) = 0 was not drawn from q, so it counts as deterministic.
         q_x = torch.zeros_like(p_x) if q_BV is None else q_BV.gather(1, x_B1)[:, 0]
         chance_B = torch.where(q_x > 0, p_x / q_x, p_x)
         accepts_B = tried_B & (coins_BN.gather(1, child_B1)[:, 0] < chance_B)
@@ -127,7 +138,7 @@ def _try_children(
 
 
 def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What is left of p, and of q, once x was refused."""
+    """Return the remaining p and q, normalised, after x was rejected."""
     without_x = p_BV.scatter(1, x_B1, 0.0)
     if q_BV is None:
         return normalised(without_x, p_BV), None
@@ -138,6 +149,6 @@ def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, T
 
 
 def normalised(x_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """Rounding may leave nothing where next to nothing was left: such a row falls back."""
+    """Divide rows by their sum; a row of which rounding left nothing falls back to ``otherwise_BV``."""
     total_B1 = x_BV.sum(-1, keepdim=True)
     return torch.where(total_B1 > 0, x_BV / total_B1, otherwise_BV)

@@ -1,7 +1,8 @@
-"""Verification of drafted trees, in plain torch: coupled sampling, and multi-round speculative sampling.
+"""Reference implementation of draft verification in plain PyTorch: coupled and multi-round speculative sampling.
 
-Suffixes: B sequences, N nodes of the widest tree with the root first, V vocabulary. ``parents_BN`` holds each node's
-parent (the root's and padding's are -1), ``tokens_BN`` each node's token; siblings stand in order of rank.
+Tensor suffixes: B sequences, N nodes of the largest tree with the root first, V vocabulary, R rows, D depth.
+``parents_BN`` holds the parent of each node (-1 for the root and for padding), ``tokens_BN`` the token of each node.
+Siblings are in order of rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from specdecode_kernels.sample.reference import processed
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """``path_BD`` holds the accepted nodes behind the root, in order, -1 where there is none; ``count_B`` how many.
-    ``bonus_B`` is the token that the target adds behind the last of them, ``last_B`` that node (0 is the root)."""
+    """Accepted paths of a batch of trees.
+
+    ``path_BD`` holds the accepted nodes after the root, in order, padded with -1, and ``count_B`` their number.
+    ``bonus_B`` is the token that the target emits after the last accepted node, and ``last_B`` that node (0 is the
+    root).
+    """
 
     path_BD: Tensor
     count_B: Tensor
@@ -27,9 +32,9 @@ class Accepted:
 
 
 def coupled_tokens(logp_RV: Tensor, seed_R: Tensor, position_R: Tensor) -> Tensor:
-    """[R] argmax over v of log p(v) + g(seed, position, v): the token that plain decoding emits at ``position``.
+    """Return [R] argmax over v of log p(v) + g(seed, position, v): the token that plain decoding emits at ``position``.
 
-    ``position`` is the absolute position of the token to be emitted, one behind the row's own.
+    ``position`` is the absolute position of the token to emit, one after the position of the row's own token.
     """
     return (logp_RV + gumbel(seed_R, position_R, logp_RV.shape[-1]).to(logp_RV.dtype)).argmax(-1)
 
@@ -41,8 +46,11 @@ def chosen_tokens(
     position_R: Tensor,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[R] what plain decoding emits at ``position`` by these logits: argmax where temperature is 0, else
-    coupled_tokens after temperature and ``truncation`` (top-k, top-p, min-p)."""
+    """Return the tokens [R] that plain decoding emits at ``position`` from these logits.
+
+    Rows of temperature 0 take the argmax. Other rows take `coupled_tokens` after temperature and ``truncation`` (top-k,
+    top-p, min-p).
+    """
     nothing = (torch.zeros_like(position_R), torch.ones_like(temperature_R), torch.zeros_like(temperature_R))
     greedy_R = temperature_R == 0
     logp_RV = processed(logits_RV, torch.where(greedy_R, 1.0, temperature_R), *(truncation or nothing))
@@ -50,10 +58,11 @@ def chosen_tokens(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Follows from the root the child whose token is the one chosen at its parent, as far as there is one.
+    """Follow from the root the child whose token is the target's choice at its parent, until there is no such child.
 
-    ``chosen_BN`` is the target's token behind each node. Because it is what plain decoding would emit there, the
-    accepted path plus the bonus is plain decoding's text, whatever the tree. Fixed number of rounds, no host sync.
+    ``chosen_BN`` is the target's token after each node. It is the token that plain decoding would emit there, so the
+    accepted path plus the bonus token equals the text of plain decoding for any tree. The number of steps is fixed, and
+    the host never waits for the device.
     """
     rows = torch.arange(parents_BN.shape[0], device=parents_BN.device)
     at_B = torch.zeros_like(rows)
@@ -71,14 +80,16 @@ def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: in
 def multi_round(
     parents_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, logq_NV: Tensor | None, seed: int, position: int
 ) -> tuple[list[int], int]:
-    """(accepted nodes, bonus token) of one tree by multi-round speculative sampling (SpecInfer, arXiv 2305.09781).
+    """Return (accepted nodes, bonus token) of one tree by multi-round speculative sampling.
 
-    At each node its children are tried in turn. With ``logq_NV`` (the draft's distribution at each node, from which
-    its children were sampled without replacement) child x is accepted with chance min(1, p(x)/q(x)), else p becomes
-    the normalised positive part of p - q and q loses x. Without it, and where q gives nothing to x (a draft of fewer
-    tokens than siblings), the proposal is deterministic: x is accepted with chance p(x), else p loses x. When none is
-    left the token is drawn from what remains of p, at an accepted leaf
-    from the whole of p. ``position`` is the root's. Coins are drawn per node, so none is used twice.
+    The children of a node are tried in order. ``logq_NV`` is the draft's distribution at each node, from which its
+    children were sampled without replacement. Child x is accepted with probability min(1, p(x) / q(x)); after a
+    rejection, p becomes the normalised positive part of p - q, and q loses x. Without ``logq_NV``, and where q(x) is 0
+    (a draft with fewer tokens than siblings), the proposal is deterministic: x is accepted with probability p(x), and
+    after a rejection p loses x. If no child is left, the bonus token is drawn from the remaining p; at an accepted leaf
+    that is the whole p. ``position`` is the position of the root. Coins are drawn per node, so none is used twice.
+
+    Reference: SpecInfer, arXiv 2305.09781.
     """
     accepted: list[int] = []
     node = 0
@@ -104,7 +115,7 @@ def multi_round(
 
 
 def _residual(p_V: Tensor, q_V: Tensor | None, x: int) -> tuple[Tensor, Tensor | None]:
-    """What is left of p, and of q, once x was refused."""
+    """Return the remaining p and q after x was rejected."""
     without_x = torch.ones_like(p_V)
     without_x[x] = 0
     if q_V is None or q_V[x] == 0:
@@ -113,6 +124,6 @@ def _residual(p_V: Tensor, q_V: Tensor | None, x: int) -> tuple[Tensor, Tensor |
 
 
 def _normalised(x_V: Tensor, otherwise_V: Tensor) -> Tensor:
-    """Rounding may leave nothing where next to nothing was left."""
+    """Divide by the sum, or return ``otherwise_V`` if rounding left nothing of a tiny remainder."""
     total = x_V.sum()
     return x_V / total if total > 0 else otherwise_V

@@ -1,7 +1,7 @@
-"""Multi-round speculative sampling on a GPU: a program walks a tree. See README.md.
+"""Multi-round speculative sampling on a GPU, one program per tree (README.md).
 
-As long as children are accepted, only their own probabilities are read. A refusal makes the residual, in two passes
-over the vocabulary; the token behind the last accepted node takes one more.
+As long as children are accepted, only their own probabilities are read. A rejection computes the residual in two passes
+over the vocabulary; the bonus token takes one more pass.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from specdecode_kernels.verify.reference import Accepted
 
 @triton.jit
 def _probability(log_V, left_V, token, inside, made):
-    """Of what is left, once a residual was made, else out of the log-probabilities."""
-    made_V = made + 0 * token  # masks of one shape: the interpreter spreads no truth value
+    """Load probabilities from the residual if one was computed, else from the log-probabilities."""
+    made_V = made + 0 * token  # all masks need one shape: the interpreter does not broadcast booleans
     whole = tl.exp(tl.load(log_V + token, mask=inside & (made_V == 0), other=float("-inf")))
     return whole + tl.load(left_V + token, mask=inside & (made_V == 1), other=0.0)
 
 
 @triton.jit
 def _without(p, q, token, x, from_q):
-    """(p, q) before they are normalised, once x was refused."""
+    """Return (p, q), not normalised, after x was rejected."""
     left = tl.where(from_q > 0, tl.maximum(p - q, 0.0), tl.where(token == x, 0.0, p))
     return left, tl.where(token == x, 0.0, q)
 
 
 @triton.jit
 def _shrink(logp_V, logq_V, p_V, q_V, x, from_q, drawn, made, vocab_size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the residual: what is left of p and of q. Rounding may leave nothing of p: then p stays."""
+    """Write the normalised residuals of p and q after x was rejected.
+
+    If rounding leaves nothing of p, p stays unchanged.
+    """
     v = tl.arange(0, BLOCK)
     total = tl.sum(tl.zeros([1], WIDE), 0)
     total_q = tl.sum(tl.zeros([1], WIDE), 0)
@@ -52,7 +55,7 @@ def _shrink(logp_V, logq_V, p_V, q_V, x, from_q, drawn, made, vocab_size, WIDE: 
         left, left_q = _without(p, q, start + v, x, from_q)
         tl.store(p_V + start + v, tl.where(total > 0, left / total, p), mask=inside)
         tl.store(q_V + start + v, tl.where(total_q > 0, left_q / total_q, left_q), mask=inside)
-    # The next reader of an element may be another thread.
+    # Another thread may read an element next.
     tl.debug_barrier()
 
 
@@ -104,7 +107,7 @@ def _rounds_kernel(
             ) * 2.3283064365386963e-10
             made, child, taken = tl.min(n, 0), tl.min(n, 0), tl.min(n, 0) - 1
             for _ in range(width):
-                # Node 0 is the root, nobody's child; parents stand before children.
+                # Node 0 is the root and no child; parents precede their children.
                 child = tl.min(tl.where((parent_N == at) & (n > child), n, BLOCK_N), 0)
                 if (child < BLOCK_N) & (taken < 0):
                     x = tl.maximum(tl.sum(tl.where(n == child, token_N, 0), 0), 0)
@@ -151,7 +154,7 @@ def multi_round(
     *,
     block: int = BLOCK,
 ) -> Accepted:
-    """As op.multi_round, ``drawn_BM`` given where ``logq_BMV`` is."""
+    """Return `op.multi_round`. ``drawn_BM`` must be given if ``logq_BMV`` is."""
     (batch, nodes), vocab_size, device = parents_BN.shape, logp_BNV.shape[-1], parents_BN.device
     path_BD = torch.empty(batch, depth, dtype=torch.int64, device=device)
     count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))

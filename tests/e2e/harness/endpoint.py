@@ -1,4 +1,4 @@
-"""One SpecDecodeDeployment as its user and its workers' admin see it."""
+"""A SpecDecodeDeployment as seen by its user and through its workers' admin ports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MODEL = "smollm2"
 
 
 def resource(name: str, speculation: Manifest, workers: Manifest | None = None) -> Manifest:
-    """A CR of a worker on one core with one torch thread.
+    """Return a custom resource with workers of one CPU core and one torch thread.
 
-    bfloat16 is the fastest that a core does; the test that compares texts rolls it to float32.
+    bfloat16 is the fastest type on one core; the test that compares texts switches it to float32.
     """
     resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
     return {
@@ -50,20 +50,20 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
 
 
 class Endpoint:
-    """Named views of the resource, its status, its pods and their admin ports."""
+    """Access to the resource, its status, its pods and their admin ports."""
 
     def __init__(self, namespace: Namespace, name: str) -> None:
         self.namespace = namespace
         self.name = name
         self.labels = f"specdecode.io/name={name}"
 
-    # The resource
+    # Resource
 
     def get(self) -> Manifest:
         return self.namespace.get("sdd", self.name)
 
     def patch(self, spec: Manifest) -> None:
-        """Merges ``spec`` into the spec; null removes."""
+        """Merge ``spec`` into the resource's spec; null removes a field."""
         self.namespace.kubectl("patch", "sdd", self.name, "--type", "merge", "--patch", json.dumps({"spec": spec}))
 
     def status(self) -> Manifest:
@@ -73,7 +73,7 @@ class Endpoint:
         return self.status().get("speculation", {})  # type: ignore[no-any-return]
 
     def condition(self, kind: str) -> Manifest:
-        """The condition, or one of status 'absent'."""
+        """Return the condition of this type, or a placeholder with status 'absent'."""
         found = {condition["type"]: condition for condition in self.status().get("conditions", [])}
         return found.get(kind, {"status": "absent", "reason": "", "message": ""})
 
@@ -81,14 +81,14 @@ class Endpoint:
         wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
 
     def described(self) -> str:
-        """For the report of a failed test."""
+        """Return a description of the resource for the report of a failed test."""
         try:
             return self.namespace.kubectl("describe", "sdd", self.name)
         except KubectlError as error:
             return str(error)
 
     def remembered(self) -> str:
-        """For the report of a failed test: what the operator goes by."""
+        """Return the operator's persisted state for the report of a failed test."""
         try:
             kept = self.state()
         except KubectlError as error:
@@ -105,15 +105,15 @@ class Endpoint:
         found = self.namespace.list(CHILDREN, self.labels)
         return [f"{item['kind']}/{item['metadata']['name']}" for item in found]
 
-    # Its pods
+    # Pods
 
     def pods(self) -> list[Manifest]:
-        """Pods that are not on their way out."""
+        """Return the pods that are not terminating."""
         found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def all_pods(self) -> set[str]:
-        """Names, those on their way out included."""
+        """Return the names of all pods, including terminating ones."""
         found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
         return {pod["metadata"]["name"] for pod in found}
 
@@ -124,7 +124,10 @@ class Endpoint:
         return [pod["metadata"]["name"] for pod in self.pods() if ready(pod)]
 
     def identities(self) -> set[tuple[str, int]]:
-        """Uid and number of restarts of every pod: equal before and after means that no pod was touched."""
+        """Return the uid and restart count of every pod.
+
+        An unchanged result means that no pod was replaced or restarted.
+        """
         return {
             (pod["metadata"]["uid"], sum(c["restartCount"] for c in pod["status"].get("containerStatuses", [])))
             for pod in self.pods()
@@ -134,7 +137,7 @@ class Endpoint:
         (pod,) = self.ready_pods()
         return pod
 
-    # The admin port
+    # Admin port
 
     @contextmanager
     def admin(self, pod: str | None = None) -> Iterator[httpx.Client]:
@@ -152,7 +155,7 @@ class Endpoint:
             return Plan.model_validate_json(client.get(Route.plan).raise_for_status().content)
 
     def turn_knobs(self, knobs: SyntheticKnobs | None, pod: str | None = None) -> None:
-        """Sets the synthetic knobs of every worker, or of one; None takes them off."""
+        """Set the synthetic knobs of every worker, or of ``pod`` only. None removes them."""
         for name in [pod] if pod else self.ready_pods():
             with self.admin(name) as client:
                 if knobs is None:
@@ -161,7 +164,7 @@ class Endpoint:
                     client.put(Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
 
     def state(self) -> Any:
-        """What the operator remembers of this deployment, as it wrote it down."""
+        """Return the deployment state that the operator persisted for this deployment."""
         data = self.namespace.get("configmap", f"{self.name}-state")["data"]
         return json.loads(data["memory.json"])
 

@@ -1,4 +1,4 @@
-"""One namespace of the cluster: kubectl in it, and ways to reach what runs there. The harness stands on it."""
+"""A namespace of the cluster: kubectl bound to it, and connections to its Services and pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Namespace:
         return self.cluster.kubectl(*words, namespace=self.name, stdin=stdin, timeout_s=timeout_s)
 
     def refusal(self, *words: str, stdin: str | None = None) -> str:
-        """What kubectl says of a command that must fail."""
+        """Run a command that must fail and return kubectl's error message."""
         try:
             said = self.kubectl(*words, stdin=stdin)
         except KubectlError as error:
@@ -44,10 +44,10 @@ class Namespace:
 
     @contextmanager
     def reach(self, kind: str, name: str, port: int) -> Iterator[str]:
-        """Base URL of a Service or a pod while the block runs.
+        """Yield the base URL of a Service or a pod while the block runs.
 
-        Their addresses are routed on the machine of the local cluster, so that a Service is really crossed; elsewhere
-        the port is forwarded.
+        On the machine of the local cluster, Service and pod addresses are routed, so that requests really pass through
+        the Service. Elsewhere the port is forwarded.
         """
         if self.cluster.local:
             found = self.get(kind, name)

@@ -1,7 +1,7 @@
-"""What the proofs of the loop share: small workers, padded steps, and rows of the plan as they move.
+"""Helpers for the control loop tests: small workers, padded steps and the depth of plan rows.
 
-A worker has half a core and one thread, and every step is padded beyond what it takes there, so that replicas don't
-slow each other on a machine of two cores.
+A worker has half a core and one thread. Every step is padded beyond its real duration there, so that replicas do not
+slow each other down on a machine with two cores.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def deployed(
     knobs: SyntheticKnobs | None = None,
     **spec: Any,
 ) -> Iterator[Endpoint]:
-    """An endpoint of its own for as long as the block runs, Ready. Its workers have ``knobs`` from their first step on,
-    so that what they time before they serve is padded too."""
+    """Deploy an endpoint for the duration of the block and wait until it is Ready.
+
+    Its workers start with ``knobs``, so that the steps that they time before they serve are padded too.
+    """
     template = with_knobs(knobs) if knobs is not None else {}
     made = resource(name, {**SPECULATION, **speculation}, {"resources": HALF_A_CORE, "template": template, **workers})
     made["spec"].update(spec)
@@ -57,13 +59,16 @@ def deployed(
 
 
 def with_knobs(knobs: SyntheticKnobs) -> Manifest:
-    """A pod template of workers that start with ``knobs``."""
+    """Return a pod template for workers that start with ``knobs``."""
     environment = [{"name": Env.synthetic, "value": knobs.model_dump_json(exclude_none=True)}]
     return {"spec": {"containers": [{"name": "worker", "env": environment}]}}
 
 
 def steps(*, node_seconds: float, sequences: int = 1 << 30) -> tuple[StepTime, ...]:
-    """Of at most so many sequences: every node of the largest tree costs the same on top of a plain step."""
+    """Return step times for up to ``sequences`` sequences.
+
+    Every node adds ``node_seconds`` to a plain step, up to the largest tree.
+    """
     seconds = [PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)]
     found = [StepTime(max_sequences=sequences, max_nodes=nodes, seconds=s) for nodes, s in enumerate(seconds)]
     return (*found, StepTime(max_sequences=sequences, seconds=seconds[-1]))
@@ -74,7 +79,7 @@ def knobs(*rows: Sequence[StepTime], **acceptance: Any) -> SyntheticKnobs:
 
 
 def row(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
-    """Depth that a worker runs for so many sequences of the task, by its plan."""
+    """Return the planned depth of the task at this concurrency, according to the worker's plan."""
     plan = endpoint.plan(pod or endpoint.ready_pods()[0])
     bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
     found = plan.row(bucket, 0, task)

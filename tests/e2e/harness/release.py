@@ -1,4 +1,4 @@
-"""An operator of the tests' own: a helm release in a namespace of its own that watches one namespace alone."""
+"""A helm release of the operator for the tests, in its own namespace, that watches one other namespace only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ HELM = Path(sys.executable).parent / "helm"
 CHART = ROOT / "helm" / "specdecode"
 CRD = "specdecodedeployments.specdecode.io"
 OWNER_OF_CRD = {
-    # As the README's `helm install` makes it, so that a release that comes later can take the CRD over.
+    # The labels and annotations of the README's `helm install`, so that a later release can adopt the CRD.
     "labels": {"app.kubernetes.io/managed-by": "Helm"},
     "annotations": {"meta.helm.sh/release-name": "specdecode", "meta.helm.sh/release-namespace": "specdecode-system"},
 }
 
 
 class Crd:
-    """The CRD is shared by the whole cluster: brought up to date before the tests, removed only if they brought it."""
+    """The CRD, which the whole cluster shares.
+
+    It is updated before the tests, and removed afterwards only if the tests installed it.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -71,7 +74,7 @@ class Release:
         self._helm("uninstall", self.name, "--ignore-not-found")
 
     def scale(self, replicas: int) -> None:
-        """Returns when as many operators run, and no other."""
+        """Scale the operator and return once exactly this many replicas run."""
         self.namespace.kubectl("scale", "deployment", self.deployment, f"--replicas={replicas}")
         wait_for(f"{replicas} operators run", lambda: self._settled(replicas), timeout_s=90)
 

@@ -1,7 +1,8 @@
-"""A worker's ports without a worker: it says of itself whatever it was told to say. Runs in a pod, with Python alone.
+"""Stand-in for a worker: serves the worker's ports and reports fabricated counters.
 
-The test mounts this file. ``PUT /behaviour`` with one of BEHAVIOURS as the body chooses what the report says from then
-on; ``exit`` ends the process, and the kubelet starts it anew.
+It runs in a pod with nothing but Python's standard library; the test mounts this file. ``PUT /behaviour`` with one of
+BEHAVIOURS as the body selects the content of the next reports. ``exit`` ends the process, after which the kubelet
+restarts it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ told: dict[str, Any] = {"behaviour": "honest", "plan": {"uid": "", "version": 0,
 
 
 def honest(clock: float) -> dict[str, Any]:
-    """Fifty drafts a second, of which every second token is right; ``clock`` is in seconds."""
+    """Return a plausible report: fifty drafts a second, half of them accepted. ``clock`` is in seconds."""
     drafts = int(50 * clock)
     cell = {"draft": DRAFT, "task": "other", "sampled": False, "parent": "main"}
     plan = {**told["plan"], "matches_draft": told["plan"]["draft"] == DRAFT}
@@ -48,7 +49,7 @@ def report() -> bytes:
         return b"x" * 1_000_000
     if behaviour == "newer":
         return json.dumps({**found, "contract_version": 2, "mood": "good"}).encode()
-    if behaviour in ("nan", "negative", "backwards"):  # each with news that would change plans if it were believed
+    if behaviour in ("nan", "negative", "backwards"):  # these misses would change plans if accepted
         found["acceptance"][0]["ranks"] = misses
         found["accepted_tokens"] = 0
     if behaviour == "nan":
@@ -61,7 +62,7 @@ def report() -> bytes:
 
 
 class Public(BaseHTTPRequestHandler):
-    """Ready and healthy, and nothing else."""
+    """Handler of the public port: always ready and healthy."""
 
     def do_GET(self) -> None:
         self.answer(b"{}")
@@ -73,11 +74,11 @@ class Public(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: probes come all the time."""
+        """Suppress the log, which probes would fill."""
 
 
 class Admin(Public):
-    """Reports as told, and takes plans."""
+    """Handler of the admin port: serves the selected report and accepts plans."""
 
     def do_GET(self) -> None:
         self.answer(report() if self.path == "/v1/report" else json.dumps(told["plan"]).encode())

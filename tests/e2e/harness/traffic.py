@@ -1,4 +1,4 @@
-"""A user who asks one question after the other: streams of chat requests for as long as a block runs."""
+"""Closed-loop load: streams of chat requests, one after the other, for as long as a block runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 
 
 class Traffic:
-    """``with Traffic(url, model, concurrency=2) as traffic: ...``; failures are kept and raise nothing."""
+    """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``.
+
+    Failures are collected and raise nothing.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,10 @@ class Traffic:
             thread.join(60)
 
     def _ask(self) -> None:
-        """A connection for every request, as from many users: so each goes where the Service sends it now."""
+        """Send requests over a new connection each, as many users would.
+
+        The Service therefore chooses a pod for every request.
+        """
         while not self._stop.is_set():
             with self._lock:
                 body = next(self._bodies)
@@ -78,7 +84,7 @@ class Traffic:
 
 
 def answers(url: str, model: str, *, max_tokens: int = 24) -> list[str]:
-    """Greedy answers to some prompts, one at a time: equal whatever the speculation does."""
+    """Return the greedy answers to some prompts, requested one at a time. Speculation does not change them."""
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
         found = []
         for prompt in PROMPTS[:4]:

@@ -1,5 +1,8 @@
-"""Batches for tree attention, and what attention over them is by definition: a dense softmax over the keys that each
-query's path names, one query and one head at a time."""
+"""Batches for tests of tree attention, and their expected values from a dense softmax.
+
+The expected values follow the definition: a softmax over the keys that the path of each query names, for one query and
+one head at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-5, torch.float64: 1e-12}
 
 @dataclass(frozen=True)
 class Sequence:
-    """``parents`` of the rows behind the prefix, the root's -1 first, or None for a causal chunk of ``rows`` rows.
-    ``queries`` are the rows that ask: all of them for the target, the newest level for a draft. The first ``start``
-    keys are hidden; ``slack`` is how far the host's bound lies above the keys that there are."""
+    """One sequence of a batch.
+
+    ``parents`` are the parents of the rows after the prefix, starting with the root's -1, or None for a causal chunk of
+    ``rows`` rows. ``queries`` are the rows that attend: all of them for the target, the newest level for a draft. The
+    first ``start`` keys are hidden. ``slack`` is the difference between the host's bound and the actual number of keys.
+    """
 
     prefix: int
     rows: int
@@ -31,10 +37,11 @@ class Sequence:
 
     @property
     def keys(self) -> int:
+        """Number of keys, including the suffix rows up to the last query."""
         return self.prefix + (max(self.queries) + 1)
 
     def sees(self, row: int) -> list[int]:
-        """Indices of the keys that suffix row ``row`` attends to, by following its parents."""
+        """Return the indices of the keys that suffix row ``row`` attends to, found by following its parents."""
         own = list(range(row + 1)) if self.parents is None else []
         while self.parents is not None and row >= 0:
             own.append(row)
@@ -42,6 +49,7 @@ class Sequence:
         return [key for key in (*range(self.prefix), *(self.prefix + r for r in sorted(own))) if key >= self.start]
 
     def ancestors(self, row: int) -> int:
+        """Return the ancestor bit mask of a suffix row, as a signed int64."""
         if self.parents is None:
             return CAUSAL
         mask = sum(1 << (key - self.prefix) for key in replace(self, start=0).sees(row) if key >= self.prefix)
@@ -68,7 +76,7 @@ class Case:
         return torch.tensor([s.prefix for s in self.sequences])
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a sequence, its suffix rows included, gathered one by one."""
+        """Return all keys and values of a sequence, including its suffix rows, gathered one by one."""
         s = self.sequences[b]
         slots = [(self.blocks[b][i // BLOCK], i % BLOCK) for i in range(s.prefix + s.rows)]
         k, v = (torch.stack([half[block, offset] for block, offset in slots]) for half in self.cache_2NPKD)
@@ -86,7 +94,7 @@ def make(
     size: int = 8,
     garbage: float = 30,
 ) -> Case:
-    """``garbage`` scales what stands in slots that nobody may read."""
+    """Build a case. ``garbage`` scales the values in slots that must not be read."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(s.prefix + s.rows + s.slack) // BLOCK) for s in sequences]
     total = 1 + sum(needed)
@@ -103,7 +111,7 @@ def make(
 
 
 def by_definition(case: Case) -> Tensor:
-    """Dense softmax attention in fp64, one query and one head at a time."""
+    """Compute dense softmax attention in fp64, one query and one head at a time."""
     out, t = torch.zeros_like(case.q_THD), 0
     groups = case.q_THD.shape[1] // case.cache_2NPKD.shape[3]
     for b, s in enumerate(case.sequences):
@@ -118,19 +126,23 @@ def by_definition(case: Case) -> Tensor:
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether the values agree within the tolerance of their type."""
     tolerance = TOLERANCE[wanted.dtype]
     return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 def tree(prefix: int, *parents: int, start: int = 0, slack: int = 0) -> Sequence:
+    """Return a sequence with a draft tree, given the parents of the nodes after the root."""
     return Sequence(prefix, len(parents) + 1, (-1, *parents), tuple(range(len(parents) + 1)), start, slack)
 
 
 def chain(prefix: int, nodes: int, **fields: int) -> Sequence:
+    """Return a sequence with a draft chain of ``nodes`` nodes after the root."""
     return tree(prefix, *range(nodes), **fields)
 
 
 def chunk(prefix: int, rows: int, **fields: int) -> Sequence:
+    """Return a sequence with a causal prefill chunk."""
     return Sequence(prefix, rows, None, tuple(range(rows)), **fields)
 
 

@@ -1,7 +1,8 @@
-"""Compiles every kernel for an H100 without a GPU, in bf16 and as its launcher would launch it; a process of its own,
-since Triton either compiles or interprets. Prints {name of the launch: {"kernels": [...], "shared_bytes": most}}.
+"""Command that compiles every kernel for an H100, without a GPU, with the arguments of its launcher in bf16.
 
-Launchers run on CPU tensors; the launch itself is replaced by the compiler, down to machine code.
+It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
+launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...],
+"shared_bytes": maximum}}.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ compiled: list[tuple[str, int]] = []
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-    """In the place of JITFunction.run: types and alignment are read off the arguments as it does."""
+    """Compile a kernel instead of launching it.
+
+    Replaces JITFunction.run; types and alignment are derived from the arguments as in the original.
+    """
     options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
     signature, constants, alignment = {}, {}, {}

@@ -1,7 +1,8 @@
-"""Kernels as Triton's interpreter runs them: on CPU tensors, one program after another, no compiler.
+"""Import of kernels for Triton's interpreter: on CPU tensors, one program after another, without a compiler.
 
-Triton decides when a function is decorated, its own library's when it is first imported (tests/conftest.py sees to
-that); kernels are imported here, before any test can import them otherwise.
+Triton decides between interpreting and compiling when a function is decorated, and for its own library when that is
+first imported (tests/conftest.py sets this up). Kernels are therefore imported here, before any test can import them in
+the other mode.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PACKAGE = "specdecode_kernels"
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """What is decorated meanwhile will be interpreted."""
+    """Make functions that are decorated in this block run interpreted."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -35,14 +36,14 @@ def interpreting() -> Iterator[None]:
 
 
 def kernel_modules() -> list[str]:
-    """Every module of the package that decorates kernels."""
+    """Return the names of all modules of the package that decorate kernels."""
     root = Path(importlib.import_module(_PACKAGE).__file__ or "").parent
     names = sorted(path.relative_to(root.parent) for path in root.rglob("*.py") if "@triton.jit" in path.read_text())
     return [".".join(name.with_suffix("").parts) for name in names]
 
 
 def import_kernels() -> None:
-    """Raises RuntimeError where triton was imported before, to be compiled."""
+    """Import all kernels interpreted; raises RuntimeError if triton was imported before in compiling mode."""
     with interpreting():
         for name in kernel_modules():
             importlib.import_module(name)
@@ -52,13 +53,13 @@ def import_kernels() -> None:
             raise RuntimeError(
                 "triton was imported too early to be interpreted: leave TRITON_INTERPRET as tests/conftest.py sets it"
             )
-        # Triton imports the rest of itself at its first launch.
+        # Triton imports the rest of its library at the first launch.
         noise = importlib.import_module(f"{_PACKAGE}.noise.kernel")
         noise.gumbel(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 4, 0, block=4)
 
 
 def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
-    """The module with a bug planted in its source: ``old``, which must stand there, becomes ``new``."""
+    """Return a copy of the module with a bug in its source: ``old``, which must occur there, is replaced by ``new``."""
     source = Path(module.__file__ or "").read_text()
     assert old in source, f"{module.__name__} does not say {old!r} any more: plant the bug elsewhere"
     path = folder / f"{module.__name__.replace('.', '_')}.py"
@@ -67,7 +68,7 @@ def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = found  # dataclasses look their module up
+    sys.modules[path.stem] = found  # dataclasses look up their module here
     with interpreting():
         spec.loader.exec_module(found)
     return found

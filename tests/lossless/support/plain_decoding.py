@@ -1,5 +1,7 @@
-"""Plain decoding by definition: one dense pass over all tokens for every next one, and the reference of every
-processor. No engine, no cache, no packing, no batch."""
+"""Reference decoder: one dense forward pass over all tokens per generated token, and reference processors.
+
+It uses no engine, no cache, no packing and no batching.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,22 @@ from specdecode_worker.models.networks.llama import Llama
 
 
 class PlainDecoding:
-    """Texts of requests, and the chances of their next tokens."""
+    """Texts of requests and the probabilities of their next tokens, computed with dense passes."""
 
     def __init__(self, target: Llama) -> None:
         self._target = target
         self.text = lru_cache(maxsize=None)(self._text)
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """[T, V] behind every token."""
+        """Return the target's logits after every token, [T, V]."""
         hidden = self._target(torch.tensor(tokens), torch.arange(len(tokens)), dense).hidden_TE
         return self._target.logits(hidden)
 
     def logp(self, request: Submit, answer: list[int]) -> Tensor:
-        """[1, V] log-probabilities of the token behind ``answer``; all on one token where greedy."""
+        """Return the log-probabilities of the token after ``answer``, [1, V].
+
+        For a greedy request all probability is on one token.
+        """
         sampling = request.sampling
         moved = _adjusted(self.logits([*request.prompt, *answer])[-1:], request, answer)
         cuts = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
@@ -66,7 +71,7 @@ def _adjusted(logits: Tensor, request: Submit, answer: list[int]) -> Tensor:
 
 
 def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """models.layers.Attend over the tokens of this pass alone, causal."""
+    """Attend causally over the tokens of this pass only. Implements layers.Attend."""
     groups = q_THD.shape[1] // k_TKD.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
     return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)

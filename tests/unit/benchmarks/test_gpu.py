@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: a dry run goes through the engine and is reported; what is asked for is judged as said."""
+"""`make gpu` without a GPU: a dry run is measured and reported, and the targets are evaluated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
-# Kernels are interpreted in tests/kernels; here one engine and the whole way of its figures.
+# tests/kernels covers the kernels in the interpreter. Here one engine stage runs through the whole pipeline of figures.
 SKIPPED = ("tests", "attention", "sampling", "quantised", "engine-70b-eighth", "engine-8b-eager")
 
 
@@ -25,7 +25,7 @@ def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool | None]:
-    """By target and case: met or not."""
+    """Return whether each target was met, by target and case. None means that it was not measured."""
     monkeypatch.syspath_prepend(GPU)
     import targets
 
@@ -90,7 +90,10 @@ def test_sampling_is_a_share_of_the_largest_plain_step(monkeypatch: pytest.Monke
 
 
 def test_attention_is_held_against_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer's decode where it is installed, the copy rate where it is not; FlexAttention in both cases."""
+    """Attention is compared with FlashInfer's decode if it is installed, else with the copy rate.
+
+    FlexAttention is compared in both cases.
+    """
     case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
     ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5}
     rows = [ours | {"flash_decode_microseconds": 9.5}, case | {"kind": "flex", "microseconds": 9.0}]

@@ -1,4 +1,4 @@
-"""The plan's rows, and how both sides read what a newer version wrote."""
+"""Tests of the plan's rows, and of reading documents from a newer version."""
 
 import pytest
 from pydantic import ValidationError

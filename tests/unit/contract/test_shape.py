@@ -1,4 +1,4 @@
-"""Draft trees as lists of parents: text forms, derived figures, and what is refused."""
+"""Tests of draft trees: text forms, derived values and refused input."""
 
 import pytest
 from hypothesis import given

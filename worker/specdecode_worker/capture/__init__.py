@@ -1,4 +1,4 @@
-"""What a worker keeps of its traffic: records in segments, written beside the server, read by ``distill``.
+"""Capture of served requests: records in segment files, written by a background thread and read by ``distill``.
 
 server ──offer──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
 """

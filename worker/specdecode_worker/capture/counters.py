@@ -1,4 +1,7 @@
-"""What capture counts; ``metrics`` shows it. Written by the recorder's thread and the event loop, each its own keys."""
+"""Counters of the capture, exported by ``metrics``.
+
+The recorder's thread and the event loop both write them, each with keys of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from enum import StrEnum
 
 
 class Dropped(StrEnum):
-    """Why a request that was to be captured is not among the records."""
+    """Reason why a request selected for capture has no record."""
 
     queue_full = "queue_full"
     opted_out = "opted_out"
     not_repeatable = "not_repeatable"
-    """Sampled by multi-round sampling, whose text no replay can check."""
+    """Sampled by multi-round sampling. A replay cannot verify its text."""
     redacted = "redacted"
     redaction_error = "redaction_error"
     too_large = "too_large"
@@ -22,9 +25,12 @@ class Dropped(StrEnum):
 
 @dataclass(slots=True)
 class CaptureCounts:
-    """Monotonic, but ``stored_bytes``: what the folder held when it was last looked at."""
+    """Counters of one worker, monotonic except ``stored_bytes``.
+
+    ``stored_bytes`` is the size of the folder at the last sweep.
+    """
 
     records: Counter[str] = field(default_factory=Counter)
-    """By task."""
+    """Records written, by task."""
     dropped: Counter[Dropped] = field(default_factory=Counter)
     stored_bytes: int = 0

@@ -1,13 +1,13 @@
-"""What can go wrong in capturing.
+"""Errors of capture.
 
 CaptureError
 ├── HookNotFound       the redaction hook cannot be imported
-└── FolderUnusable     the folder of segments cannot be made, written or read
+└── FolderUnusable     the folder of segments cannot be created, written or read
 """
 
 
 class CaptureError(Exception):
-    """Capture cannot start; the message says what to change."""
+    """Base of errors that prevent capture from starting. The message names the remedy."""
 
 
 class HookNotFound(CaptureError):
@@ -15,4 +15,4 @@ class HookNotFound(CaptureError):
 
 
 class FolderUnusable(CaptureError):
-    """The folder of segments cannot be made, written or read."""
+    """The folder of segments cannot be created, written or read."""

@@ -1,6 +1,6 @@
-"""One served request as it is kept: token ids and how they were chosen, enough to choose them again. No text.
+"""Record of one served request: its token ids and sampling parameters, enough to replay it. It holds no text.
 
-On disk a record is msgpack, a map by field name; readers ignore fields that they do not know.
+On disk a record is a msgpack map by field name. Readers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -13,29 +13,39 @@ from specdecode_worker.engine.ipc.messages import Sampling
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """``tokens`` are prompt and answer; the answer starts at ``prompt_length``."""
+    """One served request.
+
+    ``tokens`` are the prompt followed by the output, which starts at index ``prompt_length``.
+    """
 
     tokens: tuple[int, ...]
     prompt_length: int
     sampling: Sampling
-    """With its seed; log-probabilities that the client wanted are left out."""
+    """Sampling parameters with the seed, without the log-probabilities that the client requested."""
     target: str
     """Hash of the target's weights."""
     task: str
     time_seconds: float
-    """Unix time at which the answer ended."""
+    """Unix time at which the output ended."""
     opening: str
-    """``opening_of`` the conversation: its turns have the same, and fall into the same split."""
+    """`opening_of` the conversation.
+
+    All turns of a conversation share it, so that they are assigned to the same split.
+    """
     share: float = 1.0
-    """Of such requests that were captured: this record stands for 1/share of them."""
+    """Share of such requests that were captured: this record represents 1/share of them."""
 
     @property
     def output_length(self) -> int:
+        """Number of output tokens."""
         return len(self.tokens) - self.prompt_length
 
 
 def opening_of(text: str) -> str:
-    """16 hex digits of SHA-256 over the opening user text, apart from how its whitespace is spread."""
+    """Return 16 hex digits of the SHA-256 of the first user text.
+
+    Differences in white space do not change it.
+    """
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
 
 
@@ -44,9 +54,10 @@ _DECODER = msgspec.msgpack.Decoder(Record)
 
 
 def encoded(record: Record) -> bytes:
+    """Return the msgpack encoding of a record."""
     return _ENCODER.encode(record)
 
 
 def decoded(body: bytes) -> Record:
-    """Raises msgspec.DecodeError, ValidationError among them."""
+    """Decode a record. Raise msgspec.DecodeError, or its subclass ValidationError, if the bytes are invalid."""
     return _DECODER.decode(body)

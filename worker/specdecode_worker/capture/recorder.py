@@ -1,4 +1,7 @@
-"""The thread that writes records: the server hands them over without waiting, and what does not fit is dropped."""
+"""Background thread that writes records.
+
+The server hands records over without waiting; records that exceed the queue are dropped.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,20 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Of one worker. ``share_of`` and ``offer`` belong to the event loop, all else to the thread."""
+    """Recorder of one worker.
+
+    ``share_of``, ``draws`` and ``offer`` must be called from the event loop. The recorder's own thread redacts and
+    writes.
+    """
 
     def __init__(
         self, config: CaptureConfig, *, clock: Callable[[], float] = time.time, seed: int | None = None
     ) -> None:
-        """Raises CaptureError."""
+        """Start the thread.
+
+        Raises:
+            CaptureError: the redaction hook or the folder cannot be used.
+        """
         self.counts = CaptureCounts()
         self._config = config
         self._random = random.Random(seed)
@@ -40,21 +51,22 @@ class Recorder:
         self._thread.start()
 
     def share_of(self, task: str) -> float:
+        """Return the share of requests of ``task`` to capture."""
         return self._config.task_shares.get(task, self._config.share)
 
     def draws(self, task: str) -> bool:
-        """Whether chance takes this request of ``task``."""
+        """Return whether to capture this request of ``task``, by a random draw with its share."""
         return self._random.random() < self.share_of(task)
 
     def offer(self, record: Record) -> None:
-        """Never waits: a full queue drops the record."""
+        """Queue a record without waiting; drop it if the queue is full."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self.counts.dropped[Dropped.queue_full] += 1
 
     def close(self, seconds: float = 5.0) -> None:
-        """Writes what was handed over, for ``seconds`` at most."""
+        """Write the queued records and stop the thread, waiting at most ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             self._queue.put(None, timeout=seconds)
@@ -85,7 +97,7 @@ class Recorder:
             return
         try:
             body = encoded(found)
-        except (TypeError, ValueError):  # the hook put something into a field that no record holds
+        except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
             self.counts.dropped[Dropped.redaction_error] += 1
             return
         if len(body) > self._segments.largest:
@@ -107,5 +119,5 @@ class Recorder:
     def _failed(self, error: OSError) -> None:
         first = not self.counts.dropped[Dropped.write_error]
         self.counts.dropped[Dropped.write_error] += 1
-        if first:  # a full disk would fill the log too
+        if first:  # log once only: a full disk would also fill the log
             log.warning("captured records cannot be written: %s", error)

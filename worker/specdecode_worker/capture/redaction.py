@@ -1,4 +1,4 @@
-"""The redaction hook: a function of the user's that sees every record before it is written."""
+"""Redaction hook: a function of the user that receives every record before it is written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ log = logging.getLogger(__name__)
 
 
 def load_hook(name: str) -> Hook:
-    """``module:function``. Raises HookNotFound; what the module itself raises on import is told in it."""
+    """Import the hook named ``module:function``.
+
+    Raises:
+        HookNotFound: the import fails or the result is not callable. The message contains the exception of the module.
+    """
     module, _, path = name.partition(":")
     try:
         found: Any = attrgetter(path)(import_module(module))
-    except Exception as error:  # whatever a user's module may raise
+    except Exception as error:  # a user's module may raise any exception
         raise HookNotFound(f"the redaction hook {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise HookNotFound(f"the redaction hook {name} is no function")
@@ -31,13 +35,15 @@ def load_hook(name: str) -> Hook:
 
 
 def redacted(record: Record, hook: Hook | None) -> Record | Dropped:
-    """What may be written. A hook that fails, or gives back anything else, drops the record: better none than a raw
-    one."""
+    """Return the record to write, or the reason to drop it.
+
+    A hook that fails or returns anything but a record drops the record, so that no unredacted record is written.
+    """
     if hook is None:
         return record
     try:
         found = hook(record)
-    except Exception as error:  # whatever a user's function may raise; its message may hold what was to be hidden
+    except Exception as error:  # any type is possible; the message is not logged, since it may contain the text to hide
         log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
         return Dropped.redaction_error
     if found is None:

@@ -1,8 +1,9 @@
-"""Append-only segments of records: crash-safe, shared by several workers, bounded in bytes and age.
+"""Append-only segment files of records: crash-safe, shared by several workers, bounded in bytes and age.
 
-A segment is MAGIC, then frames: length and CRC-32 of the body (little-endian u32 each), body. A frame that a crash tore
-ends its segment. Every worker writes segments of its own and sweeps away the oldest of all, so that the bounds hold
-for the folder; a writer whose segment was swept away starts another.
+A segment is MAGIC followed by frames. A frame is the length and the CRC-32 of its body (little-endian u32 each), then
+the body. A frame truncated by a crash ends its segment. Every worker writes its own segments and deletes the oldest
+segments of all workers, so that the bounds hold for the folder. A writer starts another segment if its current one was
+deleted.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ MAGIC = b"SDCAP01\n"
 SUFFIX = ".segment"
 _FRAME = struct.Struct("<II")
 _PARTS = 16
-"""A segment is closed at so small a part of either bound: what is swept away at once is that much."""
+"""A segment is closed at this fraction of either bound, so a sweep never deletes more than that at once."""
 
 
 class SegmentWriter:
-    """One worker's hand on the folder. ``clock`` gives Unix seconds. Raises FolderUnusable."""
+    """Writer of one worker's segments.
+
+    ``clock`` returns Unix seconds. Raises FolderUnusable if the folder cannot be written.
+    """
 
     def __init__(
         self, folder: Path, *, max_bytes: int, max_age_seconds: float, clock: Callable[[], float] = time.time
@@ -50,16 +54,20 @@ class SegmentWriter:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest record that fits a segment."""
+        """Size in bytes of the largest record that fits a segment."""
         return self._segment_bytes - len(MAGIC) - _FRAME.size
 
     @property
     def sweep_seconds(self) -> float:
-        """How often to sweep, so that no record outlives its age by more than a part of it."""
+        """Interval between sweeps in seconds, at which no record exceeds its age by more than a fraction."""
         return min(60.0, self._max_age_seconds / _PARTS)
 
     def append(self, body: bytes) -> None:
-        """In one write, so that a crash tears the last frame at most. Raises OSError."""
+        """Append a record in one write, so that a crash can truncate only the last frame.
+
+        Raises:
+            OSError: the write failed or was incomplete.
+        """
         frame = _FRAME.pack(len(body), zlib.crc32(body)) + body
         if self._file is not None and self._is_over(len(frame)):
             self.close()
@@ -68,7 +76,7 @@ class SegmentWriter:
             self.sweep()
         assert self._file is not None
         if os.write(self._file, frame) != len(frame):
-            self.close()  # half a frame: nothing may follow it
+            self.close()  # the frame is incomplete, so nothing may follow it
             raise OSError("the segment could not take the whole record")
         self._size += len(frame)
         self._unswept += len(frame)
@@ -76,14 +84,18 @@ class SegmentWriter:
             self.sweep()
 
     def sweep(self) -> int:
-        """Deletes what is too old or too much, the oldest first; returns the bytes that stay. Raises OSError."""
+        """Delete segments beyond the bounds of age and size, oldest first, and return the remaining bytes.
+
+        Raises:
+            OSError: a segment cannot be deleted.
+        """
         self._unswept = 0
         segments = _segments(self._folder)
         kept = sum(size for _, size, _ in segments)
-        # Room for what all workers together write until they sweep again.
+        # Leave room for the records that all workers write until their next sweep.
         bound = self._max_bytes - self._segment_bytes
         for path, size, began in segments:
-            # The oldest record of a segment is as old as its name says.
+            # The name of a segment holds the time of its oldest record.
             too_old = began < self._clock() - self._max_age_seconds * (1 - 1 / _PARTS)
             if too_old or kept > bound:
                 path.unlink(missing_ok=True)
@@ -91,6 +103,7 @@ class SegmentWriter:
         return kept
 
     def close(self) -> None:
+        """Flush the current segment to disk and close it."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
@@ -112,19 +125,23 @@ class SegmentWriter:
 
 @dataclass(slots=True)
 class Reading:
-    """What reading a folder came across."""
+    """Counters of one read of the folders."""
 
     segments: int = 0
     torn: int = 0
-    """Segments that end in a torn frame, or are none of ours."""
+    """Segments that end in a truncated frame, or do not start with MAGIC."""
     unreadable: int = 0
-    """Whole frames that hold no record."""
+    """Complete frames that do not decode as a record."""
 
 
 def read_records(folders: Sequence[Path], reading: Reading) -> Iterator[Record]:
-    """All records of the folders, segment by segment in the order in which they were begun; writers may be at work.
+    """Yield all records of the folders, by segment in the order of creation.
 
-    Raises FolderUnusable."""
+    Workers may write to the folders at the same time.
+
+    Raises:
+        FolderUnusable: one of ``folders`` is not a folder.
+    """
     for folder in folders:
         if not folder.is_dir():
             raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
@@ -132,7 +149,7 @@ def read_records(folders: Sequence[Path], reading: Reading) -> Iterator[Record]:
             try:
                 content = path.read_bytes()
             except FileNotFoundError:
-                continue  # swept away meanwhile
+                continue  # deleted by a writer since the listing
             reading.segments += 1
             yield from _records(content, reading)
 
@@ -155,7 +172,7 @@ def _records(content: bytes, reading: Reading) -> Iterator[Record]:
 
 
 def _body(content: bytes, at: int) -> bytes | None:
-    """The frame's at ``at``; None where it is torn."""
+    """Return the body of the frame at offset ``at``, or None if the frame is truncated or corrupt."""
     if at + _FRAME.size > len(content):
         return None
     length, checksum = _FRAME.unpack_from(content, at)
@@ -164,7 +181,7 @@ def _body(content: bytes, at: int) -> bytes | None:
 
 
 def _segments(folder: Path) -> list[tuple[Path, int, float]]:
-    """(path, bytes, Unix seconds of its beginning), oldest first."""
+    """Return (path, bytes, Unix seconds of creation) of each segment, oldest first."""
     found = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         began = path.name.partition("-")[0]

@@ -1,1 +1,5 @@
-"""One module a command: ``add_arguments(parser)`` and ``run(args) -> exit code``. They wire, and decide nothing."""
+"""Commands of ``specdecode-worker``, one module each.
+
+Every module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit code. Commands connect flags to the
+other packages and contain no logic of their own.
+"""

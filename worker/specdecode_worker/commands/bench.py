@@ -1,4 +1,4 @@
-"""``specdecode-worker bench``: speculation against plain decoding, interleaved in one run, on the same prompts."""
+"""Command ``bench``: compare speculation with plain decoding on the same prompts, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ QUESTIONS = (
     "What is the difference between a list and a tuple in Python?",
     "Give me a recipe for a simple vegetable soup.",
 )
-"""Run when no file of prompts is named."""
+"""Prompts used if no file of prompts is given."""
 FEWEST = 4
-"""Prompts of every level: acceptance of a single text says little."""
+"""Fewest prompts for each concurrency, because the acceptance of a single text is not representative."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.add_argument("--against", choices=("plain",), default="plain", help="what to compare with")
     parser.add_argument("--concurrency", type=_counts, default=(1,), metavar="1,2,4", help="prompts run together")
     parser.add_argument(
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Return the exit code: 0 on success, 1 on an error."""
     try:
         engine = local_engine(args, max_num_seqs=max(args.concurrency))
         prompts = _prompts(engine, args)
@@ -87,7 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
-    """All of a file, or a few questions; repeated where the highest concurrency is higher."""
+    """Return the prompts of the file, or built-in questions, repeated to fill the highest concurrency.
+
+    Raises:
+        ValueError: The file holds no prompt.
+    """
     if args.prompts:
         found = engine.prompts(Path(args.prompts))
     else:
@@ -99,6 +105,7 @@ def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
 
 
 def _variants(args: argparse.Namespace) -> tuple[Variant, ...]:
+    """Return the distinct variants of --variant, or the one of --depth or --tree."""
     first = Variant(args.shape if args.shape is not None else DEFAULT_SHAPE)
     return tuple(dict.fromkeys(args.variant)) if args.variant else (first,)
 
@@ -106,7 +113,10 @@ def _variants(args: argparse.Namespace) -> tuple[Variant, ...]:
 def _document(
     args: argparse.Namespace, engine: LocalEngine, by_concurrency: dict[int, dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """``concurrency`` holds the first variant; ``variants`` all of them, where there are more."""
+    """Build the JSON document of the results.
+
+    ``concurrency`` holds the first variant. ``variants`` holds all variants if there is more than one.
+    """
     names = list(next(iter(by_concurrency.values())))
     document = {
         "model": args.model,
@@ -127,14 +137,14 @@ def _document(
 
 
 def machine() -> str:
-    """The processor's name and how many of its cores are ours."""
+    """Return the name of the processor and the number of cores available to this process."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
 def _instruction_set() -> str:
-    """What makes bf16 matrices fast on this CPU, if anything does."""
+    """Return the best instruction set of this CPU for bf16 matrix products."""
     flags = set()
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
@@ -147,6 +157,7 @@ def _instruction_set() -> str:
 
 
 def _variant(text: str) -> Variant:
+    """Parse ``SHAPE`` or ``ngram/SHAPE``. Raise ArgumentTypeError for other text."""
     draft, _, shape = text.rpartition("/")
     if draft not in ("", NGRAM):
         raise argparse.ArgumentTypeError(f"{text!r}: the draft is {NGRAM}, or none is named")
@@ -157,6 +168,7 @@ def _variant(text: str) -> Variant:
 
 
 def _counts(text: str) -> tuple[int, ...]:
+    """Parse positive counts separated by commas. Raise ArgumentTypeError for other text."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:

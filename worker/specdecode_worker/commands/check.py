@@ -1,4 +1,4 @@
-"""``check``: whether a target and a draft fit each other and the device, before anything is loaded."""
+"""Command ``check``: report whether a target and a draft fit each other and the device, without loading weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _ENGINE = EngineConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
     add_model_flags(parser)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when it fits, 1 when it does not or cannot be read, 2 for wrong usage."""
+    """Return the exit code: 0 if the model fits, 1 if it does not fit or cannot be read, 2 for wrong usage."""
     try:
         config = _config(args)
     except ValueError as error:
@@ -57,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> WorkerConfig:
-    """Raises ValueError."""
+    """Build the worker configuration from the environment or from flags.
+
+    Raises:
+        ValueError: The flags or the configuration are invalid.
+    """
     if Env.config in os.environ:
         return WorkerConfig.model_validate_json(os.environ[Env.config])
     method, draft = method_and_draft(args)
@@ -91,6 +96,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
 
 
 def _inventory(args: argparse.Namespace, config: WorkerConfig) -> Inventory:
+    """Read the checkpoint headers and the device memory that the memory check needs."""
     cache, memory = Path(config.cache_dir), None
     if args.memory:
         memory = _another(args.memory, config.engine)
@@ -99,6 +105,7 @@ def _inventory(args: argparse.Namespace, config: WorkerConfig) -> Inventory:
 
 
 def _another(gib: float, engine: EngineConfig) -> Device:
+    """Return a device with ``gib`` GiB of free memory, in place of the local device."""
     size = int(gib * 2**30)
     kind: Literal["cpu", "cuda"] = "cuda" if engine.device == "cuda" else "cpu"
     source = "GPU memory" if kind == "cuda" else "memory"
@@ -106,6 +113,7 @@ def _another(gib: float, engine: EngineConfig) -> Device:
 
 
 def _told(verdict: CheckVerdict) -> str:
+    """Format the result as text."""
     lines = [*verdict.arithmetic, ""]
     if verdict.draft_problem:
         lines.append(f"the draft is not for this target: {verdict.draft_problem}")

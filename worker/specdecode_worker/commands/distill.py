@@ -1,6 +1,7 @@
-"""``distill``: a better draft out of captured traffic, and a verdict on it: flags for ``training.distillation``.
+"""Command ``distill``: train a better draft from captured traffic and compare it with the deployed draft.
 
-SIGTERM and SIGINT stop it between two pieces of work, with everything kept.
+The work is done by ``training.distillation``. SIGTERM and SIGINT stop the command between two pieces of work; all
+finished work is kept.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from specdecode_worker.training.distillation.student_training import StudySettin
 from specdecode_worker.training.errors import TrainingError
 
 INTERRUPTED = 143
-"""128 + SIGTERM, as if it had not been caught: a Job shall start it again."""
+"""Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
 _USAGE = 64
 _DEFAULTS = StudySettings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.epilog = (
         "Exit codes: 0 the draft is better, 2 worse, 3 inconclusive; 1 an error, 64 wrong usage, 143 stopped by a "
         "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json."
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_study_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the training itself."""
     defaults = _DEFAULTS
     parser.add_argument("--steps", type=int, default=defaults.steps, help="at most (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="of training, at most (default: 60)")
@@ -77,7 +80,7 @@ def _add_study_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _exit_apart(parser: argparse.ArgumentParser) -> None:
-    """Wrong usage must not look like the verdict `worse`, which is 2 too."""
+    """Make wrong usage exit with 64, because argparse uses 2, which is the code of the verdict `worse`."""
 
     def error(message: str) -> NoReturn:
         parser.print_usage(sys.stderr)
@@ -87,7 +90,7 @@ def _exit_apart(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See the epilog."""
+    """Return the exit code listed in the epilog of the help text."""
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set."""
+    """Yield an event that SIGTERM and SIGINT set."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -117,6 +120,7 @@ def _stoppable() -> Iterator[threading.Event]:
 
 
 def _distilled(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
+    """Run the distillation and return its result document."""
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
     model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
     job = Job(
@@ -137,7 +141,11 @@ def _distilled(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any
 
 
 def _settings(args: argparse.Namespace) -> StudySettings:
-    """Raises TrainingError that names the flag."""
+    """Build the training settings from the flags.
+
+    Raises:
+        TrainingError: A value is out of range; the message names the flag.
+    """
     if not 0 <= args.replay_share < 1:
         raise TrainingError(f"--replay-share is {args.replay_share}; it is a share of a round, from 0 to below 1")
     least = {"--steps": args.steps, "--minutes": args.minutes, "--round-steps": args.round_steps,
@@ -158,9 +166,11 @@ def _settings(args: argparse.Namespace) -> StudySettings:
 
 
 def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
+    """Resolve a model URI and hash its weights."""
     folder = resolve(uri, cache_dir)
     return Ancestor(uri, folder, weights_hash(folder))
 
 
 def _tell(line: str) -> None:
+    """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
-"""``eval``: acceptance of a draft by domain and depth, by replay of the target's own greedy text; with ``--sampler``
-the acceptance of samplers side by side (samplers.py)."""
+"""Command ``eval``: measure the acceptance of a draft by domain and depth, by replay of the target's greedy text.
+
+With ``--sampler`` it compares the acceptance of samplers instead; see common/sampler_comparison.py.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.evaluation.draft_evaluation import evaluate
 
 _ROWS = 32
+"""Largest number of answers generated at a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     add_model_flags(parser)
     add_shape_flags(parser)
     add_output_flags(parser)
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 with the figures on standard output, 1 when they cannot be had, 2 for wrong usage."""
+    """Return the exit code: 0 with the results on standard output, 1 on an error, 2 for wrong usage."""
     try:
         method, draft = method_and_draft(args)
         if method == "none" or not args.prompts:
@@ -66,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluated(args: argparse.Namespace, draft: str) -> dict[str, Any]:
+    """Generate the target's greedy answers and evaluate the draft on them."""
     if args.threads:
         torch.set_num_threads(args.threads)
     cache = Path(args.cache_dir) if args.cache_dir else None
@@ -85,6 +90,7 @@ def _evaluated(args: argparse.Namespace, draft: str) -> dict[str, Any]:
 
 
 def _table(document: dict[str, Any]) -> str:
+    """Format the results as a table with a row for each domain."""
     lines = [f"{'':10} {'tokens/step':>11} {'speedup':>8} {'distinct 4-grams':>17}  acceptance by depth | advice"]
     for name, part in {"overall": document["overall"], **document["domains"]}.items():
         acceptance = " ".join(f"{a:.2f}" for a in part["acceptance"])

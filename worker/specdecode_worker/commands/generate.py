@@ -1,4 +1,4 @@
-"""``specdecode-worker generate``: text for prompts, with the engine alone."""
+"""Command ``generate``: generate text for prompts with an engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from specdecode_worker.server.errors import TokenizerProblem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.add_argument("--prompt", help="one user message (or plain text with --raw)")
     parser.add_argument("--raw", action="store_true", help="take --prompt as it is, without the chat template")
     parser.add_argument("--concurrency", type=int, default=8, help="prompts of a file run together (default: 8)")
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Return the exit code: 0 on success, 1 on an error, 2 for wrong usage."""
     if (args.prompt is None) == (args.prompts is None):
         print("generate needs either --prompt TEXT or --prompts FILE.jsonl", file=sys.stderr)
         return 2
@@ -59,11 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(engine: LocalEngine, args: argparse.Namespace) -> Prompt:
+    """Return the prompt given by --prompt."""
     line = {"prompt": args.prompt} if args.raw else {"messages": [{"role": "user", "content": args.prompt}]}
     return engine.prompt(line)
 
 
 def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> int:
+    """Print the answer to one prompt while it is generated."""
     detokenizer = engine.tokenizer.detokenizer(prompt.tokens)
 
     def show(_: int, new: Tokens) -> None:
@@ -76,6 +80,7 @@ def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> in
 
 
 def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -> int:
+    """Answer all prompts and print the answers, or one JSON document."""
     answers, pace = engine.answer(prompts, [sampling_of(args, i) for i in range(len(prompts))])
     if args.json:
         print(json.dumps(_document(engine, prompts, answers, pace), indent=2))
@@ -87,6 +92,7 @@ def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -
 
 
 def _document(engine: LocalEngine, prompts: list[Prompt], answers: list[Answer], pace: Pace) -> dict[str, object]:
+    """Build the JSON document of answers and statistics."""
     return {
         "answers": [
             {
@@ -107,11 +113,13 @@ def _document(engine: LocalEngine, prompts: list[Prompt], answers: list[Answer],
 
 
 def _tokens_per_step(answers: list[Answer]) -> float:
+    """Return the mean number of tokens per speculative step, 1 without speculation."""
     drafts = sum(answer.drafts for answer in answers)
     return 1 + sum(answer.accepted for answer in answers) / drafts if drafts else 1.0
 
 
 def _statistics(answers: list[Answer], pace: Pace) -> str:
+    """Format the statistics of a run as one line."""
     return (
         f"[{sum(len(answer.tokens) for answer in answers)} tokens, {pace.tokens_per_second:.1f} tokens/s, "
         f"{_tokens_per_step(answers):.2f} tokens/step, {pace.step_milliseconds:.1f} ms/step, "

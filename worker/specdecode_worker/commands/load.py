@@ -1,4 +1,4 @@
-"""``specdecode-worker load``: open-loop load on a running server, and what became of every request."""
+"""Command ``load``: send open-loop load to a running server and summarise the outcome of the requests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ QUESTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument("--seconds", type=float, default=60)
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a request failed or the same request got two texts."""
+    """Return the exit code: 1 if a request failed or equal requests received different texts, else 0."""
     shares = {Kind(name): getattr(args, name) for name in ("disconnect", "oversized", "garbage")}
     profile = Profile(seconds=args.seconds, rate=args.rate, max_tokens=args.max_tokens, shares=shares)
     try:
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
+    """Send the load of ``profile`` and return the summary."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     async with httpx.AsyncClient(base_url=args.url, headers=headers, trust_env=False) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]
@@ -69,6 +71,7 @@ async def _run(args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
 
 
 def _prompts(path: str | None) -> tuple[str, ...]:
+    """Read prompts from a file, the last message of each chat; return built-in questions if ``path`` is None."""
     if path is None:
         return QUESTIONS
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -76,6 +79,8 @@ def _prompts(path: str | None) -> tuple[str, ...]:
 
 
 def _range(kind: type[int] | type[float]) -> Any:
+    """Return a parser of ``LOW:HIGH`` for argparse; a single number gives both limits."""
+
     def read(text: str) -> tuple[Any, Any]:
         low, _, high = text.partition(":")
         found = kind(low), kind(high or low)
@@ -87,4 +92,5 @@ def _range(kind: type[int] | type[float]) -> Any:
 
 
 def _table(found: dict[str, Any]) -> str:
+    """Format the summary as lines of name and value."""
     return "\n".join(f"{name.replace('_', ' '):26} {value}" for name, value in found.items())

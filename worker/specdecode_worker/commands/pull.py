@@ -1,5 +1,8 @@
-"""``pull``: fetch models into the cache and check them. Also the init container of a worker pod, which names none:
-it takes target and draft from the pod's config."""
+"""Command ``pull``: fetch models into the cache and verify them.
+
+The init container of a worker pod runs it without URIs. It then takes target and draft from the configuration of the
+pod.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.add_argument("uris", nargs="*", metavar="URI", help=f"{model_store.FORMS}; default: those of ${Env.config}")
     parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept (default: the user's cache)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when all are there, 1 when one cannot be had, 2 for wrong usage."""
+    """Return the exit code: 0 if all models are available, 1 if one cannot be fetched, 2 for wrong usage."""
     try:
         config = None if args.uris else _pod_config()
     except ValueError as error:
@@ -37,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pod_config() -> WorkerConfig:
+    """Read the worker configuration from the environment.
+
+    Raises:
+        ValueError: The variable is not set or invalid.
+    """
     text = os.environ.get(Env.config)
     if text is None:
         raise ValueError(f"name a model: {model_store.FORMS}")
@@ -47,6 +56,7 @@ def _pod_config() -> WorkerConfig:
 
 
 def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
+    """Fetch target and draft of a pod. A draft that is not required may fail."""
     code = _pull(config.model.uri, cache)
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
@@ -56,6 +66,7 @@ def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
 
 
 def _pull(uri: str, cache: Path) -> int:
+    """Fetch one model and return an exit code."""
     try:
         folder = _hub_pull(uri, cache) if uri.startswith("hf://") else model_store.resolve(uri, cache)
     except ModelError as error:
@@ -66,6 +77,7 @@ def _pull(uri: str, cache: Path) -> int:
 
 
 def _hub_pull(uri: str, cache: Path) -> Path:
+    """Fetch a model from the Hugging Face Hub and return its folder."""
     model = model_store.hub_model(uri)
     server = hub.Hub.from_environment()
     try:
@@ -75,7 +87,7 @@ def _hub_pull(uri: str, cache: Path) -> Path:
 
 
 class ProgressLines:
-    """A line every two seconds and one at the end of each file: percent, rate, time left."""
+    """Progress output: a line every two seconds and at the end of each file, with percentage, rate and time left."""
 
     def __init__(self) -> None:
         self._file = ""
@@ -83,6 +95,7 @@ class ProgressLines:
         self._last_seconds = 0.0
 
     def __call__(self, name: str, there: int, size: int) -> None:
+        """Print a line for file ``name`` if one is due; ``there`` and ``size`` are in bytes."""
         now = time.monotonic()
         if name != self._file:
             self._file, self._began, self._last_seconds = name, (now, there), now
@@ -97,4 +110,5 @@ class ProgressLines:
 
 
 def _say(text: str) -> None:
+    """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""``serve``: the OpenAI-compatible server. In a pod its config comes from the environment, else from flags."""
+"""Command ``serve``: run the OpenAI-compatible server.
+
+In a pod the configuration comes from the environment, elsewhere from flags.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ _ENGINE = EngineConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.epilog = (
         f"Flags that vLLM has too are named as there. With ${Env.config} set, as the operator sets it in a pod, no "
         f"flag but --api-key is read; keys may also stand in ${Env.api_keys}."
@@ -89,7 +93,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 after a clean way out, 1 when the engine or requests were lost, 2 for a wrong config."""
+    """Return the exit code: 0 after a clean shutdown, 1 if the engine or requests were lost, 2 for a wrong config."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config, plan = _pod_config(os.environ[Env.config]) if Env.config in os.environ else config_from_flags(args)
@@ -102,13 +106,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(error: Exception, code: int) -> int:
+    """Print the error, write it as termination message of the pod, and return ``code``."""
     print(f"specdecode-worker serve: {error}", file=sys.stderr)
     write_termination_message(str(error))
     return code
 
 
 def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
-    """Raises ValueError that names the flag or field."""
+    """Build the worker configuration and the plan of a worker without an operator.
+
+    Raises:
+        ValueError: A flag or a field is invalid; the message names it.
+    """
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
     served_name = args.served_model_name or args.model.rstrip("/").rpartition("/")[2]
@@ -135,6 +144,11 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
 
 
 def _capture(args: argparse.Namespace) -> CaptureConfig | None:
+    """Build the capture configuration, or return None without --capture.
+
+    Raises:
+        ValueError: Capture flags are given without --capture, or a share is invalid.
+    """
     flags = {
         "max_bytes": args.capture_max_bytes,
         "max_age_seconds": args.capture_max_age,
@@ -151,7 +165,7 @@ def _capture(args: argparse.Namespace) -> CaptureConfig | None:
 
 
 def _share(word: str) -> tuple[str, float]:
-    """``0.1`` or ``code=0.1``; the name of all tasks is empty."""
+    """Parse ``0.1`` or ``code=0.1`` into task and share. The task is empty if the share applies to all tasks."""
     task, _, share = word.rpartition("=")
     try:
         return task, float(share)
@@ -160,12 +174,15 @@ def _share(word: str) -> tuple[str, float]:
 
 
 def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
-    """Flags that are called as the fields of ``kind``."""
+    """Return the values of the flags that have the name of a field of ``kind``."""
     return {name: getattr(args, name) for name in kind.model_fields if hasattr(args, name)}
 
 
 def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
-    """One shape at every load, with a little exploration, so that the report shows what other depths would bring."""
+    """Build a plan that runs one shape at every load.
+
+    It explores a little, so that the report shows the measurements of other depths.
+    """
     if method == "none":
         return Plan()
     initial = shape if shape is not None else _DEFAULT_SHAPE
@@ -174,6 +191,11 @@ def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
 
 
 def _pod_config(text: str) -> tuple[WorkerConfig, None]:
+    """Read the configuration of a pod; its plan is mounted separately.
+
+    Raises:
+        ValueError: The configuration is invalid; the message names the fields.
+    """
     try:
         return WorkerConfig.model_validate_json(text), None
     except ValidationError as error:
@@ -181,7 +203,7 @@ def _pod_config(text: str) -> tuple[WorkerConfig, None]:
 
 
 def _fields(error: ValidationError) -> str:
-    """Every complaint with the field that it is about."""
+    """Format all validation errors, each with the field it refers to."""
     return "; ".join(
         f"{'.'.join(map(str, one['loc'])) or 'config'}: {one['msg']}"
         for one in error.errors(include_url=False, include_context=False)

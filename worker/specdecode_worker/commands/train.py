@@ -1,4 +1,7 @@
-"""``train``: a draft for a target, from what the target itself says. Wires flags to ``training.recipe``."""
+"""Command ``train``: train a draft on the target's own answers or on a text.
+
+The work is done by ``training.recipe``.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ _METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command to ``parser``."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", metavar="URI", help="go on from this one (default: start from the target's layers)")
     parser.add_argument("--method", choices=_METHODS, default="eagle3", help="kind of draft (default: %(default)s)")
@@ -80,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the head is there, 1 when it cannot be made."""
+    """Return the exit code: 0 if the draft was trained, 1 on an error."""
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
@@ -93,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> Path:
+    """Train the draft and return its folder."""
     folder = resolve(args.model, args.cache_dir)
     target = load_llama(folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
     peers = join()
@@ -109,6 +114,7 @@ def _train(args: argparse.Namespace) -> Path:
 
 
 def _plan(args: argparse.Namespace, target: Llama, folder: Path) -> Plan:
+    """Build the description of the draft to train, with the draft that it continues from."""
     origin = parent = None
     if args.draft:
         parent = (args.draft, resolve(args.draft, args.cache_dir))
@@ -128,6 +134,7 @@ def _plan(args: argparse.Namespace, target: Llama, folder: Path) -> Plan:
 
 
 def _settings(args: argparse.Namespace) -> TrainSettings:
+    """Build the optimizer settings from the flags."""
     return TrainSettings(
         steps=args.steps,
         minutes=args.minutes,
@@ -143,6 +150,7 @@ def _settings(args: argparse.Namespace) -> TrainSettings:
 
 
 def _material(args: argparse.Namespace) -> Material:
+    """Build the description of the training data from the flags."""
     return Material(
         tokens=args.tokens,
         text=args.text,
@@ -154,8 +162,9 @@ def _material(args: argparse.Namespace) -> Material:
 
 
 def _tell(line: str) -> None:
+    """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _hush(line: str) -> None:
-    """What rank 0 says already."""
+    """Drop the progress line, because rank 0 prints it."""

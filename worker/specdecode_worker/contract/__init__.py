@@ -1,9 +1,9 @@
-"""What crosses the wall between operator and worker: config, plan, report, routes, metric names.
+"""Interface between operator and worker: config, plan, report, routes and metric names.
 
-Owned by the worker, imported by the operator; nothing else of the worker may be. The config travels once, in the
-pod's environment; the plan is pushed down and mounted; the report is polled. Readers ignore fields that they do not
-know, so that either side may be one version ahead; writers of config and plan are checked strictly where a person
-could have written them.
+The worker owns this package; the operator may import nothing else of the worker. The config is passed once, in the
+pod's environment. The plan is pushed to the worker and mounted into its pod. The report is polled. Readers ignore
+unknown fields, so that either side may be one version newer. Unknown fields of documents that a person may have written
+are refused (see ``wire.Written``).
 """
 
 from specdecode_worker.contract.capture import CaptureConfig

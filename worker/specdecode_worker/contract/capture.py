@@ -1,4 +1,4 @@
-"""What a worker keeps of the traffic that it serves, where somebody asked for that; drafts are distilled from it."""
+"""Configuration of traffic capture, which is off by default. Drafts are distilled from captured requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class CaptureConfig(Written):
-    """Requests are captured by chance, each task with a share of its own; a request may ask not to be."""
+    """Configuration of traffic capture.
+
+    Requests are captured at random, with a share per task. A request may opt out.
+    """
 
     dir: str
-    """Folder of the segments; several workers may share it."""
+    """Folder of the segments. Several workers may share it."""
     max_bytes: int = Field(default=2**30, ge=2**16)
-    """Of all segments in the folder, whoever wrote them; the oldest make room."""
+    """Bound of all segments in the folder, including those of other workers. The oldest are deleted first."""
     max_age_seconds: float = Field(default=14 * 86400, gt=0)
-    """No record stays longer."""
+    """Maximum age of a record."""
     share: Share = 1.0
-    """Of the requests of every task that ``task_shares`` does not name."""
+    """Share of requests to capture for tasks that ``task_shares`` does not list."""
     task_shares: dict[TaskName, Share] = Field(default={}, max_length=16)
     redact: str | None = Field(default=None, pattern=r"^[\w.]+:[\w.]+$")
-    """``module:function`` that is given every record and returns it, changed or not, or None to drop it."""
+    """``module:function`` that receives every record and returns it, changed or not, or None to drop it."""

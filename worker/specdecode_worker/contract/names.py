@@ -1,4 +1,4 @@
-"""Ports, routes, headers, environment variables and metric names: what the two sides call things."""
+"""Ports, routes, headers, environment variables and metric names that operator and worker share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import StrEnum
 
 
 class Port:
-    """Ports of a worker: the public surface and the admin surface, which never joins the public Service."""
+    """Ports of a worker: the public one and the admin one, which the public Service never exposes."""
 
     http = 8000
     admin = 8001
 
 
 class Route:
-    """Paths that the operator calls on the admin port. All but health need the bearer token."""
+    """Paths that the operator calls on the admin port. All except health need the bearer token."""
 
     report = "/v1/report"
     plan = "/v1/plan"
@@ -23,10 +23,10 @@ class Route:
 
 
 class Header:
-    """HTTP headers of the admin port's report, beside HTTP's own ETag and If-None-Match."""
+    """HTTP headers of the admin port's report, in addition to ETag and If-None-Match."""
 
     clock_seconds = "X-Specdecode-Clock-Seconds"
-    """Of an answer 304: nothing of the report has changed but the worker's clock, and it stands here."""
+    """Sent with a 304: the worker's clock, the only field of the report that has changed."""
 
 
 class Env:
@@ -37,13 +37,13 @@ class Env:
     plan_path = "SPECDECODE_PLAN_PATH"
     pod_name = "POD_NAME"
     synthetic = "SPECDECODE_SYNTHETIC"
-    """SyntheticKnobs as JSON, on from the first step; unset in all but tests."""
+    """SyntheticKnobs as JSON, active from the first step. Set in tests only."""
     api_keys = "SPECDECODE_API_KEYS"
-    """Keys of the public port, separated by whitespace; unset lets everyone in."""
+    """Keys of the public port, separated by white space. Unset disables authentication."""
 
 
 class Metric(StrEnum):
-    """Names on /metrics: vLLM's under our prefix where vLLM has one."""
+    """Metric names on /metrics: vLLM's names with this project's prefix where vLLM has an equivalent."""
 
     num_drafts = "specdecode_spec_decode_num_drafts"
     num_draft_tokens = "specdecode_spec_decode_num_draft_tokens"

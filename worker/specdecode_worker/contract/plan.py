@@ -1,4 +1,4 @@
-"""Which shape runs at which load: pushed to live workers, mounted for new ones."""
+"""The plan: draft shape per load bucket and task. It is pushed to running workers and mounted for new ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, MAX_TAS
 
 
 class Buckets(Received):
-    """Upper edges, inclusive, of the load buckets; the last bucket has no upper edge.
+    """Load buckets: inclusive upper edges. The last bucket has no upper edge.
 
-    Concurrency is running sequences; context is tokens in the KV cache of one sequence. A worker enters the next
-    bucket when it exceeds an edge by ``hysteresis`` and leaves it below the edge, so that load at an edge does not
-    make the shape flap.
+    Concurrency is the number of running sequences; context is the number of tokens in the KV cache of one sequence. A
+    worker enters the next bucket when the load exceeds an edge by the fraction ``hysteresis``, and leaves it below the
+    edge, so that a load close to an edge does not make the shape oscillate.
     """
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -31,8 +31,10 @@ class Buckets(Received):
 
 
 class PlanRow(Received):
-    """What one load of one task runs. All requests of a batch read the rows of its longest context, for that is what
-    their step costs by."""
+    """Draft shape for one load bucket of one task.
+
+    All requests of a batch use the rows of the longest context in it, because that context determines the step's cost.
+    """
 
     concurrency: int = Field(ge=0)
     context: int = Field(ge=0)
@@ -41,19 +43,22 @@ class PlanRow(Received):
 
 
 class TaskMatch(Received):
-    """A task label and the substring of the prompt that gives it, if any; the header always wins."""
+    """Task label and the prompt substring that assigns it, if any.
+
+    A label in the request header takes precedence.
+    """
 
     name: TaskName
     match: str | None = None
     draft: TaskName | None = None
-    """Name of the draft that this task uses; None is the first. An unknown one is the first too."""
+    """Name of the draft that this task uses. None and unknown names select the first draft."""
 
 
 class Plan(Received):
-    """Which shape runs at which load. The version only rises within one (uid, draft).
+    """Draft shape per load bucket and task. The version never decreases within one (uid, draft).
 
-    ``initial`` runs where no row matches, and everywhere when the draft loaded is not the one planned for.
-    ``max_depth`` bounds shadow drafting and exploration, ``explore`` is the share of device seconds they may take.
+    ``initial`` is the shape where no row matches, and everywhere if the loaded draft is not the one planned for.
+    ``max_depth`` bounds shadow drafting and exploration; ``explore`` is the share of device seconds that they may use.
     """
 
     contract_version: int = CONTRACT_VERSION
@@ -69,7 +74,10 @@ class Plan(Received):
     explore: float = Field(default=0.01, ge=0, le=0.5)
     guard: bool = True
     quiet: bool = False
-    """This worker alone shall not speculate: it has no rows and no initial shape, at the version that others run."""
+    """True if this worker must not speculate.
+
+    It then gets no rows and no initial shape, at the same version as the other workers.
+    """
     tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
 
     @model_validator(mode="after")
@@ -82,6 +90,6 @@ class Plan(Received):
         return self
 
     def row(self, concurrency: int, context: int, task: str = OTHER_TASK) -> PlanRow | None:
-        """The row of these bucket indices: of the task, else of ``other``, else None."""
+        """Return the row of these bucket indices for the task, else for ``other``, else None."""
         found = {row.task: row for row in self.rows if row.concurrency == concurrency and row.context == context}
         return found.get(task) or found.get(OTHER_TASK)

@@ -1,4 +1,4 @@
-"""What a worker tells: monotonic counters, so that any two readings can be subtracted."""
+"""The worker's report: monotonic counters, so that any two reports can be subtracted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, Method,
 
 
 class AcceptanceCell(Received):
-    """Where the target's token stood in the draft's ordering, wherever the parent was accepted.
+    """Counts of the rank of the target's token among the draft's candidates, at positions with an accepted parent.
 
-    Monotonic counts: ``ranks[r]`` for rank r < 8, ``ranks[8]`` for a miss. ``depth`` starts at 1. ``parent`` says
-    whether the path to the parent was rank 0 all along (main) or passed a sibling. What was drafted in the shadow
-    (never verified) counts just the same: the target's token does not depend on the draft.
+    The counts are monotonic: ``ranks[r]`` for rank r < 8, ``ranks[8]`` for a miss. ``depth`` starts at 1. ``parent`` is
+    main if the path to the parent has rank 0 throughout, and sibling otherwise. Shadow drafts, which are never
+    verified, count in the same way, because the target's token does not depend on the draft.
     """
 
     draft: str
@@ -28,13 +28,15 @@ class AcceptanceCell(Received):
 
     @property
     def total(self) -> int:
+        """Number of observations in this cell."""
         return sum(self.ranks)
 
 
 class RequestCell(Received):
-    """Sums over finished requests; a request's tokens are correlated, so errors go by request.
+    """Sums over ``n`` finished requests. Tokens of a request are correlated, so errors are estimated per request.
 
-    ``a`` is accepted draft tokens, ``d`` drafts (steps with a draft) of one request.
+    ``a`` sums the accepted draft tokens of the requests, ``d`` their drafts (steps with a draft). ``aa``, ``ad`` and
+    ``dd`` sum the products of these two values of each request.
     """
 
     draft: str
@@ -49,14 +51,15 @@ class RequestCell(Received):
 
 
 FEATURES = ("one", "sequences", "verify_tokens", "kv_tokens", "draft_passes", "prefill_tokens")
-"""The vector x of a step, in the order in which StepCell sums it; its length is k below."""
+"""Feature vector x of a step, in the order of the sums in StepCell. Its length is k there."""
 
 
 class StepCell(Received):
-    """Cost of the steps of one kind: sums for least squares on x (FEATURES) and t (wall seconds).
+    """Cost of the steps of one kind: sums for least squares of t (wall seconds) on x (FEATURES).
 
-    ``xx`` is the upper triangle of the k x k moment matrix, row by row. ``t`` is clipped at four times the running
-    median of its cell; ``clipped`` counts how often.
+    ``x``, ``xt``, ``t`` and ``tt`` are sums over ``count`` steps. ``xx`` is the upper triangle of the k x k moment
+    matrix, row by row. ``t`` is clipped at four times the running median of its cell; ``clipped`` is the number of
+    clipped steps.
     """
 
     tokens_bucket: int
@@ -74,11 +77,11 @@ class StepCell(Received):
     wall_seconds: float
     clipped: int
     emitted: int
-    """Tokens that these steps emitted; wall_seconds * sequences / emitted is the time per token."""
+    """Tokens that these steps emitted. wall_seconds * sequences / emitted is the time per token."""
 
 
 class TrafficCell(Received):
-    """What came in and went out, by task."""
+    """Requests and tokens received and completed, by task."""
 
     task: str
     arrivals: int
@@ -89,7 +92,10 @@ class TrafficCell(Received):
 
 
 class LatencyHistogram(Received):
-    """Counts per bucket (``edges`` are upper, inclusive, seconds; one more count for +Inf) and their sum."""
+    """Latency histogram with its sum.
+
+    ``edges`` are inclusive upper edges in seconds; ``counts`` has one more entry, for +Inf.
+    """
 
     name: Literal["ttft", "ttit", "e2e", "queue"]
     edges: tuple[float, ...]
@@ -104,51 +110,51 @@ class LatencyHistogram(Received):
 
 
 class GuardCell(Received):
-    """A load at which the guard watches speculation: seconds per token with it and without, and its verdict."""
+    """State of the guard at one load: seconds per token with and without speculation, and its decision."""
 
     concurrency: int
     context: int
     speculative: float | None
     plain: float | None
     suppressed: bool
-    """Speculation was stopped, and plain steps behind the stop have borne it out."""
+    """True if speculation was stopped and plain steps after the stop confirmed that it was slower."""
 
 
 class PlanState(Received):
-    """The plan a worker runs. ``matches_draft`` False means that ``initial`` runs instead of the rows."""
+    """Plan that a worker runs. If ``matches_draft`` is false, ``initial`` is used instead of the rows."""
 
     uid: str = ""
     version: int = 0
     draft: str = ""
     matches_draft: bool = True
     quiet: bool = False
-    """As in the plan: a version has two of them."""
+    """Copy of ``Plan.quiet``. A plan version has separate content for quiet workers."""
     buckets: Buckets = Buckets()
 
 
 class DraftState(Received):
-    """A draft that a worker has loaded, or why it has none. ``name`` is empty for the first."""
+    """Draft that a worker has loaded, or the reason why it has none. ``name`` is empty for the first draft."""
 
     name: str = ""
     method: Method = "none"
     hash: str = ""
     uri: str = ""
     problem: str | None = None
-    """What does not fit, naming the tensor or the field; the endpoint serves plainly meanwhile."""
+    """Reason why the draft was not loaded, naming the tensor or field. The worker serves without it."""
 
 
 class PhaseSeconds(Received):
-    """Where the time of steps went, in monotonic seconds of the engine loop."""
+    """Cumulative time of the phases of a step, in seconds of the engine loop."""
 
     draft: float = 0
     verify: float = 0
     sample: float = 0
-    """Choosing tokens and walking the trees."""
+    """Time to choose tokens and to walk the trees."""
     bookkeeping: float = 0
 
 
 class MemoryState(Received):
-    """What the device's memory holds, in bytes. ``limit`` is the device's or the container's."""
+    """Use of the device's memory, in bytes. ``limit`` is that of the device or the container."""
 
     limit: int = 0
     weights: int = 0
@@ -158,19 +164,19 @@ class MemoryState(Received):
 
 
 class Report(Received):
-    """All that the operator learns of a worker. Counters are monotonic within one ``boot_id``."""
+    """State of a worker as the operator polls it. Counters are monotonic within one ``boot_id``."""
 
     contract_version: int = CONTRACT_VERSION
     boot_id: str
     worker: str
     clock_seconds: float
-    """The worker's monotonic clock; differences of it are the time base of differences of counters."""
+    """The worker's monotonic clock: the time base for differences of counters."""
     model: str = ""
     target: str = ""
     """Hash of the target's weights."""
     draft: DraftState = DraftState()
     named_drafts: tuple[DraftState, ...] = ()
-    """The further ones; rows of the plan are for ``draft``, and run with whatever draft a task uses."""
+    """Additional drafts. Rows of the plan are computed for ``draft``, but apply to the draft of each task."""
     plan: PlanState = PlanState()
     synthetic: SyntheticKnobs | None = None
     draining: bool = False
@@ -181,18 +187,18 @@ class Report(Received):
     waiting_request_seconds: float = 0
     kv_tokens_total: int = 0
     kv_tokens_used: int = 0
-    """Owned by running requests."""
+    """Tokens of KV cache that running requests own."""
     kv_tokens_cached: int = 0
-    """Kept for prefix reuse, free for whoever needs them."""
+    """Tokens of KV cache that are kept for prefix reuse and can be reclaimed."""
     preemptions: int = 0
     prefill_chunks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    """Prompt tokens looked up among the cached blocks, and those that were found there."""
+    """Prompt tokens found in the prefix cache, out of the ``prefix_query_tokens`` looked up."""
     phases: PhaseSeconds | None = None
     memory: MemoryState | None = None
     drafts: int = 0
-    """Sequence-steps that verified a draft; tokens per step = 1 + accepted_tokens / drafts."""
+    """Sequence-steps that verified a draft. Tokens per step = 1 + accepted_tokens / drafts."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     plain_steps: int = 0

@@ -1,4 +1,4 @@
-"""Draft trees as the list of their parents."""
+"""Draft trees as lists of parents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdecode_worker.contract.wire import MAX_NODES
 
 
 class TreeShape(RootModel[tuple[int, ...]]):
-    """The parents of a draft tree's nodes, in breadth-first order.
+    """Shape of a draft tree: the parents of its nodes, in breadth-first order.
 
-    Node 0 is the root, the last committed token; it stands in no list and counts in neither depth nor nodes. Entry i
-    is the parent of node i + 1. A chain is a tree of width 1, no entry is plain decoding. Children of one parent are
-    listed by rank: the first child is the draft's best token, the second its second best.
+    Node 0 is the root, the last committed token. It is not listed, and counts in neither depth nor nodes. Entry i is
+    the parent of node i + 1. A chain is a tree of width 1; an empty list means plain decoding. Children of one parent
+    are ordered by rank: the first child is the draft's best token, the second its second best.
 
     Text form: ``none``, ``chain:5``, ``tree:4,2,1`` (children per node, level by level), or ``0,0,1`` (the parents).
     """
@@ -42,11 +42,16 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
     @classmethod
     def chain(cls, depth: int) -> TreeShape:
+        """Return a chain of ``depth`` nodes."""
         return cls(tuple(range(depth)))
 
     @classmethod
     def levels(cls, *children: int) -> TreeShape:
-        """Every node of level i has ``children[i]`` children."""
+        """Return the tree in which every node of level i has ``children[i]`` children.
+
+        Raises:
+            ValueError: a width is below 1, or the tree exceeds MAX_NODES.
+        """
         if any(width < 1 for width in children):
             raise ValueError(f"every level of a tree needs at least one child per node, got {children}")
         parents: list[int] = []
@@ -61,28 +66,32 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
+        """Parse the text form. Raise pydantic.ValidationError if it is invalid."""
         return cls.model_validate(text)
 
     @property
     def parents(self) -> tuple[int, ...]:
+        """Parent of every node except the root."""
         return self.root
 
     @property
     def nodes(self) -> int:
+        """Number of nodes without the root."""
         return len(self.root)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depth of every node, the root's 0 first."""
+        """Depth of every node, starting with the root's 0."""
         return _depths(self.root)
 
     @property
     def depth(self) -> int:
-        return self.depths[-1]  # breadth first: none lies deeper than the last
+        """Depth of the deepest node."""
+        return self.depths[-1]  # in breadth-first order the last node is the deepest
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of every node among its siblings, the root's 0 first."""
+        """Rank of every node among its siblings, starting with the root's 0."""
         seen: dict[int, int] = {}
         ranks = [0]
         for parent in self.root:
@@ -92,13 +101,18 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
     @property
     def is_chain(self) -> bool:
+        """True if every node has at most one child."""
         return self.root == tuple(range(len(self.root)))
 
     def children(self, node: int) -> Iterator[int]:
+        """Return the children of ``node``, best rank first."""
         return (child for child, parent in enumerate(self.root, start=1) if parent == node)
 
     def __eq__(self, other: object) -> bool:
-        """As pydantic has it but for what a look of the planner cannot afford: shapes are its keys."""
+        """Compare the parents only.
+
+        This is faster than pydantic's comparison; the planner uses shapes as dictionary keys.
+        """
         return isinstance(other, TreeShape) and self.root == other.root
 
     def __hash__(self) -> int:
@@ -112,7 +126,10 @@ class TreeShape(RootModel[tuple[int, ...]]):
 
 @lru_cache(maxsize=512)
 def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Kept: a look of the planner asks for the depths of the same few shapes thousands of times."""
+    """Return the depths of all nodes.
+
+    Cached, because a planner cycle needs the depths of the same few shapes thousands of times.
+    """
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)

@@ -1,4 +1,4 @@
-"""Knobs that make a loop provable on two cores: truncated acceptance, padded steps."""
+"""Knobs for tests of the control loop on two cores: truncated acceptance and padded steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepTime(Written):
 
     max_sequences: int = Field(default=1 << 30, ge=0)
     max_nodes: int = Field(default=1 << 30, ge=0)
-    """Largest tree of the step, in nodes; 0 matches plain steps alone."""
+    """Largest tree of the step in nodes. 0 matches plain steps only."""
     max_context: int = Field(default=1 << 30, ge=0)
     seconds: float = Field(ge=0, le=10)
 
@@ -23,12 +23,15 @@ Profile = tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 
 class SyntheticKnobs(Written):
-    """Proof on two cores: truncate accepted paths, pad steps. Turned on the admin port, or set from a worker's first
-    step on by its environment; echoed in every report while on.
+    """Truncation of accepted paths and padding of steps, for tests of the control loop.
 
-    ``acceptance[d - 1]`` is the chance that an accepted node of depth d stays accepted (the last entry repeats); a
-    cut is a miss in every counter, shadow scores included, and the text stays the same. ``task_acceptance`` takes its
-    place for the requests of a task. ``step_time`` pads a step to the seconds of the first row whose bounds hold it.
+    The knobs are set on the admin port, or by the environment from a worker's first step on. Every report repeats them
+    while they are active.
+
+    ``acceptance[d - 1]`` is the probability that an accepted node of depth d stays accepted; the last entry applies to
+    all greater depths. A truncation counts as a miss in every counter, shadow scores included; the text does not
+    change. ``task_acceptance`` replaces ``acceptance`` for the requests of a task. ``step_time`` pads a step to the
+    seconds of the first row with bounds that contain it.
     """
 
     acceptance: Profile | None = None

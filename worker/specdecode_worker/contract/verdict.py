@@ -1,6 +1,6 @@
-"""What a worker finds out about a model before it loads anything; travels by the container's termination message.
+"""Result of a worker's check of its model before loading, passed in the container's termination message.
 
-A message of the kubelet's holds at most 4096 bytes; whoever writes to it cuts, so this stays well below.
+The kubelet truncates a termination message at 4096 bytes, so the verdict stays well below.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ MAX_VERDICT_BYTES = 4096
 
 
 class CheckVerdict(Received):
-    """``serves`` is what counts: a worker that finds it False ends before it loads."""
+    """Result of the check before loading. If ``serves`` is false, the worker exits before it loads the model."""
 
     kind: Literal["specdecode-verdict"] = "specdecode-verdict"
     contract_version: int = CONTRACT_VERSION
     serves: bool
     fits: bool
-    """The memory holds it all, and one sequence of full length."""
+    """True if the memory holds the weights and the caches of one sequence of full length."""
     problem: str = Field(default="", max_length=1000)
-    """What does not fit, and what to change."""
+    """Reason why the model does not fit, and the change to make."""
     arithmetic: tuple[str, ...] = Field(default=(), max_length=20)
-    """Line by line, as `specdecode-worker check` prints it."""
+    """Memory arithmetic, line by line, as `specdecode-worker check` prints it."""
     memory: MemoryState = MemoryState()
     kv_tokens: int = 0
-    """Tokens of keys and values that the caches will hold; where it does not fit, those there would be room for."""
+    """Tokens that the KV caches will hold; if the model does not fit, those that would fit."""
     max_model_len: int = 0
     sequences: int = 0
-    """That run at once when all are of full length."""
+    """Number of sequences of full length that can run concurrently."""
     draft_problem: str | None = Field(default=None, max_length=1000)
-    """What of the draft does not fit the target, naming the tensor or the field."""
+    """Reason why the draft does not fit the target, naming the tensor or the field."""
     warnings: tuple[str, ...] = Field(default=(), max_length=8)

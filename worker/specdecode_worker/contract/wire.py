@@ -1,4 +1,4 @@
-"""Bases and limits of everything that crosses the wall."""
+"""Base classes, limits and shared types of the contract between operator and worker."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 CONTRACT_VERSION = 1
 MAX_NODES = 63
-"""Nodes of the largest tree: the root and its nodes fit one 64-bit ancestor mask."""
+"""Nodes of the largest tree: with the root they fit one 64-bit ancestor mask."""
 MAX_RANKS = 8
-"""Acceptance is kept for ranks 0..7 of the draft's ordering; what lies beyond is a miss."""
+"""Acceptance is counted for ranks 0..7 of the draft's candidates. A higher rank counts as a miss."""
 MAX_TASKS = 8
 OTHER_TASK = "other"
 MAX_REPORT_BYTES = 64 * 1024
 
 Method = Literal["eagle3", "eagle", "draft-model", "medusa", "ngram", "none"]
 Sampler = Literal["coupled", "mss"]
-"""How drafted tokens are accepted: coupled noise (the text of plain decoding), or multi-round sampling (its law)."""
+"""Acceptance of draft tokens.
+
+``coupled`` uses coupled noise, which gives the text of plain decoding. ``mss`` is multi-round sampling, which gives the
+distribution of plain decoding.
+"""
 ToolFormat = Literal["hermes", "llama3_json", "pythonic"]
-"""How a model writes the calls of tools; vLLM's names of the parsers."""
+"""Format of a model's tool calls, by vLLM's names of the parsers."""
 Mode = Literal["Off", "Static", "Advisory", "Auto"]
 Dtype = Literal["float32", "bfloat16"]
 TargetQuantization = Literal["fp8", "int8"]
 DraftQuantization = Literal["int4", "int8", "fp8"]
-"""Of weights alone (vLLM's key ``quantization``). int4: four bits for MLPs, eight for the head."""
+"""Weight-only quantization (vLLM's key ``quantization``). int4: four bits for MLPs, eight for lm_head."""
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
 
 
 class Received(BaseModel):
-    """Base of what a program wrote: unknown fields come from a newer writer and are ignored."""
+    """Base of documents that a program wrote. Unknown fields come from a newer writer and are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class Written(BaseModel):
-    """Base of what a person may have written: an unknown field is a mistake and is refused by name."""
+    """Base of documents that a person may have written. An unknown field is an error and is refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

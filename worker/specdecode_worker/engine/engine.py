@@ -1,7 +1,10 @@
-"""The engine: requests in, tokens out, one step at a time. Knows nothing of text, sockets or processes.
+"""Engine that turns requests into tokens, one batched step at a time.
 
-`launch` queues a step and waits for nothing; `collect` reads a step back. On an accelerator launch(n + 1) precedes
-collect(n); on a CPU, where nothing is asynchronous, collect(n) comes first and spares the wasted step.
+The engine works on token ids only; text, sockets and processes are handled by its callers.
+
+``launch`` queues a step on the device without waiting; ``collect`` reads its results. On an accelerator step n + 1 is
+launched before step n is collected, so the device never waits for the host. On a CPU, which runs synchronously, step n
+is collected first: a request that ended in step n then takes no part in step n + 1.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from specdecode_worker.speculation.synthetic import Synthetic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of; see factory.py."""
+    """Components of an engine, built by ``factory.assemble``."""
 
     scheduler: Scheduler
     target: Target
@@ -49,7 +52,7 @@ class Parts:
 
 
 class Engine:
-    """Owns the requests; the parts own the device."""
+    """Inference engine of one worker: owns the requests and the loop of steps; its parts own the device memory."""
 
     def __init__(
         self,
@@ -61,10 +64,19 @@ class Engine:
         pipelined: bool,
         load_draft: LoadDraft | None = None,
     ) -> None:
-        """``load_draft`` loads another draft while this engine runs; without it none can be swapped in."""
+        """Connect the parts.
+
+        Args:
+            parts: Components of the engine.
+            identity: Constant fields of the worker's reports.
+            max_model_len: Most tokens of a prompt and its answer together.
+            eos_token_ids: Token ids that end an answer, from the model's configuration.
+            pipelined: Launch a step before the previous one is collected.
+            load_draft: Loader of another draft while the engine runs; without it no draft can be swapped in.
+        """
         self.load_draft = load_draft
         self.identity = identity
-        # A request that the whole cache cannot hold would wait for ever, and everyone behind it.
+        # A request longer than the whole cache could never be admitted and would block the queue behind it.
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
@@ -81,19 +93,26 @@ class Engine:
 
     @property
     def idle(self) -> bool:
+        """True if the engine has no request and no step in flight."""
         return not self._requests and not self._launched
 
     @property
     def draft(self) -> DraftState:
-        """The first draft, or why there is none."""
+        """State of the first draft; its ``problem`` gives the reason if that draft could not be loaded."""
         return self._drafts.state()
 
     @property
     def preemptions(self) -> int:
+        """Number of preemptions since the last reset of the traffic counters."""
         return self._scheduler.counters.preemptions
 
     def add(self, submit: Submit) -> None:
-        """Queues a request. Raises ValueError for one that can never run; the server has checked before."""
+        """Queue a request.
+
+        Raises:
+            ValueError: The request can never run: no prompt token, no new token, more than ``max_model_len`` tokens,
+                or token ids outside of the vocabulary. The server checks the same before it submits a request.
+        """
         prompt, new = len(submit.prompt), submit.sampling.max_tokens
         if prompt < 1 or new < 1 or prompt + new > self.max_model_len:
             raise ValueError(
@@ -109,7 +128,7 @@ class Engine:
         self._recorder.arrived(request)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request; what a step in flight says of it is dropped. Unknown ids are ignored."""
+        """Cancel a request and drop its results of steps in flight. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             request.finish = "abort"
@@ -117,8 +136,14 @@ class Engine:
 
     @torch.inference_mode()
     def set_plan(self, plan: Plan) -> None:
-        """Runs from the next step on. Raises PlanRefused (a ValueError), and keeps the old one. At the
-        start, graphs are captured for it."""
+        """Apply a plan from the next step on.
+
+        The first plan that arrives while the engine is idle and has no CUDA graphs also starts their capture.
+
+        Raises:
+            PlanRefused: The plan is for another deployment or older than the current one, which stays in force. A
+                ValueError.
+        """
         self._pilot.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
         if self._graphs is not None and self.idle and not len(self._graphs):
@@ -126,8 +151,10 @@ class Engine:
 
     @torch.inference_mode()
     def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Lets a draft that was loaded beside the others take over between two steps; what was in flight comes out
-        first. Running requests go on with it."""
+        """Replace the draft called ``name`` between two steps and return the tokens of the steps in flight.
+
+        Steps in flight are collected first. Running requests continue with the new draft.
+        """
         found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
         before, reads = self._drafts.state(name).hash, self._drafts.reads
         self._drafts.replace(name, loaded, self._requests.values())
@@ -138,46 +165,55 @@ class Engine:
         return found
 
     def calibration_loads(self) -> tuple[int, ...]:
-        """Edges of the plan's concurrency buckets that this engine can reach, and a full batch; none where nothing is
-        ever drafted."""
+        """Return the batch sizes at which step times are calibrated, ascending.
+
+        These are the edges of the plan's concurrency buckets, capped at ``max_num_seqs``, and ``max_num_seqs`` itself.
+        Empty without a draft.
+        """
         if not self._drafts:
             return ()
         most = self.identity.max_num_seqs
         return tuple(sorted({most, *(min(edge, most) for edge in self._pilot.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """The deepest and the shallowest chain, where the plan lets shapes be tried: what lies between follows."""
+        """Return the chains for which step times are calibrated, deepest first; empty if the plan allows no trials.
+
+        Only the deepest chain and the chain of depth 1 are timed; the step times of the depths between follow from
+        these two.
+        """
         plan = self._pilot.plan
         depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
         return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
 
     def run_only(self, shape: TreeShape | None) -> None:
-        """This shape in all steps, whatever the plan says; None follows the plan again."""
+        """Force one shape in all steps, for calibration. None returns to the plan."""
         self._pilot.only = shape
 
     def assume_plain(self, sequences: int, seconds: float) -> None:
+        """Store the calibrated time of a plain step of ``sequences`` requests, in seconds."""
         self._pilot.assume_plain(sequences, seconds)
 
     def forget_costs(self) -> None:
-        """Counts what steps cost from here on."""
+        """Reset the measured step costs."""
         self._recorder.statistics.costs = StepCosts()
 
     def forget_traffic(self) -> None:
-        """Counts requests from here on. What steps cost stays known."""
+        """Reset the statistics of requests and keep the measured step costs. The engine must be idle."""
         assert self.idle, "requests are under way"
         self._recorder = Recorder(Statistics(costs=self._recorder.statistics.costs))
         self._scheduler.forget_traffic()
 
     def close(self) -> None:
-        """Ends what runs beside this process: the other ranks of a replica on several devices."""
+        """End the other processes of a replica on several devices: the ranks above 0."""
         self._target.close()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
+        """Set or clear (None) the synthetic knobs, which shorten accepted paths and pad steps in tests."""
         self._launcher.synthetic = Synthetic(knobs)
 
     @torch.inference_mode()
     def step(self) -> list[Tokens]:
-        """One turn of the loop: launches what can run, collects what is due."""
+        """Launch the next step, collect the oldest step if it is due, and return its tokens."""
         launched = self.launch()
         if launched is not None:
             self._launched.append(launched)
@@ -186,7 +222,7 @@ class Engine:
         return []
 
     def launch(self) -> Launched | None:
-        """Queues the next step on the device, if anybody can run; waits for nothing."""
+        """Queue the next step on the device without waiting for it. Return None if no request can run."""
         began = time.monotonic()
         self._phases.start()
         self._account(began)
@@ -207,7 +243,7 @@ class Engine:
         return launched
 
     def collect(self, step: Launched) -> list[Tokens]:
-        """Reads a step back: what it emitted, up to each request's end."""
+        """Wait for a step and return its tokens, cut at the end of each request."""
         self._phases.start()
         reads: list[Read | None] = list(step.read())
         reads += [None] * (len(step.rows) - len(reads))
@@ -219,7 +255,7 @@ class Engine:
         emitted = 0
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             if row.request.finish is not None or row.request.epoch != epoch:
-                continue  # over, or preempted: its tokens will come out again
+                continue  # The request ended, or was preempted and will emit these tokens again.
             row.request.advance(row.most_tokens, row.count if row.is_chunk or read is None else len(read.tokens))
             row.request.prompt_logprobs += prompts.get(index, ())
             if read is not None:
@@ -230,6 +266,7 @@ class Engine:
         return found
 
     def report(self) -> Report:
+        """Build the report of this worker for the operator."""
         now = time.monotonic()
         self._account(now)
         moment = Moment(
@@ -250,10 +287,11 @@ class Engine:
         return build_report(self.identity, moment, self._recorder.statistics)
 
     def check(self) -> None:
-        """The books of slots and blocks balance; cheap enough to run whenever idle."""
+        """Check that slots and blocks are accounted for. Cheap enough to run whenever the engine is idle."""
         self._scheduler.check()
 
     def _emit(self, row: Row, read: Read, now: float) -> Tokens:
+        """Append the tokens of one row to its request, end the request if it is complete, and return the message."""
         request = row.request
         if row.tree.verified > 1:
             request.drafts += 1
@@ -279,16 +317,19 @@ class Engine:
         )
 
     def _end(self, request: Request, now: float) -> None:
+        """Remove a finished or cancelled request and free its slot and blocks."""
         self._account(now)
         del self._requests[request.id]
         self._scheduler.release(request)
         self._recorder.ended(request, now)
 
     def _measure(self, step: Launched, seconds: float, emitted: int) -> None:
+        """Record the step time; steps without prefill also inform the guard and exploration."""
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
             self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 
     def _account(self, now: float) -> None:
+        """Add the request-seconds since the last call to the statistics."""
         self._meter.account(self._recorder.statistics, self._scheduler, now)

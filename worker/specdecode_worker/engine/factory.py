@@ -1,4 +1,4 @@
-"""Builds an Engine from model folders: checks that all fits, loads target and drafts, makes the caches."""
+"""Construction of an Engine from model folders: memory check, loading of target and drafts, allocation of caches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,15 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
-    """The engine of a worker. Raises ModelError when the target, or a required draft, cannot be served."""
+    """Build the engine of a worker.
+
+    Args:
+        config: Configuration of the worker.
+        resolve: Function that maps a model URI to a local folder.
+
+    Raises:
+        ModelError: The target or a required draft cannot be loaded or does not fit into memory.
+    """
     device = device_of(config.engine.device)
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
@@ -55,7 +63,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
         target, device = group.load()
         return assemble(target, folder, config, resolve, inventory.budget, group)
     dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
-    # A target that fits only when it is quantised must not come to the device before it is.
+    # A target that fits only after quantization must not be moved to the device before it.
     first = torch.device("cpu") if config.model.quantization else device
     target = load_llama(folder, dtype=dtype, device=first, max_model_len=length)
     quantise_target(target, config.model.quantization, device)
@@ -64,7 +72,7 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
 
 
 def _assignment(config: WorkerConfig, folder: Path, device: torch.device, budget: Budget, threads: int) -> Assignment:
-    """Rank 0's own; the others' differ by the rank."""
+    """Build the assignment of rank 0; those of the other ranks differ only in ``rank``."""
     return Assignment(
         rank=0,
         size=config.engine.tensor_parallel_size,
@@ -86,8 +94,19 @@ def assemble(
     budget: Budget,
     group: Group | None = None,
 ) -> Engine:
-    """Caches, drafts and parts around the target that ``folder`` held. Raises ModelError for a required draft that
-    does not fit."""
+    """Build the caches, the drafts and the engine around a loaded target.
+
+    Args:
+        target: Target network, loaded and fused.
+        folder: Folder that the target was loaded from.
+        worker: Configuration of the worker.
+        resolve: Function that maps a model URI to a local folder.
+        budget: Memory budget, which sets the number of cache blocks.
+        group: Ranks of a replica on several devices; None on one device.
+
+    Raises:
+        ModelError: A required draft does not fit the target.
+    """
     config, weight = worker.engine, target.model.embed_tokens.weight
     length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
     state = DeviceState(config.max_num_seqs, length, weight.dtype, weight.device)
@@ -130,7 +149,10 @@ def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
 
 
 def _graphs(config: EngineConfig, target: Target, drafts: Roster, state: DeviceState) -> Graphs | None:
-    """What of them a plan needs is captured when it is set."""
+    """Return the container of CUDA graphs, or None where none are captured.
+
+    The graphs themselves are captured when the first plan is set.
+    """
     rows = graph_rows(config)
     if state.length_S.device.type != "cuda" or not rows:
         return None
@@ -138,7 +160,11 @@ def _graphs(config: EngineConfig, target: Target, drafts: Roster, state: DeviceS
 
 
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | Misfit]:
-    """All drafts of a worker by name; one that does not fit, and is not required, leaves its reason."""
+    """Load all drafts of a worker, by name. An optional draft that fails to load becomes a ``Misfit`` with the reason.
+
+    Raises:
+        ModelError: A required draft cannot be loaded.
+    """
     found: dict[str, LoadedDraft | Misfit] = {}
     wanted: list[tuple[str, DraftConfig]] = [(FIRST, worker.draft), *((draft.name, draft) for draft in worker.drafts)]
     for name, config in wanted:
@@ -166,7 +192,11 @@ def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> Identit
 
 
 def device_of(name: str) -> torch.device:
-    """``auto`` takes a GPU when there is one. Raises ModelError for a GPU that is not there."""
+    """Return the device called ``name``; ``auto`` is a GPU if torch sees one, else the CPU.
+
+    Raises:
+        ModelError: ``cuda`` was requested and torch sees no GPU.
+    """
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise ModelError("workers.gpu is true, but torch sees no GPU here; set it to false, or see to the driver")
@@ -176,7 +206,7 @@ def device_of(name: str) -> torch.device:
 
 
 def cpu_limit() -> int:
-    """Whole cores that this process may use: its affinity, and the container's quota where one is set."""
+    """Return the number of whole cores of this process: its affinity, capped by the container's CPU quota if set."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,4 +1,7 @@
-"""One request as the host knows it. The device's copy of its length may be a step ahead (see state.py)."""
+"""Host state of one request.
+
+The device's copy of the request's length (step/device_state.py) can be one step ahead of the host's.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from specdecode_worker.speculation.sampling.params import Law
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """``blocks`` hold the beginning of a text; in the last ``drafted`` of them its draft finds valid keys of its own.
-    ``has_state``: what drafts read of the target at the prefix's last token is kept too."""
+    """Cached prefix of a request.
+
+    ``blocks`` hold the keys of its first tokens. In the last ``drafted`` blocks the request's draft has valid keys too.
+    ``has_state``: the target's hidden states at the prefix's last token, which drafts read, are cached as well.
+    """
 
     blocks: Sequence[int] = ()
     drafted: int = 0
@@ -25,8 +31,11 @@ class Hit:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """``tokens`` is the prompt and what was emitted. ``cached`` keys of it stand in the target's cache, as far as
-    collected; steps in flight may add to it."""
+    """Queued or running request with its tokens, cache blocks, progress and counters.
+
+    ``tokens`` holds the prompt and the emitted tokens. ``cached`` counts its keys in the target's cache according to
+    the collected steps; steps in flight may add more.
+    """
 
     submit: Submit
     law: Law
@@ -34,32 +43,33 @@ class Request:
     tokens: list[int]
     arrived_seconds: float
     order: int = 0
-    """By arrival, the first is 1."""
+    """Position in the order of arrival, from 1."""
     last_turn: int = 0
-    """Orders those who decode by turns, where they are more than a step has tokens."""
+    """Number of the last decoding turn. Requests take turns when a step has fewer tokens than decoding requests."""
     slot: int = -1
+    """Index of the request's row in the device state; -1 while the request waits."""
     blocks: list[int] = field(default_factory=list)
     blocks_known: int = 0
-    """How many of them stand in the device's block table."""
+    """Number of ``blocks`` already copied to the device's block table."""
     epoch: int = 0
-    """Counts preemptions: a step launched in an earlier epoch says nothing about this one."""
+    """Number of preemptions so far. Results of a step that was launched in an earlier epoch are discarded."""
     prefilled: int = 0
-    """Positions of ``tokens`` given to a prefill chunk so far, launched ones included."""
+    """Number of tokens prefilled so far, including chunks in flight and the cached prefix."""
     prefill_end: int = 0
-    """Prefill is over here: the tokens known at admission (prompt, and what was emitted before a preemption)."""
+    """Number of tokens to prefill: those known at admission, i.e. the prompt and tokens emitted before a preemption."""
     prefix: int = 0
-    """Tokens whose keys were found in the cache at admission. Their blocks are others' too, and not written to."""
+    """Number of tokens found in the prefix cache at admission. Their blocks may be shared and are never written."""
     cached_tokens: int = 0
-    """Prompt tokens that were found at the first admission."""
+    """Number of prompt tokens found in the prefix cache at the first admission."""
     digests: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they were asked for."""
+    """Digests of the first full blocks of ``tokens``, computed on demand."""
     published: int = 0
-    """Blocks, from the first, that others can find."""
+    """Number of leading blocks that other requests can find in the prefix index."""
     marked: int = 0
-    """Blocks, from the first, of which it is settled whether the draft's keys in them are valid."""
+    """Number of leading blocks already examined for valid keys of the draft."""
     cached: int = 0
     in_flight: deque[int] = field(default_factory=deque)
-    """Most tokens that each launched and uncollected step can commit."""
+    """Upper bound of the tokens that each launched and uncollected step commits, oldest step first."""
     draft: DraftProgress = field(default_factory=DraftProgress)
     emitted: int = 0
     drafts: int = 0
@@ -68,10 +78,11 @@ class Request:
     last_emit_seconds: float = 0.0
     finish: FinishReason | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    """Collected chunk by chunk until the first token takes them along."""
+    """Logprobs of the prompt, gathered chunk by chunk and sent together with the first emitted token."""
 
     @classmethod
     def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
+        """Build a waiting request. ``arrived_seconds`` is its arrival on the monotonic clock."""
         sampling = submit.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         law = law_of(submit, eos_token_ids)
@@ -79,39 +90,44 @@ class Request:
 
     @property
     def id(self) -> str:
+        """Request id that the server chose."""
         return self.submit.request_id
 
     @property
     def decoding(self) -> bool:
+        """True if the request runs and its whole prefill has been launched."""
         return self.slot >= 0 and self.prefilled == self.prefill_end
 
     @property
     def cached_bound(self) -> int:
-        """Most keys that the device may hold by now."""
+        """Upper bound of the keys in the target's cache after all launched steps."""
         return self.cached + sum(self.in_flight)
 
     @property
     def cached_least(self) -> int:
-        """Fewest keys that the device holds once all launched steps have run: each commits one or more."""
+        """Lower bound of the keys in the target's cache after all launched steps; each commits at least one."""
         return self.cached + len(self.in_flight)
 
     @property
     def drafted(self) -> int:
-        """Draft slots below this hold keys of true states, if they are not older than the draft's start.
+        """End of the draft slots with valid keys; the valid range begins at the draft's ``start``.
 
-        While steps in flight hide where the draft stands, it is what it must be at least.
+        While steps in flight hide the exact progress of the draft, this is a lower bound.
         """
         return self.cached + 1 if self.draft.caught_up else self.cached_bound - self.draft.lag + 1
 
     def unseen(self, first_slot: int) -> int:
-        """Slots up to the root that the draft may have yet to see; its first slot is ``first_slot``.
+        """Return an upper bound of the slots up to the root that the draft has not processed yet.
 
-        None of them lies in the prefix: those blocks are others' too, and not written to.
+        Slots in the cached prefix are excluded, because its blocks may be shared and are never written.
+
+        Args:
+            first_slot: First slot of the draft's cache, 0 or 1.
         """
         return min(self.draft.lag, self.cached_least + 1 - max(self.prefix, first_slot))
 
     def admit(self, slot: int, hit: Hit) -> None:
-        """It runs from now on, behind what was found of it."""
+        """Start running in ``slot``, after the cached prefix ``hit``."""
         self.slot, self.blocks = slot, list(hit.blocks)
         self.published = self.marked = len(hit.blocks)
         self.prefix = self.prefilled = self.cached = len(hit.blocks) * BLOCK_SIZE
@@ -121,7 +137,10 @@ class Request:
             self.cached_tokens = self.prefix
 
     def take(self, tokens: list[int]) -> list[int]:
-        """Keeps what counts of newly emitted ``tokens``: up to a stop token, itself included, or the limit."""
+        """Append newly emitted tokens up to the first stop token (included) or ``max_tokens``; return those kept.
+
+        Sets ``finish`` when the request ends.
+        """
         taken = []
         for token in tokens:
             if self.finish is not None:
@@ -138,14 +157,19 @@ class Request:
         return taken
 
     def advance(self, most: int, committed: int) -> None:
-        """A launched step was collected: it could have committed ``most`` positions and did ``committed``."""
+        """Record that the oldest step in flight was collected.
+
+        Args:
+            most: Upper bound of the positions that the step could commit, as given at launch.
+            committed: Positions that it committed.
+        """
         oldest = self.in_flight.popleft()
         assert oldest == most, "steps are collected in the order of their launch"
         self.cached += committed
         self.draft.collected(most, committed)
 
     def forget_cache(self) -> None:
-        """Back to the queue: everything known so far becomes what is prefilled again."""
+        """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""
         self.slot, self.blocks, self.blocks_known = -1, [], 0
         self.prefilled = self.prefill_end = self.cached = self.prefix = 0
         self.published = self.marked = 0

@@ -1,4 +1,4 @@
-"""A request's sampling parameters as the law that speculation applies."""
+"""Conversion of a request's sampling parameters into the form that speculation applies (``Law``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from specdecode_worker.speculation.sampling.params import Law
 
 
 def law_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Law:
-    """As in vLLM, ``min_tokens`` holds back the model's ends of text even where ``ignore_eos`` takes them for words."""
+    """Return the sampling parameters of a request.
+
+    As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens.
+    """
     sampling = submit.sampling
     bias: dict[int, float] = {}
     for token, value in sampling.logit_bias:
@@ -29,7 +32,7 @@ def law_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Law:
 
 
 def check_tokens(law: Law, vocab_size: int) -> None:
-    """Raises ValueError for token ids that the model does not have."""
+    """Raise ValueError if a token id in logit_bias or stop_token_ids is outside of the vocabulary."""
     strange = [token for token, _ in law.logit_bias if not 0 <= token < vocab_size]
     strange += [token for token in law.blocked if not 0 <= token < vocab_size]
     if strange:

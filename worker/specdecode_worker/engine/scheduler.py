@@ -1,8 +1,9 @@
-"""Who runs in the next step: continuous batching with chunked prefill, first come first served.
+"""Scheduler of the next step: continuous batching with chunked prefill, first come first served.
 
-Decoding requests run first and leave a share of the token budget to prompts, which also take whatever is left of it.
-When blocks run out the youngest request gives its own back and starts again from its tokens: nothing is lost, and the
-text does not change. The oldest is never driven out, so there is always one that gets on.
+Decoding requests run first and leave a share of the token budget to prompts, which also use what decoding leaves over.
+When blocks run out, the youngest request is preempted: it gives its blocks back and later recomputes its keys from its
+tokens, so no token is lost and the text does not change. The oldest request is never preempted, which guarantees
+progress.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from specdecode_worker.engine.request import Hit, Request
 from specdecode_worker.speculation.trees import PLAIN, Tree
 
 PROMPT_SHARE = 8
-"""Decoding leaves one in so many tokens of a step to a prompt that could run."""
+"""Decoding leaves 1/PROMPT_SHARE of the token budget of a step to prompts that can run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's part of a step: ``count`` packed tokens, a prefill chunk from ``start`` or the nodes of a tree.
-    ``chooses`` says that a token comes out: always, but for a chunk that does not end its prompt."""
+    """Part of one request in a step: ``count`` packed tokens, either a prefill chunk or the nodes of a draft tree.
+
+    A chunk begins at position ``start``, which is -1 for a tree. ``chooses`` is False for a chunk that does not end
+    its prompt: such a row emits no token.
+    """
 
     request: Request
     count: int
@@ -34,23 +38,27 @@ class Row:
 
     @property
     def is_chunk(self) -> bool:
+        """True if the row is a prefill chunk."""
         return self.start >= 0
 
     @property
     def begins(self) -> bool:
-        """The first chunk since the request was admitted."""
+        """True if the row is the first chunk since the request was admitted."""
         return self.is_chunk and self.start == self.request.prefix
 
     @property
     def most_tokens(self) -> int:
-        """Most positions that this step commits to the cache."""
+        """Upper bound of the positions that the step commits to the cache for this row."""
         return self.count if self.is_chunk else self.tree.depth + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a batch, as in vLLM. Without ``chunked_prefill`` a prompt runs in one step; one that is longer than
-    ``max_num_batched_tokens`` then runs alone, and is the only thing that may break this bound."""
+    """Bounds of a batch, named as in vLLM.
+
+    Without ``chunked_prefill`` a prompt runs in one step; a prompt longer than ``max_num_batched_tokens`` then runs in
+    a step of its own, the only case that may exceed this bound.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -59,7 +67,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start; the fields of contract.Report."""
+    """Counters since the start or the last reset, with the names of ``contract.Report``."""
 
     preemptions: int = 0
     prefill_chunks: int = 0
@@ -68,18 +76,25 @@ class Counters:
 
 
 Dispatch = Callable[[Sequence[Request]], list[Tree]]
-"""Trees for the decoding requests of a step."""
+"""Function that returns the draft tree of each decoding request of a step, in order."""
 
 
 class Scheduler:
-    """Queue, slots and blocks. Rows of a batch: those that choose a token first, then unfinished prefill chunks.
+    """Owner of the request queue, the slots and the cache blocks.
 
-    ``running`` and ``waiting`` are in the order of arrival, and nobody in ``waiting`` is older than the youngest that
-    runs, but for those who were preempted.
+    A batch lists the rows that choose a token first, then unfinished prefill chunks. ``running`` and ``waiting`` are in
+    the order of arrival. Apart from preempted requests, every waiting request is younger than every running one.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "") -> None:
-        """``salt`` names the target whose keys the blocks hold."""
+        """Start with an empty queue.
+
+        Args:
+            limits: Bounds of a batch.
+            pool: Pool of cache blocks.
+            prefix_caching: Reuse cached blocks of equal prefixes.
+            salt: Identity of the target, part of every block digest.
+        """
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counters = Counters()
@@ -92,38 +107,48 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """True if no request waits or runs."""
         return not self.waiting and not self.running
 
     @property
     def prefix_caching(self) -> bool:
+        """True if cached blocks of equal prefixes are reused."""
         return self._reuse.enabled
 
     @property
     def blocks(self) -> int:
-        """Blocks of the caches, the padding block included."""
+        """Number of blocks of the caches, including the padding block."""
         return self._pool.total + 1
 
     @property
     def kv_tokens_total(self) -> int:
+        """Capacity of the cache in tokens."""
         return self._pool.total * BLOCK_SIZE
 
     @property
     def kv_tokens_used(self) -> int:
-        """Owned by running requests."""
+        """Tokens of the blocks that running requests own."""
         return self._pool.used * BLOCK_SIZE
 
     @property
     def kv_tokens_cached(self) -> int:
-        """Nobody's, kept for prefix reuse."""
+        """Tokens of the blocks without an owner that are kept for prefix reuse."""
         return self._pool.cached * BLOCK_SIZE
 
     def add(self, request: Request) -> None:
+        """Append a request to the queue."""
         self._arrivals += 1
         request.order = self._arrivals
         self.waiting.append(request)
 
     def next_batch(self, dispatch: Dispatch) -> list[Row]:
-        """Rows of the next step; may be empty while everything waits for a step in flight."""
+        """Return the rows of the next step. Empty if no request can run, e.g. before a step in flight is collected.
+
+        Admits waiting requests, takes cache blocks and may preempt requests.
+
+        Args:
+            dispatch: Chooser of the draft trees of the decoding requests.
+        """
         self._reuse.begin_step()
         budget = self._limits.max_num_batched_tokens
         rows = self._decoding(dispatch, budget - self._held_for_prompts())
@@ -131,42 +156,57 @@ class Scheduler:
         return sorted(rows, key=lambda row: (not row.chooses, row.is_chunk))
 
     def drafts_follow(self, follow: bool) -> None:
-        """Whether drafts follow the prompts of the next batches: then only beginnings that one has followed will do."""
+        """Set whether drafts process the prompts of the next batches.
+
+        If they do, only cached prefixes that a draft has processed too are reused.
+        """
         self._reuse.drafting = follow
 
     def publish(self, request: Request, end: int) -> None:
-        """The first ``end`` tokens are final, and the step that writes their keys is launched: others may read them."""
+        """Make the full blocks of the first ``end`` tokens available to other requests.
+
+        These tokens must be final, and the step that writes their keys must have been launched.
+        """
         self._reuse.publish(request, end)
 
     def forget_traffic(self) -> None:
-        """Counts from here on."""
+        """Reset the counters."""
         self.counters = Counters()
 
     def forget_draft(self, identity: str, *, states: bool) -> None:
-        """The keys of this draft are gone; and with ``states`` what was kept of the target for all drafts."""
+        """Invalidate the cached keys of a draft.
+
+        Args:
+            identity: Hash of the draft.
+            states: Also invalidate the cached hidden states of the target that drafts read.
+        """
         self._reuse.forget(identity, states=states)
 
     def release(self, request: Request) -> None:
-        """Frees what a finished or aborted request holds, wherever it stands."""
+        """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
         if request.slot >= 0:
             self._vacate(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def check(self) -> None:
-        """Books balance: every slot and block belongs to running requests or is free, or cached for who comes next."""
+        """Check that every slot is owned or free and that every block is owned, cached or free."""
         self._pool.check([block for request in self.running for block in request.blocks])
         assert len(self._slots) + len(self.running) == self._limits.max_num_seqs, "a slot is lost"
 
     def _held_for_prompts(self) -> int:
-        """Tokens that decoding leaves, so that prompts get on however many decode."""
+        """Return the tokens of the budget that decoding leaves to prompts, so that decoding cannot starve them.
+
+        Without chunked prefill the next prompt needs all of its tokens in one step. They are reserved, except in a step
+        that follows one in which decoding requests had to take turns.
+        """
         wanted = self._wanted_by_prompts()
         if self._limits.chunked_prefill:
             return min(wanted, max(self._limits.max_num_batched_tokens // PROMPT_SHARE, 1))
         return 0 if self._held_back else min(wanted, self._limits.max_num_batched_tokens)
 
     def _wanted_by_prompts(self) -> int:
-        """Tokens of the first prompt that can run in this step."""
+        """Return the number of tokens left to prefill of the first prompt that can run in this step."""
         for request in self.running:
             if not request.decoding:
                 return request.prefill_end - request.prefilled
@@ -176,13 +216,14 @@ class Scheduler:
         return self._to_prefill(self.waiting[0], hit) if self._fits(self.waiting[0], hit) else 0
 
     def _decoding(self, dispatch: Dispatch, budget: int) -> list[Row]:
+        """Return the rows of decoding requests; a tree that does not fit into the budget is replaced by one token."""
         requests = self._whose_turn(budget)
         rows: list[Row] = []
         budget -= len(requests)
         for request, tree in zip(requests, dispatch(requests) if requests else [], strict=True):
             if request.slot < 0:
-                continue  # preempted by a row before
-            # A tree that cannot fit beside nobody would only drive everyone else out.
+                continue  # An earlier row preempted this request.
+            # A tree too large for the whole cache would preempt every other request and still not fit.
             fits = request.cached_bound + len(tree.parents) <= self.kv_tokens_total
             tree = tree if fits and tree.verified - 1 <= budget else PLAIN
             if self._reserve(request, request.cached_bound + len(tree.parents), rows):
@@ -191,8 +232,12 @@ class Scheduler:
         return rows
 
     def _whose_turn(self, budget: int) -> list[Request]:
-        """All who decode; where they are more than tokens, those whose last turn is the longest ago."""
-        # What steps in flight may still commit can go beyond the cache; what they do commit cannot.
+        """Return the requests that decode in this step, oldest first.
+
+        If there are more than ``budget``, those with the earliest last turn are chosen.
+        """
+        # The upper bound of a request's keys can exceed the cache while steps are in flight; such a request waits until
+        # one is collected.
         ready = [one for one in self.running if one.decoding and one.cached_bound < self.kv_tokens_total]
         self._held_back = len(ready) > budget
         if not self._held_back:
@@ -204,7 +249,7 @@ class Scheduler:
         return sorted(in_turn, key=lambda one: one.order)
 
     def _prefill(self, budget: int, rows: list[Row]) -> None:
-        """Appends the rows of prompts: the oldest gets what it can use, then the next."""
+        """Append the rows of prefill chunks, oldest request first, and admit waiting requests while tokens remain."""
         for request in [request for request in self.running if not request.decoding]:
             if request.slot >= 0:
                 budget -= self._chunk(request, budget, rows)
@@ -219,13 +264,14 @@ class Scheduler:
             budget -= self._chunk(request, budget, rows)
 
     def _to_prefill(self, request: Request, hit: Hit) -> int:
+        """Return the number of tokens that a waiting request has to prefill."""
         return len(request.tokens) - len(hit.blocks) * BLOCK_SIZE
 
     def _fits(self, request: Request, hit: Hit) -> bool:
-        """Whether the whole prompt finds blocks, beside what prompts under way still need.
+        """Return whether the blocks suffice for the whole prompt in addition to the prompts in progress.
 
-        Its blocks are taken chunk by chunk, for until then they serve as cached ones, or let others decode. While
-        others run one block each is left to them, or the newcomer would be driven out before it said anything.
+        A prompt takes its blocks chunk by chunk; until then they stay cached or serve decoding requests. One block is
+        reserved for each running request: without it the new request could be preempted before its first token.
         """
         missing = blocks_for(len(request.tokens) + 1) - len(hit.blocks)
         resting = sum(self._pool.prefixes.rests(block) for block in hit.blocks)
@@ -233,9 +279,11 @@ class Scheduler:
         return missing + resting + promised + len(self.running) <= self._pool.available
 
     def _unfilled(self, request: Request) -> int:
+        """Return the number of blocks that the prefill of a running request still needs."""
         return max(blocks_for(request.prefill_end + 1) - len(request.blocks), 0)
 
     def _admit(self, request: Request, hit: Hit) -> None:
+        """Move a request to the running ones and share the blocks of its cached prefix."""
         self._pool.share(hit.blocks)
         request.admit(self._slots.pop(), hit)
         insort(self.running, request, key=lambda one: one.order)
@@ -244,13 +292,13 @@ class Scheduler:
             self.counters.prefix_hit_tokens += request.cached_tokens
 
     def _most_now(self, wanted: int, budget: int, rows: Sequence[Row]) -> int:
-        """Tokens of a prompt that may run in this step, of ``wanted``."""
+        """Return how many of the ``wanted`` tokens of a prompt may run in this step."""
         if self._limits.chunked_prefill or wanted <= budget:
             return min(wanted, budget)
         return 0 if rows or wanted <= self._limits.max_num_batched_tokens else wanted
 
     def _chunk(self, request: Request, budget: int, rows: list[Row]) -> int:
-        """The tokens of ``budget`` that go into the next chunk of a prompt."""
+        """Append the next chunk of a prompt to ``rows`` and return its number of tokens, 0 if it cannot run."""
         start = request.prefilled
         count = self._most_now(request.prefill_end - start, budget, rows)
         if count <= 0 or not self._reserve(request, start + count, rows):
@@ -262,8 +310,11 @@ class Scheduler:
         return count
 
     def _reserve(self, request: Request, keys: int, rows: Sequence[Row]) -> bool:
-        """Blocks for ``keys`` keys; preempts younger ones that have no row yet, the youngest first. False when that is
-        not enough: it stands still in this step, while others use what it lacks."""
+        """Take blocks until the request can hold ``keys`` keys; return whether that succeeded.
+
+        If blocks run out, the youngest requests without a row in this step are preempted. If ``request`` is itself the
+        youngest of these, it skips the step instead.
+        """
         missing = blocks_for(keys) - len(request.blocks)
         while missing > 0:
             after = request.blocks[-1] if request.blocks else None
@@ -279,6 +330,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        """Take the slot and the blocks of a running request and put it back into the queue by its order of arrival."""
         self._vacate(request)
         request.forget_cache()
         older = sum(one.order < request.order for one in self.waiting)
@@ -286,6 +338,7 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _vacate(self, request: Request) -> None:
+        """Free the slot and the blocks of a running request."""
         self.running.remove(request)
         self._pool.give_back(request.blocks)
         self._slots.append(request.slot)

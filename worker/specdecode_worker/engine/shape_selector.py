@@ -1,6 +1,6 @@
-"""Picks every decoding request's tree for the next step: the plan's row, the guard's veto, and what exploration asks.
+"""Selection of the draft tree of every decoding request from the plan, the guard and exploration.
 
-Reads no clock: what steps took is told to `measured`.
+This module reads no clock: its caller passes measured step times to ``Pilot.measured``.
 """
 
 from __future__ import annotations
@@ -23,42 +23,48 @@ _PLAIN_SHAPE = TreeShape(())
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was picked for a step of ``sequences`` decoding requests. ``context`` is the bucket of the longest of them;
-    ``shape`` is set when all of them run the same; ``explores``: in a burst, or while the guard probes; ``counted`` is
-    False for the warming steps of a burst; ``shadow_passes`` are draft passes beyond the shape."""
+    """Shapes selected for one step."""
 
     sequences: int = 0
+    """Number of decoding requests."""
     concurrency: int = 0
+    """Index of the concurrency bucket."""
     context: int = 0
+    """Index of the context bucket of the longest request."""
     shape: TreeShape | None = None
+    """Common shape of all requests; None if shapes differ or some request had no draft ready for it."""
     explores: bool = False
+    """True if the step belongs to an exploration burst or a probe of the guard."""
     counted: bool = True
+    """True if the measured time counts; False for the warm-up steps of a burst."""
     shadow_passes: int = 0
+    """Number of draft passes beyond the shape; their tokens are scored but not verified."""
 
 
 def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]:
-    """What the tasks of a load run by the plan."""
+    """Return the shapes that the plan assigns to the tasks of a (concurrency, context) bucket."""
     rows = {row.shape for row in plan.rows if (row.concurrency, row.context) == (concurrency, context)}
     return rows or {plan.initial}
 
 
 class Drafts(Protocol):
-    """What is loaded; a Roster. False when nothing is."""
+    """Loaded drafts as the selector sees them, implemented by ``Roster``. False if no draft is loaded."""
 
     def __bool__(self) -> bool: ...
 
     def ready(self, request: Request) -> bool:
-        """Whether a draft can propose for this request in the next step."""
+        """Return whether a draft can propose for this request in the next step."""
         ...
 
 
 class Pilot:
-    """One per engine. Without a draft everything is plain."""
+    """Shape selector of one engine. Without a draft it selects plain decoding for every request."""
 
     def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
+        """Start with the plan of ``dispatcher``, an empty guard and no exploration under way."""
         self.choice = Choice()
         self.only: TreeShape | None = None
-        """Everything runs this, whatever the plan says: while step times are calibrated."""
+        """Shape forced for all requests while step times are calibrated; None follows the plan."""
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
@@ -66,28 +72,35 @@ class Pilot:
 
     @property
     def plan(self) -> Plan:
+        """Plan in force."""
         return self._dispatcher.plan
 
     @property
     def plan_state(self) -> PlanState:
+        """State of the plan for the report."""
         return self._dispatcher.state
 
     @property
     def drafts_prompts(self) -> bool:
-        """Whether the draft follows along at all: when the plan may come to draft."""
+        """True if drafts process prompts: a draft is loaded and the plan can lead to drafting."""
         return bool(self._drafts) and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
 
     def guard_cells(self) -> tuple[GuardCell, ...]:
+        """Return the guard's state per load for the report."""
         return self._guard.cells()
 
     def assume_plain(self, sequences: int, seconds: float) -> None:
-        """What a plain step of so many sequences was measured to take before anybody was served."""
+        """Store the time in seconds of a plain step of ``sequences`` requests, measured before the first request."""
         self._curve.learn(sequences, seconds)
         bucket = bisect_left(self.plan.buckets.concurrency, sequences)
         self._guard.assume(bucket, 0, self._curve.scaled(seconds, sequences, self._edge(bucket)))
 
     def take_plan(self, plan: Plan) -> None:
-        """Raises PlanRefused. The guard forgets what it held against shapes that the plan no longer runs."""
+        """Apply a plan. The guard drops its evidence on shapes that the plan no longer contains.
+
+        Raises:
+            PlanRefused: The plan is for another deployment or older than the current one.
+        """
         before = self.plan
         self._dispatcher.take(plan)
         if plan.buckets != before.buckets:
@@ -95,14 +108,20 @@ class Pilot:
         self._guard.keep(lambda cell, shape: shape in planned_shapes(plan, *cell))
 
     def draft_changed(self, first_hash: str) -> None:
-        """Another draft runs: rows that were planned for the first one stand if it is still that, and no verdict
-        of the guard does."""
+        """Handle a change of drafts: reset the guard and set the hash that the plan's rows are matched against.
+
+        Args:
+            first_hash: Hash of the first draft. Plan rows apply only if they were planned for it.
+        """
         self._dispatcher.draft_hash = first_hash
         self._guard = Guard()
 
     def trees(self, requests: Sequence[Request]) -> list[Tree]:
-        """Trees of the decoding requests, in order; remembers the choice for `measured`. All of them read the rows of
-        the longest context: a step is as long as the batch makes it, and costs are known by that."""
+        """Return the trees of the decoding requests, in order, and store the choice in ``choice``.
+
+        All requests use the plan rows of the longest context in the batch, because step times are recorded by the
+        longest context.
+        """
         concurrency = self._dispatcher.load(len(requests))
         context = self._dispatcher.context(max(request.cached_bound for request in requests))
         if not self._drafts or self.only is not None:
@@ -110,7 +129,7 @@ class Pilot:
             self.choice = Choice(len(requests), concurrency, context, only)
             tree = tree_of(only, 0)
             return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
-        # Requests of one task run alike; a large batch is looked through once.
+        # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
         tasks = [request.submit.task for request in requests]
         shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
         first, planned = shapes[tasks[0]], self._dispatcher.shape(Load(concurrency, context, tasks[0]))
@@ -125,7 +144,7 @@ class Pilot:
         ready = [self._drafts.ready(request) for request in requests]
         trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
-        # A batch of which some could not be drafted for says nothing about the shape that it should have run.
+        # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
         shape = shapes[tasks[0]]
         alike = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
         explores = burst is not None or self._probes(concurrency, context, shapes.values())
@@ -133,8 +152,16 @@ class Pilot:
         return trees
 
     def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
-        """A step of decoding alone took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
-        ``tokens`` per sequence. Nothing is learnt of traffic from steps that ran by order."""
+        """Pass a measured step without prefill to the guard and to exploration.
+
+        Steps with a forced shape (``only``) are ignored.
+
+        Args:
+            choice: Choice that the step ran with.
+            seconds: Duration of the step.
+            tokens: Emitted tokens per sequence.
+            shadow_seconds: Part of ``seconds`` spent on shadow passes.
+        """
         if self.only is not None:
             return
         edge = self._edge(choice.concurrency)
@@ -144,17 +171,23 @@ class Pilot:
             self._guard.measured(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 
     def _edge(self, bucket: int) -> int:
-        """Sequences that the steps of a bucket are told as; behind the last edge there is none but it."""
+        """Return the number of sequences that step times of a bucket are scaled to: its upper edge.
+
+        The bucket beyond the last edge has no upper edge and uses the last one.
+        """
         edges = self.plan.buckets.concurrency
         return edges[min(bucket, len(edges) - 1)] if edges else 1
 
     def _shape(self, load: Load) -> TreeShape:
+        """Return the planned shape for a load, or plain decoding if the guard stopped that shape."""
         shape = self._dispatcher.shape(load)
         stopped = self.plan.guard and not self._guard.allows(load.concurrency, load.context, shape)
         return _PLAIN_SHAPE if stopped else shape
 
     def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:
+        """Return whether the guard is probing one of the shapes at this load."""
         return self.plan.guard and any(self._guard.probes(concurrency, context, shape) for shape in shapes)
 
     def _shadow_depth(self) -> int:
+        """Return the depth to draft for scoring only, 0 if exploration affords no shadow passes now."""
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0

@@ -1,4 +1,4 @@
-"""A load generator over the OpenAI surface: open-loop arrivals, mixed lengths, clients that behave and others.
+"""Load generator for the OpenAI API: open-loop arrivals, mixed lengths, well-behaved and misbehaving clients.
 
-Knows no engine: it sees what a user sees.
+It uses the HTTP API only and imports nothing of the engine.
 """

@@ -1,4 +1,4 @@
-"""One visit over HTTP, and how it went."""
+"""HTTP client of the load generator: sends one scheduled request and records its outcome."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import msgspec
 from specdecode_worker.load_generator.schedule import Kind, Visit
 
 PIECES_BEFORE_HANGING_UP = 3
+"""Number of text pieces after which a client of kind ``disconnect`` closes its stream."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """``problem`` says what should not have happened; a 429 is ``turned_away`` and no problem."""
+    """Outcome of one request.
+
+    ``problem`` describes a failure; empty for none. A response 429 sets ``turned_away`` and is not a failure.
+    """
 
     visit: Visit
     status: int = 0
@@ -29,7 +33,15 @@ class Outcome:
 
 
 async def visit(client: httpx.AsyncClient, model: str, prompt: str, one: Visit, beyond: int) -> Outcome:
-    """``beyond`` is more tokens than the model takes. Raises nothing: what goes wrong is the outcome's problem."""
+    """Send one request and return its outcome. HTTP errors are recorded as its problem and not raised.
+
+    Args:
+        client: HTTP client with the base URL of the server.
+        model: Name of the served model.
+        prompt: User message.
+        one: The scheduled request.
+        beyond: A max_tokens that exceeds the context length, for requests of kind ``oversized``.
+    """
     outcome = Outcome(one)
     began = time.monotonic()
     try:
@@ -99,7 +111,7 @@ async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome, bega
 
 
 def _expected(outcome: Outcome, status: int, text: str) -> bool:
-    """Notes a status that this client should not have got."""
+    """Record the status. Return whether it is expected for this kind of request; else record a problem."""
     outcome.status = status
     outcome.turned_away = status == 429
     if status in ((400, 429) if outcome.visit.kind.refused else (200, 429)):

@@ -1,4 +1,7 @@
-"""Sends visits at their times, whatever has become of the earlier ones, and sums up."""
+"""Open-loop load run, and its summary.
+
+Each request is sent at its scheduled time, even if earlier requests are still running.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,29 @@ from specdecode_worker.load_generator.client import Outcome, visit
 from specdecode_worker.load_generator.schedule import Profile, Visit, visits
 
 PROGRESS_SECONDS = 15
+"""Interval of the progress lines on standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """Where to send, as whom."""
+    """Server under load, and the requests' content and credentials."""
 
     url: str
     model: str
     prompts: Sequence[str]
     beyond: int
-    """More tokens than the model takes."""
+    """A max_tokens that exceeds the context length of the model."""
     api_key: str | None = None
 
 
 class Crowd:
-    """All clients of a run. ``most`` bounds how many are there at once: later ones wait outside, and are counted."""
+    """All clients of a run. At most ``most`` send at once; later requests wait locally and count as ``held_back``."""
 
     def __init__(self, aim: Aim, most: int, timeout_seconds: float) -> None:
         self._aim = aim
         self._places = asyncio.Semaphore(most)
         headers = {"Authorization": f"Bearer {aim.api_key}"} if aim.api_key else {}
-        # A connection for every client, as from many users.
+        # Open a connection per request, as many separate users do.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(
             base_url=aim.url, timeout=timeout_seconds, limits=limits, headers=headers, trust_env=False
@@ -46,7 +50,7 @@ class Crowd:
         self.inside = self.most_inside = self.held_back = 0
 
     async def send(self, profile: Profile, seed: int) -> float:
-        """Seconds until the last client was gone."""
+        """Send all requests of the profile and return the seconds until the last one ended."""
         began = shown = time.monotonic()
         coming = []
         for one in visits(profile, self._aim.prompts, seed):
@@ -77,7 +81,10 @@ class Crowd:
 
 
 def summary(crowd: Crowd, seconds: float) -> dict[str, Any]:
-    """Counts, latencies, and what went wrong. ``differing_texts``: the same request, answered differently."""
+    """Return counts, latency percentiles (p50, p95, p99) and the most frequent problems.
+
+    ``differing_texts`` is the number of requests that were repeated with different output; it must be 0.
+    """
     outcomes = crowd.outcomes
     texts: dict[Any, set[str]] = defaultdict(set)
     for outcome in outcomes:

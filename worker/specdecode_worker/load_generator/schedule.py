@@ -1,4 +1,4 @@
-"""Who comes when, and what they do: drawn once from a seed, so that two runs send the same."""
+"""Request schedule of a load run, drawn from a seed so that two runs send the same requests."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a client does."""
+    """Behaviour of a client."""
 
     stream = "stream"
     whole = "whole"
     disconnect = "disconnect"
-    """Reads a few pieces of a stream and hangs up."""
+    """Reads a few pieces of a stream and disconnects."""
     oversized = "oversized"
-    """Asks for more tokens than the model takes: a 400 is the right answer."""
+    """Requests more tokens than the context length; the expected response is 400."""
     garbage = "garbage"
-    """Sends no JSON: a 400 is the right answer."""
+    """Sends invalid JSON; the expected response is 400."""
 
     @property
     def refused(self) -> bool:
+        """True for requests that the server must refuse with 400."""
         return self in (Kind.oversized, Kind.garbage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Arrivals rise from ``rate[0]`` to ``rate[1]`` requests a second in the middle and fall again; ``shares`` of
-    clients misbehave; answers have ``max_tokens[0]`` to ``max_tokens[1]`` tokens, short ones more often."""
+    """Load profile of a run.
+
+    The arrival rate rises from ``rate[0]`` to ``rate[1]`` requests per second in the middle of the run and falls again.
+    ``shares`` has the fractions of misbehaving clients. ``max_tokens`` is drawn from ``max_tokens[0]`` to
+    ``max_tokens[1]``, uniformly on a logarithmic scale.
+    """
 
     seconds: float
     rate: tuple[float, float]
     max_tokens: tuple[int, int]
     shares: dict[Kind, float]
     sampled: float = 0.5
-    """Share of requests at temperature 0.8 with a seed; the others are greedy."""
+    """Fraction of requests at temperature 0.8 with a seed; the others are greedy."""
 
     def rate_at(self, second: float) -> float:
+        """Return the arrival rate, in requests per second, at ``second`` of the run."""
         low, high = self.rate
         return low + (high - low) * (1 - abs(2 * second / self.seconds - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One client: when it comes, which prompt it brings, and how it goes about it."""
+    """Scheduled request: its time, the index of its prompt, its parameters and the behaviour of its client."""
 
     number: int
     at_seconds: float
@@ -56,12 +62,15 @@ class Visit:
 
     @property
     def key(self) -> tuple[int, int, float, int]:
-        """Requests with the same key must get the same text."""
+        """Identity of the request; requests with the same key must get the same text."""
         return (self.prompt, self.max_tokens, self.temperature, self.seed)
 
 
 def visits(profile: Profile, prompts: Sequence[str], seed: int) -> Iterator[Visit]:
-    """Poisson arrivals over the profile's seconds. Seeds are few, so that the same question comes again."""
+    """Yield requests with Poisson arrivals over the duration of the profile.
+
+    Only two seeds and five lengths are drawn, so that equal requests repeat and their texts can be compared.
+    """
     dice = random.Random(seed)
     second, number = 0.0, 0
     kinds, weights = _kinds(profile.shares)
@@ -84,6 +93,11 @@ def visits(profile: Profile, prompts: Sequence[str], seed: int) -> Iterator[Visi
 
 
 def _kinds(shares: dict[Kind, float]) -> tuple[list[Kind], list[float]]:
+    """Return all kinds and their fractions. Streaming and complete responses share the remainder equally.
+
+    Raises:
+        ValueError: A fraction is negative, or their sum exceeds 1.
+    """
     rest = 1 - sum(shares.values())
     if rest < 0 or min(shares.values(), default=0) < 0:
         raise ValueError(f"the shares of {', '.join(shares)} must be positive and at most 1 together")

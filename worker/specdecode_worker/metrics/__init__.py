@@ -1,7 +1,8 @@
-"""/metrics: the engine's report in Prometheus' words, so that the two cannot disagree.
+"""Prometheus metrics of the worker, derived from the engine's report so that both agree.
 
-A report holds no speculation by task and no request of its own; the server counts those from the tokens that pass
-through it, and ``other`` takes the rest of the report's totals (steps whose tokens nobody waited for).
+The report has neither speculation counts per task nor figures of single requests. The server counts them from the
+tokens that it streams. The task ``other`` gets the remainder of the report's totals: for example the steps of
+aborted requests, of which the server receives no tokens.
 """
 
 from specdecode_worker.metrics.exposition import CONTENT_TYPE, render

@@ -1,4 +1,7 @@
-"""Captured traffic. Present without capture too, at zero: an alert on drops needs no other rule."""
+"""Metrics of traffic capture.
+
+They exist with value 0 if capture is off, so that an alert rule on dropped records needs no special case.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from specdecode_worker.metrics.families import counter, gauge
 
 
 def capture(model: str, counts: CaptureCounts) -> Iterator[Family]:
+    """Yield the metrics of captured records, dropped records and stored bytes."""
     records = [((task,), float(count)) for task, count in counts.records.items()]
     yield counter(Metric.capture_records, "Requests that were captured.", model, ("task",), records)
     dropped = [((reason.value,), float(counts.dropped[reason])) for reason in Dropped]

@@ -1,4 +1,4 @@
-"""The text of /metrics."""
+"""Text exposition of all metrics, the response of /metrics."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(report: Report, counts: Counts) -> bytes:
+    """Return all metrics in the Prometheus text format."""
     registry = CollectorRegistry()
     families = [*speculation(report, counts), *load(report), *latency(report, counts)]
     registry.register(_Once([*families, *capture(report.model, counts.capture)]))
@@ -26,6 +27,8 @@ def render(report: Report, counts: Counts) -> bytes:
 
 
 class _Once(Collector):
+    """Collector of metric families that are already built."""
+
     def __init__(self, families: list[Family]) -> None:
         self._families = families
 

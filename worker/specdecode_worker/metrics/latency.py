@@ -1,4 +1,4 @@
-"""How long things take: requests, tokens, steps and the phases of steps."""
+"""Latency metrics of requests, tokens, engine steps and step phases."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _REPORTED = {
 
 
 def latency(report: Report, counts: Counts) -> Iterator[Family]:
+    """Yield the latency and size histograms of requests, and the time of engine steps."""
     for cell in report.latency:
         name, text = _REPORTED[cell.name]
         yield histogram(name, text, report.model, cell.edges, cell.counts, cell.sum)

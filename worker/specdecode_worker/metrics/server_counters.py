@@ -1,4 +1,4 @@
-"""What the server itself counts: speculation by task, and the sizes and pace of single requests."""
+"""Counters of the server: speculation per task, and token counts and time per token of single requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MILLISECONDS = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 
 
 @dataclass(slots=True)
 class TaskCounts:
-    """Speculation of one task; ``per_position[i]`` counts accepted tokens at depth i + 1."""
+    """Speculation counts of one task; ``per_position[i]`` is the number of accepted tokens at depth i + 1."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -25,7 +25,7 @@ class TaskCounts:
 
 
 class Histogram:
-    """Counts per bucket; edges are upper and inclusive, and one more bucket has none."""
+    """Observation counts per bucket. ``edges`` are inclusive upper bounds; one further bucket has no bound."""
 
     __slots__ = ("counts", "edges", "sum")
 
@@ -35,12 +35,18 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
+        """Add one observation."""
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 
 
 class Counts:
-    """Monotonic, like the report's. ``clock`` gives monotonic seconds; ``capture`` is the recorder's where one runs."""
+    """Monotonic counters of the server.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+        capture: Counters of the recorder, if traffic is captured.
+    """
 
     def __init__(self, clock: Callable[[], float], capture: CaptureCounts | None = None) -> None:
         self.clock = clock
@@ -51,11 +57,12 @@ class Counts:
         self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
 
     def observer(self, task: str, prompt_tokens: int) -> Observer:
+        """Return the observer of a new request."""
         return Observer(self, task, prompt_tokens)
 
 
 class Observer:
-    """Sees every message of one request, in order; messages carry the request's sums so far."""
+    """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
     __slots__ = ("_counts", "_first", "_last", "_over", "_prompt_tokens", "_seen", "_task", "_tokens")
 
@@ -69,6 +76,7 @@ class Observer:
         self._over = False
 
     def take(self, tokens: Tokens) -> None:
+        """Count the increase since the previous message."""
         task, seen = self._task, self._seen
         accepted = tokens.accepted - seen.accepted
         task.drafts += tokens.drafts - seen.drafts
@@ -83,7 +91,7 @@ class Observer:
             self._tokens += len(tokens.tokens)
 
     def end(self) -> None:
-        """The request is over, at whatever end; only the first call counts, and only what got an answer."""
+        """Count the ended request in the histograms. Further calls, and requests without output, are not counted."""
         if self._over or not self._tokens:
             return
         self._over = True

@@ -1,4 +1,4 @@
-"""What was drafted and kept, by task and depth; with which draft; what the guard holds back."""
+"""Speculation metrics: drafted and accepted tokens, target ranks, loaded drafts and the state of the guard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from specdecode_worker.metrics.server_counters import Counts
 
 
 def speculation(report: Report, counts: Counts) -> Iterator[Family]:
+    """Yield the metrics of speculation, by task, depth, draft and bucket of the guard."""
     yield from _by_task(report, counts)
     yield _ranked(report)
     text = "Steps of a sequence that decoded without a draft."
@@ -22,6 +23,7 @@ def speculation(report: Report, counts: Counts) -> Iterator[Family]:
 
 
 def _by_task(report: Report, counts: Counts) -> Iterator[Family]:
+    """Yield the draft counters per task; ``other`` gets the remainder of the report's totals."""
     totals = (
         (Metric.num_drafts, "Steps of a sequence that verified a draft.", report.drafts, "drafts"),
         (Metric.num_draft_tokens, "Drafted tokens that were verified.", report.draft_tokens, "draft_tokens"),
@@ -42,7 +44,10 @@ def _by_task(report: Report, counts: Counts) -> Iterator[Family]:
 
 
 def _ranked(report: Report) -> Family:
-    """Summed over drafts, greedy and sampled requests, and both kinds of parents; the report has them apart."""
+    """Build the counter of target ranks, summed over the cells that the report separates.
+
+    The sum is over drafts, greedy and sampled requests, and both kinds of parents.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     for cell in report.acceptance:
         for rank, count in enumerate(cell.ranks):

@@ -1,4 +1,4 @@
-"""Traffic, queue, KV cache and memory."""
+"""Metrics of traffic, queue, KV cache and device memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specdecode_worker.metrics.families import counter, gauge
 
 
 def load(report: Report) -> Iterator[Family]:
+    """Yield the metrics of traffic, scheduling, engine state and device memory."""
     yield from _traffic(report)
     yield from _work(report)
     yield from _state(report)

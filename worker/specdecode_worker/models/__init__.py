@@ -1,1 +1,1 @@
-"""Target and draft networks as plain modules. They know weights and positions; how keys are kept is passed in."""
+"""Target and draft networks, their configs and checkpoints. Attention and its cache are passed in by the caller."""

@@ -1,18 +1,18 @@
-"""What can be wrong with a model that a user named.
+"""Errors about a model that a user named.
 
 ModelError
-├── ConfigMismatch      config.json lacks a field, or holds a value that is not supported
-├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong kind
-├── VocabularyMismatch  two models that should draft for each other do not read text as the same tokens
-├── BadUri              the URI names no model
-├── NotPresent          the URI is fine, but nothing complete is there
-├── CannotServe         no room on the device, or a required draft that is not for the target; found before loading
+├── ConfigMismatch      config.json lacks a field or holds an unsupported value
+├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong dtype
+├── VocabularyMismatch  target and draft model have different tokenizers
+├── BadUri              the URI does not name a model
+├── NotPresent          the URI is valid, but there is no complete model at its location
+├── CannotServe         too little device memory, or a required draft that does not fit the target; found before loading
 └── PullFailed
     ├── AccessDenied      gated, private, or no such repository
     ├── NotOnHub          no such repository, revision or usable file
-    ├── HubUnreachable    the hub cannot be reached, or keeps breaking off
-    ├── HashMismatch      what came is not what the hub announced
-    └── DiskFull          no room for the files
+    ├── HubUnreachable    the hub cannot be reached, or transfers keep failing
+    ├── HashMismatch      the downloaded bytes differ from the hash that the hub announced
+    └── DiskFull          not enough disk space for the files
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from specdecode_worker.contract import CheckVerdict
 
 
 class ModelError(Exception):
-    """The model cannot be served; the message names the file and what to do."""
+    """Base of errors that prevent serving a model. The message names the file and the remedy."""
 
 
 class ConfigMismatch(ModelError):
-    """config.json lacks a field or holds a value that is not supported."""
+    """config.json lacks a field or holds an unsupported value."""
 
 
 class WeightMismatch(ModelError):
-    """A tensor is missing, extra or misshapen; the message names it."""
+    """A tensor is missing, extra, misshapen or of the wrong dtype. The message names it."""
 
 
 class VocabularyMismatch(ModelError):
-    """Target and draft model do not share a tokenizer; the message names the first token that differs."""
+    """Target and draft model do not share a tokenizer. The message names the first token that differs."""
 
 
 class BadUri(ModelError):
-    """The URI names no model; the message shows the forms that there are."""
+    """The URI does not name a model. The message shows the valid forms."""
 
 
 class NotPresent(ModelError):
-    """Nothing complete is where the URI points; the message says how to get it."""
+    """There is no complete model at the URI's location. The message says how to get it."""
 
 
 class CannotServe(ModelError):
-    """Found before anything is loaded; the message is the arithmetic, or what of a required draft does not fit."""
+    """The check before loading failed.
+
+    The message holds the memory arithmetic, or the reason why a required draft does not fit.
+    """
 
     def __init__(self, verdict: CheckVerdict) -> None:
         draft = verdict.draft_problem or ""
@@ -54,23 +57,23 @@ class CannotServe(ModelError):
 
 
 class PullFailed(ModelError):
-    """Base of what goes wrong while a model is fetched."""
+    """Base of errors while a model is downloaded."""
 
 
 class AccessDenied(PullFailed):
-    """The hub refuses: gated, private, or no such repository."""
+    """The hub denies access: the repository is gated, private, or does not exist."""
 
 
 class NotOnHub(PullFailed):
-    """The hub has no such repository or revision, or no file in it that can be used."""
+    """The hub has no such repository or revision, or no usable file in it."""
 
 
 class HubUnreachable(PullFailed):
-    """The hub cannot be reached, or keeps breaking off."""
+    """The hub cannot be reached, or transfers keep failing."""
 
 
 class HashMismatch(PullFailed):
-    """What came is not what the hub announced."""
+    """The downloaded bytes differ from the hash or size that the hub announced."""
 
 
 class DiskFull(PullFailed):

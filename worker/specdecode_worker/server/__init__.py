@@ -1,1 +1,1 @@
-"""The HTTP surface: OpenAI's routes, the admin port, tokens to text and back. Knows no tensor; imports no torch."""
+"""HTTP server of the worker: OpenAI-compatible API, admin port and tokenization. It does not import torch."""

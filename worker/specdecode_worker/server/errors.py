@@ -1,10 +1,10 @@
-"""What can go wrong between a client and the engine.
+"""Errors of the server package, and their HTTP status codes.
 
 ServerError
-├── TokenizerProblem      the model's folder has no usable tokenizer or chat template
+├── TokenizerProblem      the model folder has no usable tokenizer or chat template
 ├── TemplateRefused       the chat template does not accept these messages
-├── CannotStart           a port is taken, the model is not there
-└── ApiError              answered to the client as OpenAI's error object
+├── CannotStart           a port is taken, the model is missing, ...
+└── ApiError              sent to the client as OpenAI's error object
     ├── BadRequest        400
     ├── Unauthorized      401
     ├── ModelNotFound     404
@@ -23,23 +23,23 @@ from typing import Any, ClassVar
 
 
 class ServerError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class TokenizerProblem(ServerError):
-    """The model's folder has no usable tokenizer or chat template."""
+    """Error for a model folder without a usable tokenizer or chat template."""
 
 
 class TemplateRefused(ServerError):
-    """The chat template does not accept these messages."""
+    """Error for messages that the chat template does not accept."""
 
 
 class CannotStart(ServerError):
-    """The server cannot come up; the message says what to change."""
+    """Error that prevents the start of the server; the message says what to change."""
 
 
 class ApiError(ServerError):
-    """An answer other than 200. ``param`` names the field at fault, ``code`` is for programs."""
+    """Error response of the API. ``param`` names the field at fault; ``code`` identifies the error for programs."""
 
     status: ClassVar[int]
     type: ClassVar[str]
@@ -53,43 +53,43 @@ class ApiError(ServerError):
         self.error_code = code or self.code
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return the response body: OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.error_code}}
 
 
 class BadRequest(ApiError):
-    """The request itself is at fault; sending it again changes nothing."""
+    """Response 400: the request is invalid, and a retry gives the same result."""
 
     status, type = 400, "invalid_request_error"
 
 
 class Unauthorized(ApiError):
-    """The admin port was called without its token, or the public one without an API key."""
+    """Response 401: the admin port was called without its token, or the public port without a valid API key."""
 
     status, type, code = 401, "authentication_error", "invalid_token"
     headers: Mapping[str, str] = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class ModelNotFound(ApiError):
-    """The request names a model that is not served here."""
+    """Response 404: the request names a model that this worker does not serve."""
 
     status, type, code = 404, "invalid_request_error", "model_not_found"
 
 
 class Conflict(ApiError):
-    """A plan or a draft that must not replace the one in use."""
+    """Response 409: a plan or a draft must not replace the current one."""
 
     status, type, code = 409, "invalid_request_error", "conflict"
 
 
 class BodyTooLarge(ApiError):
-    """The body is longer than the server reads."""
+    """Response 413: the request body exceeds the size limit."""
 
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
 class TooManyWaiting(ApiError):
-    """The waiting line is full."""
+    """Response 429: the queue is full. The header Retry-After has the expected wait in seconds."""
 
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
 
@@ -99,13 +99,13 @@ class TooManyWaiting(ApiError):
 
 
 class EngineFailed(ApiError):
-    """The engine gave up on the request."""
+    """Response 500: the engine ended the request with an error."""
 
     status, type, code = 500, "server_error", "engine_error"
 
 
 class Unavailable(ApiError):
-    """Not ready yet, draining, or the engine is gone."""
+    """Response 503: the model is loading, the worker is draining, or the engine is gone."""
 
     status, type, code = 503, "server_error", "unavailable"
     headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})

@@ -1,4 +1,4 @@
-"""One answer: what the engine streams for one Submit, as pieces of text."""
+"""One generation: converts the token stream of one `Submit` into pieces of text."""
 
 from __future__ import annotations
 
@@ -18,25 +18,30 @@ from specdecode_worker.server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a client wants of one answer. Without ``answers`` the echo of the prompt is all."""
+    """Output options of one generation. Without ``answers`` only the echo of the prompt is returned."""
 
     reading: Reading
     scored: bool = False
-    """The engine was asked for log-probabilities, be it only to compare answers."""
+    """True when the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
     answers: bool = True
     counts_prompt: bool = True
+    """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
 
 class Watcher(Protocol):
-    """Sees every message of one request, and its end, perhaps twice."""
+    """Observer of one request: receives every message in order, then ``end``, which may be called more than once."""
 
-    def take(self, tokens: Tokens) -> None: ...
+    def take(self, tokens: Tokens) -> None:
+        """Process one message of the request."""
+        ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Process the end of the request."""
+        ...
 
 
 class Generation:
-    """The answer to one prompt. Close it, read to the end or not: it frees the engine's slot."""
+    """One choice for one prompt. Call ``close`` in every case, because it frees the slot in the engine."""
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class Generation:
 
     @property
     def statistics(self) -> Statistics:
+        """Token and speculation counts so far."""
         last = self._last
         return Statistics(
             prompt_tokens=len(self._prompt.ids),
@@ -72,7 +78,11 @@ class Generation:
         )
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Raises EngineFailed when the engine gives up or dies."""
+        """Yield the pieces of the generation as they arrive.
+
+        Raises:
+            EngineFailed: The engine ended the request with an error, or it is gone.
+        """
         try:
             async for tokens in self._stream:
                 piece = self._take(tokens)
@@ -84,7 +94,7 @@ class Generation:
             raise EngineFailed(f"the engine is gone: {error}") from None
 
     async def whole(self) -> Choice:
-        """Raises as ``pieces`` does."""
+        """Return the finished choice. Raises EngineFailed under the same conditions as ``pieces``."""
         found = [piece async for piece in self.pieces()]
         return Choice(
             text="".join(piece.text for piece in found),
@@ -95,7 +105,7 @@ class Generation:
         )
 
     def close(self) -> None:
-        """May be called twice."""
+        """Free the slot in the engine and notify the watchers. Further calls have no effect."""
         self._stream.close()
         for watcher in self._watchers:
             watcher.end()
@@ -118,7 +128,7 @@ class Generation:
         return Piece(echo.text + piece.text, piece.finish_reason, echo.scored + piece.scored)
 
     def _echoed(self, tokens: Tokens) -> Piece:
-        """The prompt, in front of the first tokens."""
+        """Return the echoed prompt with the first message, and an empty piece afterwards."""
         echo, self._echo = self._echo, None
         if echo is None:
             return Piece("", None)

@@ -1,10 +1,10 @@
-"""The states of a worker, and what each means for those who ask.
+"""Worker lifecycle: its states, the probes that depend on them, and the drain at shutdown.
 
-    LOADING -> SERVING -> LEAVING -> DRAINING        FAILED, from anywhere
-    health: all but FAILED.  ready: SERVING alone.  new requests: SERVING and LEAVING.
+    LOADING -> SERVING -> LEAVING -> DRAINING        FAILED can follow every state
+    /health: all but FAILED.  /ready: SERVING only.  New requests: SERVING and LEAVING.
 
-LEAVING is the time in which endpoints forget this pod: requests still come and are served, each connection asked to
-close. DRAINING refuses new requests while running ones finish.
+In LEAVING, the worker waits until the Service endpoints no longer contain this pod: it still serves new requests, and
+asks each client to close its connection. In DRAINING, it refuses new requests while the running requests finish.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _TICK_SECONDS = 0.05
 
 
 class State(Enum):
+    """Lifecycle state of a worker, in the order in which a worker goes through them."""
+
     LOADING = auto()
     SERVING = auto()
     LEAVING = auto()
@@ -30,39 +32,47 @@ class State(Enum):
 
 
 class Lifecycle:
-    """Moves forward only."""
+    """Current lifecycle state of a worker. A change to an earlier state is ignored."""
 
     def __init__(self) -> None:
         self.state = State.LOADING
         self.failure = ""
+        """Reason of the first failure; empty without a failure."""
 
     def serve(self) -> None:
+        """Change to SERVING: the model is loaded."""
         self._advance(State.SERVING)
 
     def leave(self) -> None:
+        """Change to LEAVING: not ready, but still serving new requests."""
         self._advance(State.LEAVING)
 
     def drain(self) -> None:
+        """Change to DRAINING: new requests are refused."""
         self._advance(State.DRAINING)
 
     def fail(self, reason: str) -> None:
+        """Change to FAILED. The first reason is kept."""
         self.failure = self.failure or reason
         self._advance(State.FAILED)
 
     @property
     def healthy(self) -> bool:
+        """True in every state except FAILED."""
         return self.state is not State.FAILED
 
     @property
     def ready(self) -> bool:
+        """True in SERVING only."""
         return self.state is State.SERVING
 
     @property
     def leaving(self) -> bool:
+        """True in LEAVING and DRAINING."""
         return self.state in (State.LEAVING, State.DRAINING)
 
     def check_accepting(self) -> None:
-        """Raises Unavailable unless new requests are taken."""
+        """Raise Unavailable unless the worker accepts new requests."""
         match self.state:
             case State.LOADING:
                 raise Unavailable("the model is still loading", code="loading")
@@ -79,7 +89,7 @@ class Lifecycle:
 
 
 class Departure:
-    """The way out, once, however often it is asked for. ``hurried`` ends the waiting."""
+    """Graceful shutdown of a worker. It starts once, at the first call of ``begin``; ``hurried`` ends all waiting."""
 
     def __init__(
         self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int], hurried: asyncio.Event
@@ -92,9 +102,13 @@ class Departure:
         self._drained: asyncio.Task[int] | None = None
 
     def begin(self) -> asyncio.Task[int]:
-        """Starts to leave. The task's result is the number of requests that were still running at its end."""
+        """Start the shutdown if it has not started, and return its task.
+
+        Returns:
+            The task; its result is the number of requests that are still running at the end of the drain.
+        """
         if self._drained is None:
-            # Nobody was sent to a worker that never was ready.
+            # A worker that was never ready is in no endpoint list, so there is no removal to wait for.
             delay_seconds = self._delay_seconds if self._lifecycle.ready else 0.0
             self._lifecycle.leave()
             self._drained = asyncio.create_task(self._drain(delay_seconds))

@@ -1,4 +1,4 @@
-"""The plan in force: read from the mounted file at start, replaced by pushes, asked for task labels."""
+"""Current plan of the worker: read from the mounted file, checked against pushes, used to label requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ log = logging.getLogger(__name__)
 
 
 class Plans:
-    """Which plan may follow which: same uid, and within one draft the version never falls. A version has one content
-    for all workers, and one for those that shall be quiet."""
+    """Current plan, with the rules for its replacement.
+
+    A new plan must have the same uid. While the draft stays the same, the version must not decrease. A version has one
+    content for all workers, and one variant for workers with ``quiet`` set.
+    """
 
     def __init__(self, uid: str, start: Plan) -> None:
         self._uid = uid
         self.current = start
 
     def check(self, plan: Plan) -> None:
-        """Raises Conflict when ``plan`` must not replace the current one."""
+        """Raise Conflict when ``plan`` must not replace the current plan."""
         if plan.uid != self._uid:
             raise Conflict(f"this worker belongs to uid {self._uid!r}, the plan to {plan.uid!r}", param="uid")
         current = self.current
@@ -36,9 +39,10 @@ class Plans:
             raise Conflict(f"version {plan.version} is in force with other content", param="version")
 
     def task(self, header: str | None, metadata: str | None, prompt: str) -> str:
-        """The label of a request: the header's, else the one in its metadata, else the first rule that matches.
+        """Return the task label of a request: from the header, else the metadata, else the first rule that matches.
 
-        The header is ours, so one that the plan does not know is ``other``; in metadata the word may mean anything.
+        The header is specific to specdecode, so a label that the plan does not know becomes ``other``. The key in the
+        metadata may have another meaning for the client, so an unknown value there is ignored.
         """
         names = {task.name for task in self.current.tasks}
         if header is not None:
@@ -50,12 +54,17 @@ class Plans:
 
 
 def parse_plan(body: bytes) -> Plan:
-    """Raises BadRequest that names the field."""
+    """Parse and validate a plan. Raises BadRequest that names the field at fault."""
     return parse_contract(Plan, body)
 
 
 def read_plan(path: Path, uid: str) -> Plan | None:
-    """The mounted plan; None when there is none that can be used, for a worker without a plan serves, plainly."""
+    """Read the plan mounted from the ConfigMap.
+
+    Returns:
+        The plan, or None if it is missing, unreadable or made for another uid. The worker then serves without
+        speculation.
+    """
     try:
         plan = Plan.model_validate_json(path.read_bytes())
     except FileNotFoundError:

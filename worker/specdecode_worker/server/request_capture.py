@@ -1,6 +1,7 @@
-"""Which requests are captured, and one of them as a record once it is over.
+"""Traffic capture: selects the requests to capture and builds a record from each finished one.
 
-The client decides first: ``metadata.capture`` or the header below, and only a clear yes is one. Then chance does.
+The client decides first, with ``metadata.capture`` or the header `CAPTURE_HEADER`. The requests that the client
+permits are then sampled at random.
 """
 
 from __future__ import annotations
@@ -20,20 +21,28 @@ _YES = ("true", "on")
 
 
 def allowed(header: str | None, request: GenerationRequest) -> bool:
-    """Whether the client lets its request be captured; who says nothing does, who says anything but yes does not."""
+    """Return whether the client permits the capture of its request.
+
+    A request with neither the header nor ``metadata.capture`` is permitted. If one is present, its value must be
+    "true" or "on".
+    """
     said = [value for name, value in request.metadata.items() if name == "capture"]
     said += [header] if header is not None else []
     return all(str(one).strip().lower() in _YES for one in said)
 
 
 class Capturing:
-    """A worker's captured requests. ``target`` is the hash of its weights."""
+    """Request capture of one worker. ``target`` is the hash of the target's weights."""
 
     def __init__(self, recorder: Recorder, target: str, sampler: Sampler) -> None:
         self._recorder, self._target, self._sampler = recorder, target, sampler
 
     def watch(self, prompt: Prompt, sampling: Sampling, task: str) -> Watch | None:
-        """None where chance leaves it out, or where its text could not be checked by replay."""
+        """Return the watch that captures one request, or None when the request is not captured.
+
+        A request is not captured if the random sample leaves it out, or if its text could not be verified by a replay
+        (the mss sampler at a temperature above 0).
+        """
         if not self._recorder.draws(task):
             return None
         if self._sampler == "mss" and sampling.temperature > 0:
@@ -43,11 +52,12 @@ class Capturing:
         return Watch(self._recorder, self._target, prompt, plain, task)
 
     def opted_out(self) -> None:
+        """Count a request that the client does not permit to capture."""
         self._recorder.counts.dropped[Dropped.opted_out] += 1
 
 
 class Watch:
-    """Sees every message of one request, in order."""
+    """Collector of the output tokens of one captured request; receives every message of it in order."""
 
     __slots__ = ("_failed", "_out", "_over", "_prompt", "_recorder", "_sampling", "_target", "_task")
 
@@ -58,11 +68,16 @@ class Watch:
         self._over = self._failed = False
 
     def take(self, tokens: Tokens) -> None:
+        """Append the tokens of one message."""
         self._out += tokens.tokens
         self._failed = self._failed or tokens.finish == "error"
 
     def end(self) -> None:
-        """The request is over, at whatever end: what the target said until then is what it says. Counts once."""
+        """Offer the record to the recorder, once.
+
+        A cancelled request is captured too: the tokens generated until then are valid output of the target. A request
+        with an engine error or without output is not captured.
+        """
         if self._over or self._failed or not self._out:
             return
         self._over = True

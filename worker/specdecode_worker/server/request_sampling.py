@@ -1,4 +1,4 @@
-"""How a request is sampled: its fields as the engine's, one seed a choice, and what only the model can refuse."""
+"""Sampling parameters of a request: conversion for the engine, seeds of the choices, checks against the model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 
 _SEEDS = 2**63
+# Increment of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def seeds_of(seed: int | None, count: int) -> list[int]:
-    """A stream for each choice. The first is the request's own, so that asking for more changes no text."""
+    """Return one seed for each of ``count`` choices; the first seed is random when ``seed`` is None.
+
+    The first choice uses the seed of the request, so that a larger ``n`` does not change its text.
+    """
     first = secrets.randbits(63) if seed is None else seed % _SEEDS
     return [first, *(_mixed(first + i * _GOLDEN) % _SEEDS for i in range(1, count))]
 
 
 def _mixed(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): neighbouring seeds give unrelated ones."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), so that adjacent seeds give independent streams."""
     value %= 2**64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -30,21 +34,26 @@ def _mixed(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the model."""
+    """Limits of the served model: context length in tokens and vocabulary size."""
 
     max_model_len: int
     vocab_size: int
 
 
 def check_ids(request: GenerationRequest, limits: Limits) -> None:
-    """Raises BadRequest for a token that the vocabulary does not have."""
+    """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
     for field, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", map(int, request.logit_bias))):
         if any(token >= limits.vocab_size for token in ids):
             raise _bad(f"{field}: token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
 def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Limits) -> int:
-    """Tokens that the answer may have. Raises BadRequest for a prompt that leaves too little room."""
+    """Return the maximum number of output tokens for ``prompt``.
+
+    Raises:
+        BadRequest: The prompt is empty, has ids outside the vocabulary, or exceeds the context length together with
+            the requested output.
+    """
     field = "prompt" if isinstance(request, CompletionRequest) else "messages"
     if not prompt:
         raise _bad("the prompt is empty", field)
@@ -58,11 +67,12 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Limit
             param=field,
             code="context_length_exceeded",
         )
-    # An engine emits at least one token; of an echo alone nobody sees it.
+    # The engine emits at least one token; for max_tokens 0 (echo only) the client does not get it.
     return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
 
 
 def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Limits) -> Sampling:
+    """Return the sampling parameters of one choice; ``limit`` is its maximum number of output tokens."""
     return Sampling(
         max_tokens=limit,
         seed=seed,
@@ -83,7 +93,10 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Limit
 
 
 def logprobs_of(request: GenerationRequest) -> int | None:
-    """What the engine is asked for: best_of compares answers by theirs, even where the client sees none."""
+    """Return the number of top log-probabilities to request from the engine; None for none at all.
+
+    With best_of the engine always returns those of the sampled tokens, because they rank the choices.
+    """
     if request.logprobs_wanted is None and request.choices_made > request.n:
         return 0
     return request.logprobs_wanted

@@ -1,8 +1,8 @@
-"""The server process: two listeners, one engine process, and the way in and out.
+"""Server process: start-up and shutdown of the two HTTP listeners and the engine process.
 
-up:    listen -> start the engine process, load the tokenizer -> engine warm -> ready
-down:  SIGTERM -> not ready, still serving -> refusing, running ones finish -> exit 0
-       the engine dies -> streams end with an error, /health fails -> exit 1
+start:     listen -> start the engine process, load the tokenizer -> engine warm -> ready
+shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
+failure:   the engine dies -> streams end with an error, /health fails -> exit 1
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from specdecode_worker.server.service import Model, Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
-# How long open connections may take to read what is already written, once nothing runs any more.
+# Time for open connections to read the data already written, after the last request has ended.
 _FLUSH_SECONDS = 3
+# Time for which probes and clients still get the reason of an engine failure before the process exits.
 _FAILED_SECONDS = 1
-# Longer than clients' pools keep connections, so that it is them who close idle ones and no request meets a closed one.
+# Longer than the connection pools of clients keep idle connections: the client then closes an idle connection first,
+# and no request is sent on a connection that the server has just closed.
 _KEEP_ALIVE_SECONDS = 75
 _LOOPBACK = "127.0.0.1"
 
@@ -49,13 +51,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Signals:
-    """The first SIGTERM or SIGINT asks to leave, any further one to hurry."""
+    """Shutdown signals of the process.
+
+    The first SIGTERM or SIGINT sets ``asked`` (drain); each further signal sets ``hurried`` (do not wait).
+    """
 
     asked: asyncio.Event
     hurried: asyncio.Event
 
     @classmethod
     def installed(cls) -> Self:
+        """Install the handlers for SIGTERM and SIGINT on the running event loop."""
         signals = cls(asyncio.Event(), asyncio.Event())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, signals._arrive)
@@ -66,7 +72,7 @@ class _Signals:
 
 
 class _Listener(uvicorn.Server):
-    """uvicorn without its own idea of signals: the life of this process is ours."""
+    """uvicorn server without its own signal handlers, because `serve` controls the shutdown of this process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,10 +86,19 @@ async def serve(
     api_keys: Sequence[str] = (),
     build: Build | None = None,
 ) -> int:
-    """Runs until it is told to leave or the engine dies; returns the exit code. Raises CannotStart.
+    """Run the worker until it is asked to shut down or the engine dies.
 
-    ``api_keys`` are let in beside those of the environment. ``build`` makes another engine than the real one, for
-    tests of what is around it.
+    Args:
+        config: Configuration of the worker.
+        standalone_plan: Plan to start with when no usable plan is mounted.
+        api_keys: API keys that are accepted in addition to those of the environment.
+        build: Factory of the engine; tests of the server pass a fake engine.
+
+    Returns:
+        The exit code: 0 after a complete drain, 1 if requests were cut off or the engine died.
+
+    Raises:
+        CannotStart: A port is taken, or the model, the capture folder or the synthetic knobs are unusable.
     """
     signals = _Signals.installed()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
@@ -106,7 +121,11 @@ async def serve(
 
 
 def _recorder(config: WorkerConfig) -> Recorder | None:
-    """Raises CannotStart: a worker that was to capture and cannot shall not look as if it did."""
+    """Open the capture recorder; None without capture configuration.
+
+    Raises:
+        CannotStart: The recorder cannot be opened. Serving without it would hide that no traffic is captured.
+    """
     if config.capture is None:
         return None
     try:
@@ -116,6 +135,11 @@ def _recorder(config: WorkerConfig) -> Recorder | None:
 
 
 async def _live(service: Service, departure: Departure, leave: asyncio.Event) -> int:
+    """Load the model and serve until ``leave`` is set or the engine is gone. Return the exit code.
+
+    Raises:
+        CannotStart: The tokenizer or the model cannot be loaded.
+    """
     loading = asyncio.create_task(_load(service))
     asked = asyncio.create_task(leave.wait())
     await asyncio.wait((loading, asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +158,7 @@ async def _live(service: Service, departure: Departure, leave: asyncio.Event) ->
 
 
 async def _load(service: Service) -> None:
-    """Tokenizer here, weights in the engine's process, both at once."""
+    """Load the tokenizer in this process while the engine process loads the weights, then start to serve."""
     config = service.config
     tokenizer = await asyncio.to_thread(_tokenizer, config)
     loaded = await asyncio.shield(service.engine.loaded)
@@ -149,6 +173,7 @@ def _tokenizer(config: WorkerConfig) -> Tokenizer:
 
 
 async def _leave(service: Service, departure: Departure) -> int:
+    """Drain, end the streams that are left, and return the exit code."""
     log.info("leaving: %d requests are running", service.engine.in_flight)
     cut = await departure.begin()
     if cut:
@@ -158,18 +183,19 @@ async def _leave(service: Service, departure: Departure) -> int:
 
 
 async def _fail(service: Service) -> int:
+    """Report the loss of the engine and return exit code 1."""
     reason = service.engine.gone.result()
     log.error("the engine is gone: %s", reason)
     service.lifecycle.fail(reason)
     write_termination_message(reason)
-    # Probes and clients get an answer that says why, rather than a refused connection.
+    # Probes and clients get a response with the reason instead of a refused connection.
     await asyncio.sleep(_FAILED_SECONDS)
     return 1
 
 
 @contextlib.asynccontextmanager
 async def _listening(apps: tuple[FastAPI, FastAPI], sockets: list[socket.socket]) -> AsyncIterator[None]:
-    """Serves both apps; on leaving, lets open connections read what is written."""
+    """Serve both applications; on exit, give open connections time to read the data already written."""
     listeners = [
         _Listener(
             uvicorn.Config(
@@ -196,13 +222,18 @@ async def _listening(apps: tuple[FastAPI, FastAPI], sockets: list[socket.socket]
 
 
 def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:
+    """Return the mounted plan, else ``standalone_plan``, else an empty plan (no speculation rows)."""
     path = os.environ.get(Env.plan_path)
     mounted = read_plan(Path(path), config.deployment_uid) if path else None
     return mounted or standalone_plan or Plan(uid=config.deployment_uid)
 
 
 def _start_knobs() -> SyntheticKnobs | None:
-    """Raises CannotStart: a proof whose knobs are not on would prove something else."""
+    """Read the synthetic knobs from the environment; None when it has none.
+
+    Raises:
+        CannotStart: The knobs are invalid. A test without its knobs would pass or fail for the wrong reason.
+    """
     text = os.environ.get(Env.synthetic)
     if not text:
         return None
@@ -215,7 +246,11 @@ def _start_knobs() -> SyntheticKnobs | None:
 
 
 def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
-    """Both sockets, before anything slow starts. Raises CannotStart."""
+    """Bind the public and the admin socket, before any slow part of the start.
+
+    Raises:
+        CannotStart: A port is taken or the address is not available.
+    """
     server = config.server
     sockets = []
     for what, host, port in (("public", server.host, server.port), ("admin", admin_host, server.admin_port)):

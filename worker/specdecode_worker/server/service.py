@@ -1,6 +1,6 @@
-"""A worker as its routes see it: the engine, the tokenizer, the plan in force, and the state of life.
+"""Worker service behind the HTTP routes: engine client, tokenizer, current plan and lifecycle state.
 
-Turns a checked request into generations, all or none, and passes on what the admin port asks for.
+It turns a validated request into generations (all or none) and forwards the calls of the admin port to the engine.
 """
 
 from __future__ import annotations
@@ -37,29 +37,33 @@ from specdecode_worker.server.version import VERSION
 
 @dataclass(frozen=True)
 class Model:
-    """What is known once the model has loaded."""
+    """Tokenizer and engine facts that are known once the model has loaded."""
 
     tokenizer: Tokenizer
     loaded: Loaded
 
     @property
     def limits(self) -> Limits:
+        """Context length and vocabulary size of the model."""
         return Limits(self.loaded.max_model_len, self.tokenizer.vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the weights and with this program, and with nothing else: a draft changes no text."""
+        """Value of `system_fingerprint`: it changes with the target's weights and with the program version only.
+
+        The draft is not part of it, because speculation does not change the text.
+        """
         return "fp_" + hashlib.sha256(f"{self.loaded.target} {VERSION}".encode()).hexdigest()[:10]
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How its chat template has tool calls written; None when it knows of no tools."""
+        """Tool call format that the chat template asks for; None when the template takes no tools."""
         template = self.tokenizer.template
         return format_of(template.tool_source) if template is not None and template.takes_tools else None
 
 
 class Service:
-    """One worker. ``model`` is None while it loads; without a ``recorder`` nothing is captured."""
+    """Service of one worker. Without a ``recorder`` no request is captured."""
 
     def __init__(
         self,
@@ -82,11 +86,12 @@ class Service:
         self._plan_lock = asyncio.Lock()
 
     def check_loaded(self) -> None:
-        """Raises Unavailable while the model loads."""
+        """Raise Unavailable while the model loads."""
         if self._model is None:
             raise Unavailable("the model is still loading", code="loading")
 
     def model_loaded(self, model: Model) -> None:
+        """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
         if self._recorder is not None:
             self._capturing = Capturing(self._recorder, model.loaded.target, self.config.engine.sampler)
@@ -94,18 +99,18 @@ class Service:
 
     @property
     def model(self) -> Model:
-        """Raises Unavailable while it loads."""
+        """The loaded model; raises Unavailable while it loads."""
         self.check_loaded()
         assert self._model is not None
         return self._model
 
     @property
     def limits(self) -> Limits | None:
-        """The model's; None while it loads."""
+        """Context length and vocabulary size of the model; None while it loads."""
         return None if self._model is None else self._model.limits
 
     def check_model_name(self, name: str | None) -> None:
-        """Raises ModelNotFound. Who names none means the one there is."""
+        """Raise ModelNotFound unless ``name`` is the served model. None means the served model."""
         served = self.config.model.served_name
         if name is not None and name != served:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
@@ -113,9 +118,20 @@ class Service:
     def start(
         self, request: GenerationRequest, prompts: Sequence[Prompt], task: str, *, capture: bool = True
     ) -> list[Generation]:
-        """``request.choices_made`` generations to each prompt, in that order, all or none. Raises ApiError.
+        """Start ``request.choices_made`` generations for each prompt. Either all of them start or none.
 
-        ``capture`` is whether the client lets them be captured."""
+        Args:
+            request: The validated request body.
+            prompts: Tokenized prompts of the request.
+            task: Task label of the request.
+            capture: False when the client does not permit its request to be captured.
+
+        Returns:
+            The generations, grouped by prompt in the order of ``prompts``.
+
+        Raises:
+            ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
+        """
         limits, made = self.model.limits, request.choices_made
         check_ids(request, limits)
         token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
@@ -136,7 +152,13 @@ class Service:
         return generations
 
     async def set_plan(self, plan: Plan) -> None:
-        """Raises Conflict, BadRequest, Unavailable."""
+        """Apply ``plan`` in the engine and make it the current plan.
+
+        Raises:
+            Conflict: ``plan`` must not replace the current plan.
+            BadRequest: The engine refuses the plan.
+            Unavailable: The model is loading, or the engine is gone.
+        """
         self.check_loaded()
         async with self._plan_lock:
             self.plans.check(plan)
@@ -145,19 +167,33 @@ class Service:
             self.plans.current = plan
 
     async def set_draft(self, draft: DraftConfig, name: str) -> None:
-        """Returns once it has taken over. Raises Conflict with the engine's reason, Unavailable."""
+        """Replace the draft ``name`` (empty for the default draft) and return once the new draft is in use.
+
+        Raises:
+            Conflict: The engine refuses the draft; the message has its reason.
+            Unavailable: The model is loading, or the engine is gone.
+        """
         self.check_loaded()
         with _engine_errors(Conflict):
             await self.engine.set_draft(draft, name)
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Raises BadRequest, Unavailable."""
+        """Turn the synthetic knobs on, or off with None.
+
+        Raises:
+            BadRequest: The engine refuses the knobs.
+            Unavailable: The model is loading, or the engine is gone.
+        """
         self.check_loaded()
         with _engine_errors():
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Raises Unavailable."""
+        """Return the engine's report, completed with the draining state.
+
+        Raises:
+            Unavailable: The model is loading, or the engine is gone.
+        """
         self.check_loaded()
         with _engine_errors():
             report = await self.engine.report()
@@ -203,7 +239,7 @@ def _wish(request: GenerationRequest, choice: int) -> Wish:
 
 @contextlib.contextmanager
 def _engine_errors(refused: type[BadRequest] | type[Conflict] = BadRequest) -> Iterator[None]:
-    """Translates what the engine's client raises."""
+    """Translate errors of the engine client: CallRefused into ``refused``, EngineGone into Unavailable."""
     try:
         yield
     except CallRefused as error:

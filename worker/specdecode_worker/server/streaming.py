@@ -1,4 +1,4 @@
-"""Answers as they are made: pieces of all choices, merged into server-sent events."""
+"""Streaming responses: merges the pieces of all choices into server-sent events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that free the engine's slots however they end, even before the first event."""
+    """Response of server-sent events. It frees the engine slots however it ends, even before the first event."""
 
     def __init__(
         self, generations: Sequence[Generation], form: Format, options: StreamOptions, headers: Mapping[str, str]
@@ -28,6 +28,7 @@ class EventStream(StreamingResponse):
         self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then close all generations."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -35,7 +36,7 @@ class EventStream(StreamingResponse):
 
 
 class _Events:
-    """The frames of one stream."""
+    """Server-sent events of one response."""
 
     def __init__(self, generations: Sequence[Generation], form: Format, options: StreamOptions) -> None:
         self._generations = generations
@@ -43,6 +44,7 @@ class _Events:
         self._options = options
 
     async def all(self) -> AsyncIterator[bytes]:
+        """Yield the encoded events. An engine error becomes the last event of the stream."""
         for index in range(len(self._generations)):
             if (opening := self._form.opening(index)) is not None:
                 yield self._frame(opening)
@@ -60,16 +62,16 @@ class _Events:
     def _frame(self, chunk: Json) -> bytes:
         if self._options.continuous_usage_stats:
             return event(chunk | {"usage": usage(generation.statistics for generation in self._generations)})
-        # With include_usage every chunk has the field, null in all but the last: so OpenAI's reference says.
+        # OpenAI's reference: with include_usage every chunk has the field, and it is null in all but the last chunk.
         return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 
 
 _Read = tuple[int, Piece] | Exception | None
-"""A piece, what ended a generation early, or its end."""
+"""Queue item: a piece with the index of its choice, the error that ended a generation, or None at its end."""
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of all generations as they come. Raises what the first failing one raises."""
+    """Yield (choice index, piece) of all generations as they arrive. Raises the error of the first that fails."""
     if len(generations) == 1:
         async for piece in generations[0].pieces():
             yield 0, piece
@@ -94,6 +96,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
 
 
 async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read]) -> None:
+    """Put every piece of one generation on the queue, then its error or None."""
     try:
         async for piece in generation.pieces():
             queue.put_nowait((index, piece))
@@ -104,5 +107,6 @@ async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read])
 
 
 def close(generations: Sequence[Generation]) -> None:
+    """Close all generations, which frees their slots in the engine."""
     for generation in generations:
         generation.close()

@@ -1,4 +1,4 @@
-"""The version of this program, as its wheel says."""
+"""Version of the program, read from the metadata of the installed package."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     VERSION = version("specdecode")
-except PackageNotFoundError:  # run from a source tree
+except PackageNotFoundError:  # not installed: run from a source tree
     VERSION = "0+unknown"

@@ -1,1 +1,4 @@
-"""What to draft and what became of it: trees, coupled choice, plan rows, guard, shadow scores. No network runs here."""
+"""Choice of draft shapes and acceptance of drafted tokens.
+
+The package holds trees, samplers, plan dispatch, the guard, exploration and shadow scores. It runs no network.
+"""

@@ -1,6 +1,6 @@
-"""Which drafted nodes stay: the walk along the target's own choices, and what it teaches about the draft.
+"""Acceptance of drafted nodes along the target's choices, and the ranks of those choices in the draft's ordering.
 
-Everything stays on the device; the host reads `Outcome` a step later.
+All results stay on the device; the host reads `Outcome` one step later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from specdecode_worker.speculation.trees import Forest
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``emitted_BD``: the accepted tokens and the bonus behind them, D = depth + 1, then padding; ``count_B`` accepted
-    nodes, whose path is ``path_BD`` (-1 padded). ``rank_BD``: where the target's token behind the i-th node of the
-    accepted path (the root first) stood in the draft's ordering: 0-7, 8 for a miss, -1 where nothing was ranked."""
+    """Result of one step for a batch, with D = depth + 1.
+
+    ``emitted_BD`` holds the accepted tokens and the bonus token after them, padded with -1. ``count_B`` is the number
+    of accepted nodes, and ``path_BD`` their indices, padded with -1. ``rank_BD`` is the rank, in the draft's ordering,
+    of the target's token after the i-th node of the accepted path (the root first): 0 to 7, 8 for a miss, -1 where the
+    draft ranked nothing.
+    """
 
     emitted_BD: Tensor
     count_B: Tensor
@@ -34,8 +38,10 @@ def accept(
     ranked_BNK: Tensor | None,
     kept_depth_B: Tensor | None = None,
 ) -> Outcome:
-    """The walk along ``chosen_BN``, the target's choice behind each node; ``tokens_BN`` are the verified nodes' tokens.
-    The rest is as in ``outcome``."""
+    """Walk each tree along ``chosen_BN``, the target's choice after each node.
+
+    ``tokens_BN`` are the tokens of the verified nodes. The other arguments are those of `outcome`.
+    """
     found = walk(forest.parents_BN, tokens_BN, chosen_BN, forest.depth)
     return outcome(found, chosen_BN.gather(1, nodes_of(found.path_BD)), ranked_BNK, kept_depth_B)
 
@@ -43,9 +49,16 @@ def accept(
 def outcome(
     found: Accepted, emitted_BD: Tensor, ranked_BNK: Tensor | None, kept_depth_B: Tensor | None = None
 ) -> Outcome:
-    """``emitted_BD`` holds the token behind every node of the accepted path, the root first; what stands behind the
-    bonus is not read. ``kept_depth_B`` (a synthetic knob) cuts accepted paths short: the token behind a cut comes out
-    all the same, only its node is not kept, and it is a miss wherever it was ranked."""
+    """Build the result of a step from the accepted path.
+
+    Args:
+        found: Accepted path of each sequence.
+        emitted_BD: Token after each node of the accepted path, the root first. Entries after the bonus token are
+            ignored.
+        ranked_BNK: The draft's K best tokens after each node, -1 where there are none; None if nothing was ranked.
+        kept_depth_B: Largest number of nodes to accept, a synthetic limit. The token after a cut is still emitted, but
+            its node is not kept, and it counts as a miss at any rank.
+    """
     path_BD, count_B = found.path_BD, found.count_B
     step_D = torch.arange(emitted_BD.shape[1], device=emitted_BD.device)
     cut_B = torch.zeros_like(count_B, dtype=torch.bool)
@@ -64,11 +77,12 @@ def outcome(
 
 
 def nodes_of(path_BD: Tensor) -> Tensor:
-    """The root and the path's nodes; the root again as padding."""
+    """Return the root and the nodes of the path [B, D + 1], padded with the root."""
     return torch.nn.functional.pad(path_BD.clamp(min=0), (1, 0))
 
 
 def _ranks(ranked_BNK: Tensor, nodes_BD: Tensor, emitted_BD: Tensor) -> Tensor:
+    """Return the rank [B, D] of each emitted token in the draft's ordering: MAX_RANKS for a miss, -1 if not ranked."""
     ranked_BDK = ranked_BNK.gather(1, nodes_BD[..., None].expand(-1, -1, ranked_BNK.shape[-1]))
     hit_BDK = ranked_BDK == emitted_BD[..., None]
     rank_BD = torch.where(hit_BDK.any(-1), hit_BDK.int().argmax(-1), MAX_RANKS)

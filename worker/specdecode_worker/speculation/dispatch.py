@@ -1,4 +1,4 @@
-"""Which row of the plan runs: the worker decides nothing here but which bucket it is in."""
+"""Selection of the plan row for a load. The only decision made here is the bucket of the load."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specdecode_worker.contract import Buckets, Plan, PlanState, TreeShape
 
 
 class PlanRefused(ValueError):
-    """The plan is not for this worker, or older than the one that runs; the message says which."""
+    """Error for a plan of another deployment, or of an older version than the current plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Where one request stands: bucket indices of the plan, and its task."""
+    """Bucket indices of concurrency and context in the plan, and the task of a request."""
 
     concurrency: int
     context: int
@@ -22,7 +22,7 @@ class Load:
 
 
 class Dispatcher:
-    """Reads plan rows by load, with hysteresis between concurrency buckets."""
+    """Current plan of a worker, read by load with hysteresis between concurrency buckets."""
 
     def __init__(self, uid: str, draft_hash: str, plan: Plan | None = None) -> None:
         self.plan = plan or Plan(uid=uid)
@@ -31,10 +31,12 @@ class Dispatcher:
 
     @property
     def matches_draft(self) -> bool:
+        """True if the plan has no rows, or its rows were planned for the loaded draft."""
         return not self.plan.rows or self.plan.draft == self.draft_hash
 
     @property
     def state(self) -> PlanState:
+        """Summary of the current plan for the report."""
         plan = self.plan
         return PlanState(
             uid=plan.uid,
@@ -46,7 +48,11 @@ class Dispatcher:
         )
 
     def take(self, plan: Plan) -> None:
-        """Raises PlanRefused for another deployment's plan, or an older version of this one's."""
+        """Replace the current plan.
+
+        Raises:
+            PlanRefused: The plan is for another deployment, or is an older version of this deployment's plan.
+        """
         if self._uid and plan.uid != self._uid:
             raise PlanRefused(f"the plan is for uid {plan.uid!r}, this worker belongs to {self._uid!r}")
         if plan.draft == self.plan.draft and plan.uid == self.plan.uid and plan.version < self.plan.version:
@@ -55,21 +61,22 @@ class Dispatcher:
         self._bucket = min(self._bucket, len(plan.buckets.concurrency))
 
     def load(self, running: int) -> int:
-        """The concurrency bucket of this many running sequences; remembers it for the hysteresis."""
+        """Return the concurrency bucket of ``running`` sequences, and remember it for the hysteresis."""
         self._bucket = _with_hysteresis(self.plan.buckets, self._bucket, running)
         return self._bucket
 
     def context(self, tokens: int) -> int:
+        """Return the context bucket of a length in tokens. Edges are inclusive."""
         return bisect_left(self.plan.buckets.context, tokens)
 
     def shape(self, load: Load) -> TreeShape:
-        """The plan's shape for this load; ``initial`` where no row says or the draft is not the one planned for."""
+        """Return the planned shape for this load, or ``initial`` without a row or with another draft than planned."""
         row = self.plan.row(load.concurrency, load.context, load.task) if self.matches_draft else None
         return row.shape if row else self.plan.initial
 
 
 def _with_hysteresis(buckets: Buckets, current: int, running: int) -> int:
-    """Up when an edge is exceeded by the hysteresis, down as soon as the load is at or below the edge."""
+    """Return the next bucket: a higher one only if its edge is exceeded by the hysteresis, a lower one at once."""
     edges = buckets.concurrency
     exact = bisect_left(edges, running)
     if exact <= current:

@@ -1,4 +1,4 @@
-"""What a worker spends on learning: shadow passes, and bursts of steps of other shapes, within a share of its time."""
+"""Budget of exploration: shadow passes and bursts of steps of other shapes, within a share of the worker's time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.guard import Pace
 
 BURST_STEPS = 16
+"""Number of steps of a burst, and fewest steps of the plan after it."""
 DROPPED_STEPS = 2
-"""The first steps of a burst warm caches and are not counted."""
+"""Number of steps at the start of a burst that warm caches and are not counted."""
 EXPECTED_LOSS = 0.5
-"""Of a burst's step, in steps at the usual pace: a burst begins once that much is saved for all of it."""
+"""Expected loss of one step of a burst, in steps at the usual time per token. A burst starts when the budget covers
+this loss for all of its steps.
+"""
 
 
 @dataclass(slots=True)
 class Burst:
-    """Whole-batch steps of one shape; ``done`` counts those launched."""
+    """Series of steps in which the whole batch runs one shape. ``done`` counts the launched steps."""
 
     shape: TreeShape
     done: int = 0
@@ -25,37 +28,41 @@ class Burst:
 
 @dataclass(slots=True)
 class Purse:
-    """Extra seconds spent, to be held against a share of all seconds."""
+    """Account of the extra seconds spent on exploration, compared with a share of all seconds."""
 
     spent_seconds: float = 0.0
 
     def affords(self, share: float, total_seconds: float, price_seconds: float = 0.0) -> bool:
+        """Return whether a further ``price_seconds`` keeps the spent time below ``share`` of the total."""
         return self.spent_seconds + price_seconds < share * total_seconds
 
     def pay(self, seconds: float) -> None:
+        """Add ``seconds`` to the spent time. A negative amount (a gain) is no credit."""
         self.spent_seconds += max(seconds, 0.0)
 
 
 @dataclass(slots=True)
 class Exploration:
-    """The account: half of the share for shadow passes, half for bursts. Seconds are measured elsewhere. What a probe
-    of the guard loses is paid like a burst: whoever has just tried again what does not pay need not try it twice.
+    """Exploration state of a worker. Half of the share pays for shadow passes, half for bursts.
 
-    Whatever it costs, half of the steps stay as the plan has them: what the plan runs must be timed above all, and
-    exploration that happens to be faster than the plan would be free without end.
+    Durations are measured by the caller. The loss of a guard probe is paid like that of a burst, because both try a
+    shape that may lose.
+
+    Whatever exploration costs, a burst is followed by at least as many steps of the plan. The shape of the plan must be
+    timed above all, and exploration that happens to be faster than the plan would otherwise never end.
     """
 
     burst: Burst | None = None
     shadow: Purse = field(default_factory=Purse)
     bursts: Purse = field(default_factory=Purse)
-    _rested: bool = True  # the step before drafted nothing in the shadow
+    _rested: bool = True  # True if the previous step drafted no shadow nodes.
     _since_burst: int = BURST_STEPS
     _total_seconds: float = 0.0
     _usual: dict[int, Pace] = field(default_factory=dict)
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
-        """Whether the next step may draft in the shadow."""
+        """Return whether the next step may draft shadow nodes. At most every second step may."""
         due = self._rested and self.shadow.affords(share / 2, self._total_seconds)
         self._rested = not due
         return due
@@ -63,9 +70,13 @@ class Exploration:
     def burst_for(
         self, concurrency: int, running: TreeShape, planned: TreeShape, max_depth: int, share: float
     ) -> Burst | None:
-        """The burst under way, or a new one if it is affordable: of the shape that was timed least at this load
-        among plain decoding, the neighbours, the deepest chain allowed and what is ``planned``, which the guard may
-        hold back: the planner learns only from steps. Without a depth allowed there is none."""
+        """Return the burst in progress, start a new one if it is affordable, or return None.
+
+        A new burst runs the shape with the fewest bursts at this load. The candidates are plain decoding, the
+        neighbours of the running depth, the planned depth, and the deepest chain allowed. The planned shape is a
+        candidate because the guard may hold it back, while the planner learns only from steps. There is no burst if
+        ``max_depth`` is 0.
+        """
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
@@ -86,8 +97,15 @@ class Exploration:
     def passed(
         self, concurrency: int, seconds: float, tokens: float, *, explores: bool, shadow_seconds: float = 0.0
     ) -> None:
-        """A step without prefill took ``seconds``, ``shadow_seconds`` of them for shadow passes, and brought
-        ``tokens`` per sequence; one that ``explores`` pays what it lost by the usual pace."""
+        """Record a step without prefill.
+
+        Args:
+            concurrency: Bucket index.
+            seconds: Duration of the step.
+            tokens: Emitted tokens per sequence.
+            explores: The step belongs to a burst or a guard probe, and pays its loss against the usual time per token.
+            shadow_seconds: Part of ``seconds`` that was spent on shadow passes.
+        """
         self._total_seconds += seconds
         self.shadow.pay(shadow_seconds)
         usual = self._usual.setdefault(concurrency, Pace())

@@ -1,7 +1,8 @@
-"""The one thing that a worker decides: to stop speculating where it measures that speculation loses.
+"""Guard that stops speculation where it is measured to be slower than plain decoding.
 
-Per load (concurrency and context bucket) it keeps the time per token with and without speculation. It may only lower
-to depth 0, says so in the report, and probes again from time to time: the less often, the more probes were in vain.
+For each load (concurrency and context bucket) the guard keeps the time per token with and without speculation. It can
+only lower the draft depth to 0, and it reports when it does. It probes a stopped shape again from time to time, and
+waits longer after each failed probe.
 """
 
 from __future__ import annotations
@@ -12,34 +13,38 @@ from dataclasses import dataclass, field
 from specdecode_worker.contract import GuardCell, TreeShape
 
 ENOUGH = 24
-"""Steps of either kind before a verdict."""
+"""Number of steps after which a time per token is considered reliable. A large loss is recognised sooner, see LOSES."""
 LOSES = ((96, 1.02), (ENOUGH, 1.08), (8, 1.3), (4, 2.0))
-"""(steps, ratio): behind so many steps speculation stops if its time per token is so much above plain decoding's. The
-more a shape loses the sooner that is told from noise; what loses little costs little until it is. The first is asked of
-a long memory, the others of a short one, which sees a change soon."""
+"""Stop rules as (steps, ratio): after ``steps`` steps, speculation stops if its time per token is more than ``ratio``
+times that of plain decoding. A large loss can be distinguished from noise after a few steps. A small loss takes more
+steps to detect, but costs little until then. The first rule applies to the slow average, the others to the fast
+average, which follows a change sooner.
+"""
 WINS = 0.98
-"""Below it a probe brings speculation back."""
+"""Highest ratio of time per token to plain decoding at which a probe resumes speculation."""
 PROBE_EVERY, PROBE_STEPS = 400, 24
-"""While stopped: after this many steps the plan's shape runs for this many."""
+"""Steps between probes of a stopped shape, and steps of one probe."""
 CHECK_STEPS = 16
-"""Plain steps right behind a stop that have to bear it out: a machine that has become slower looks like a draft that
-loses, until plain decoding is timed on it too."""
+"""Number of plain steps directly after a stop that must confirm it. On a machine that has become slower, speculation
+appears to lose until plain decoding is timed on that machine as well.
+"""
 PROBE_SHARE = 0.005
-"""Of all steps that a probe may lose: what loses much is probed the later for it."""
+"""Largest share of the steps between probes that a probe may lose. A shape that loses much therefore waits longer."""
 MOST_PATIENCE = 16
-"""Each probe in vain doubles the wait for the next, up to so many times PROBE_EVERY."""
+"""Largest wait between probes, in multiples of PROBE_EVERY. Each failed probe doubles the wait up to this limit."""
 BY_FAR = LOSES[2:]
-"""These end a probe early, too."""
+"""Stop rules that also end a probe early."""
 FEWEST = BY_FAR[-1][0]
+"""Fewest steps after which a stop rule applies, and a time per token is reported."""
 LONG, SHORT = 0.99, 0.97
-"""Of a pace's sums, kept from step to step."""
+"""Factors by which the sums of the slow and of the fast average decay at each step."""
 _ASSUMED = 10.0
-"""Plain steps that what was measured at start weighs as much as."""
+"""Weight, in tokens, of a plain time per token that was measured at start."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Time per token of one sequence, as a ratio of two decaying sums."""
+    """Time per token of one sequence, in seconds: the ratio of two exponentially decaying sums."""
 
     keep: float = SHORT
     steps: int = 0
@@ -47,30 +52,38 @@ class Pace:
     _tokens: float = 0.0
 
     def add(self, seconds: float, tokens_per_sequence: float) -> None:
+        """Add a step of ``seconds`` that emitted ``tokens_per_sequence`` tokens per sequence."""
         self.steps += 1
         self._seconds = self.keep * self._seconds + seconds
         self._tokens = self.keep * self._tokens + tokens_per_sequence
 
     @property
     def seconds(self) -> float | None:
+        """Seconds per token, or None before ENOUGH steps."""
         return self.after(ENOUGH)
 
     def after(self, steps: int) -> float | None:
-        """Seconds per token; None before so many steps."""
+        """Return the seconds per token, or None before ``steps`` steps."""
         return self._seconds / self._tokens if self.steps >= steps else None
 
     def take(self, other: Pace) -> None:
+        """Replace these sums by those of ``other`` and count at least ENOUGH steps."""
         self.steps, self._seconds, self._tokens = max(ENOUGH, other.steps), other._seconds, other._tokens
 
     def assume(self, seconds: float) -> None:
-        """What was measured elsewhere, until enough steps of its own have said otherwise."""
+        """Set the time per token to a value measured elsewhere, with a weight that later steps soon outweigh."""
         self.steps, self._seconds, self._tokens = ENOUGH, _ASSUMED * seconds, _ASSUMED
 
 
 @dataclass(slots=True)
 class Watch:
-    """One shape at one load: its pace, in a long memory and ``lately``, and the verdict; ``probe`` is the pace of a
-    probe under way, ``check`` that of plain decoding since a stop which it has not borne out yet."""
+    """Measurements and guard state of one shape at one load.
+
+    ``speculative`` and ``lately`` are the slow and the fast average of its time per token. ``since_verdict`` counts the
+    steps at this load since the last decision, ``patience`` is the number of steps to wait before a probe. ``probe`` is
+    the time per token of a probe in progress. ``check`` is that of plain decoding since a stop that is not yet
+    confirmed.
+    """
 
     speculative: Pace = field(default_factory=lambda: Pace(LONG))
     lately: Pace = field(default_factory=Pace)
@@ -82,15 +95,16 @@ class Watch:
 
     @property
     def probes(self) -> bool:
-        """Whether the shape has waited long enough to be tried again."""
+        """True if the shape is stopped and has waited long enough for a probe."""
         return self.suppressed and self.since_verdict >= self.patience
 
     @property
     def holds(self) -> bool:
-        """Whether plain decoding has borne out the stop: until then it may have been the machine's doing."""
+        """True if the shape is stopped and plain decoding confirmed that the machine itself is not slower."""
         return self.suppressed and self.check is None
 
     def add(self, seconds: float, tokens: float) -> None:
+        """Add a speculative step to the averages, and to the probe if one is due."""
         if self.probes:
             self.probe = self.probe or Pace()
             self.probe.add(seconds, tokens)
@@ -98,7 +112,7 @@ class Watch:
         self.lately.add(seconds, tokens)
 
     def judge(self, plain: Pace) -> None:
-        """Nothing is said before both paces are known."""
+        """Stop, confirm, probe or resume the shape. Do nothing until the time per token of plain decoding is known."""
         without = plain.seconds
         if without is None:
             return
@@ -111,9 +125,11 @@ class Watch:
             self.patience = max(PROBE_EVERY, _wait(self.lately, without))
 
     def _loses(self, without: float) -> bool:
+        """Return whether either average meets a stop rule."""
         return _loses(self.lately, without, LOSES[1:]) or _loses(self.speculative, without, LOSES[:1])
 
     def _judge_stop(self, check: Pace, plain: Pace) -> None:
+        """Confirm a stop after CHECK_STEPS plain steps, or revoke it if speculation was faster than these steps."""
         without = check.after(CHECK_STEPS)
         if without is None:
             return
@@ -124,6 +140,7 @@ class Watch:
             plain.take(check)
 
     def _judge_probe(self, probe: Pace, without: float) -> None:
+        """End a probe: resume speculation if it won, else lengthen the wait before the next probe."""
         won = probe.after(PROBE_STEPS)
         if won is not None and won <= WINS * without:
             self.suppressed, self.patience = False, PROBE_EVERY
@@ -137,41 +154,60 @@ class Watch:
         self.probe, self.since_verdict = None, 0
 
 
-Cell = tuple[int, int]  # buckets of concurrency and context
+Cell = tuple[int, int]
+"""Bucket indices of concurrency and context."""
 
 
 class Guard:
-    """Time is an argument: `measured` is called with each step's duration."""
+    """Record of step times by load and shape that decides which shapes may run.
+
+    The guard reads no clock: `measured` receives the duration of each step.
+    """
 
     def __init__(self) -> None:
         self._plain: dict[Cell, Pace] = {}
         self._watches: dict[tuple[Cell, TreeShape], Watch] = {}
 
     def keep(self, planned: Callable[[Cell, TreeShape], bool]) -> None:
-        """Forgets shapes that are no longer planned: one that is planned anew comes with new evidence."""
+        """Forget shapes for which ``planned`` returns False.
+
+        If such a shape is planned again later, the new plan is based on new evidence.
+        """
         self._watches = {key: watch for key, watch in self._watches.items() if planned(*key)}
 
     def allows(self, concurrency: int, context: int, shape: TreeShape) -> bool:
-        """Whether ``shape`` may run at this load now."""
+        """Return whether ``shape`` may run at this load now. Plain decoding is always allowed."""
         if shape.nodes == 0:
             return True
         watch = self._watches.setdefault(((concurrency, context), shape), Watch())
         return not watch.suppressed or watch.probes
 
     def probes(self, concurrency: int, context: int, shape: TreeShape) -> bool:
-        """Whether ``shape`` runs, if it does, to be tried again after it had lost."""
+        """Return whether a run of ``shape`` at this load now would be a probe after a stop."""
         watch = self._watches.get(((concurrency, context), shape))
         return watch is not None and watch.probes
 
     def assume(self, concurrency: int, context: int, plain_seconds: float) -> None:
-        """What plain decoding was measured to take per token before anybody was served. Where it is known, it stays."""
+        """Set the time per token of plain decoding at this load from a measurement made at start.
+
+        A value that is already known is kept.
+        """
         pace = self._plain.setdefault((concurrency, context), Pace())
         if pace.seconds is None:
             pace.assume(plain_seconds)
 
     def measured(self, concurrency: int, context: int, shape: TreeShape, seconds: float, tokens: float) -> None:
-        """A step without prefill took ``seconds`` and brought ``tokens`` per sequence. Shapes that nobody asked
-        about are exploration's."""
+        """Record a step without prefill, and update the state of every shape at this load.
+
+        Steps of a shape for which `allows` was never called belong to exploration and are ignored.
+
+        Args:
+            concurrency: Bucket index.
+            context: Bucket index.
+            shape: Draft shape of all requests of the step.
+            seconds: Duration of the step.
+            tokens: Emitted tokens per sequence.
+        """
         cell = (concurrency, context)
         plain = self._plain.setdefault(cell, Pace())
         if shape.nodes == 0:
@@ -186,7 +222,7 @@ class Guard:
                 watched.judge(plain)
 
     def cells(self) -> tuple[GuardCell, ...]:
-        """One a load and shape."""
+        """Return one report entry per load and shape, in the order of the loads."""
         return tuple(
             GuardCell(
                 concurrency=cell[0],
@@ -200,14 +236,17 @@ class Guard:
 
 
 def _wait(pace: Pace, without: float) -> int:
-    """Steps of which a probe that loses as much would lose no more than its share."""
+    """Return the number of steps to wait so that a probe loses at most PROBE_SHARE of them.
+
+    The loss is estimated from ``pace``; ``without`` is the time per token of plain decoding.
+    """
     ratio = (pace.after(1) or without) / without
     steps = next((steps for steps, bound in reversed(BY_FAR) if ratio > bound), PROBE_STEPS)
     return int(steps * (ratio - 1) / PROBE_SHARE)
 
 
 def _loses(pace: Pace, without: float, bounds: Sequence[tuple[int, float]]) -> bool:
-    """By the first bound for which there are steps enough."""
+    """Return whether ``pace`` exceeds the first of the ``bounds`` for which it has enough steps."""
     for steps, bound in bounds:
         found = pace.after(steps)
         if found is not None:

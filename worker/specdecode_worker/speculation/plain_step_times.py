@@ -1,7 +1,8 @@
-"""What a plain step takes by number of sequences, as timed before anybody was served.
+"""Plain step time as a function of the number of sequences, as measured at start.
 
-A bucket of the plan holds several numbers of sequences, and drafts change which of them run: requests end apart. Times
-are compared as if all steps had run with the bucket's edge, or drafts would look faster than they are.
+A bucket of the plan covers several numbers of sequences, and drafts change their distribution, because requests end at
+different times. Without a correction, drafts would appear faster than they are. Step times are therefore scaled to the
+upper edge of the bucket before they are compared.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from bisect import bisect_left
 
 
 class PlainCurve:
-    """Affine between the loads that were timed and beyond them; flat while there are fewer than two."""
+    """Piecewise linear step time by number of sequences, extrapolated beyond the measured points.
+
+    With fewer than two points the curve is constant.
+    """
 
     def __init__(self) -> None:
         self._points: list[tuple[int, float]] = []
 
     def learn(self, sequences: int, seconds: float) -> None:
+        """Set the step time in seconds for this number of sequences."""
         others = [point for point in self._points if point[0] != sequences]
         self._points = sorted([*others, (sequences, seconds)])
 
     def scaled(self, seconds: float, sequences: int, edge: int) -> float:
-        """What a step of ``sequences`` that took ``seconds`` would take with ``edge`` of them."""
+        """Scale the ``seconds`` of a step of ``sequences`` to a step of ``edge`` sequences."""
         before, after = self._at(sequences), self._at(edge)
         return seconds * after / before if before > 0 and after > 0 else seconds
 

@@ -1,6 +1,7 @@
-"""Shadow scores: what was drafted beyond the verified tree, scored against the tokens that come out later.
+"""Shadow scores: drafted tokens beyond the verified tree, scored against the tokens that are emitted later.
 
-The target's tokens do not depend on the draft, so a path that was never verified teaches as much as one that was.
+The target's tokens do not depend on the draft, so a path that was never verified gives the same information as one that
+was.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from specdecode_worker.contract import MAX_RANKS
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """The main path drafted behind index ``root``: ``ranked[d]`` are the best tokens for index root + 1 + d, drafted
-    as if ``ranked[e][0]`` had come out at every e < d. Depths up to ``verified`` are counted by the walk itself."""
+    """Main path drafted after the token at index ``root``.
+
+    ``ranked[d]`` holds the draft's best tokens for index root + 1 + d, drafted on the assumption that ``ranked[e][0]``
+    was emitted at every e < d. Depths up to ``verified`` are counted at acceptance and not here.
+    """
 
     root: int
     ranked: tuple[tuple[int, ...], ...]
     verified: int
     kept_depth: int
-    """A synthetic cut: deeper than this every score is a miss or is not reached."""
+    """Synthetic limit on accepted depth: every score at a larger depth is a miss or is not reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,10 @@ class Score:
 
 
 def scores(shadow: Shadow, tokens: list[int]) -> list[Score] | None:
-    """Scores beyond the verified depths, or None while too few tokens have come out to tell."""
+    """Return the scores of the depths beyond the verified ones, up to and including the first wrong token.
+
+    Return None while too few tokens have been emitted to know them.
+    """
     found: list[Score] = []
     for level, ranked in enumerate(shadow.ranked):
         index = shadow.root + 1 + level

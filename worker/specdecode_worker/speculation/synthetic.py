@@ -1,4 +1,4 @@
-"""The two synthetic knobs: cut accepted paths, pad steps. Proof of a control loop on two cores, never a default."""
+"""Synthetic test knobs that shorten accepted paths and lengthen steps, to test the control loop on small machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from specdecode_worker.contract import OTHER_TASK, SyntheticKnobs
 
 
 class Synthetic:
-    """Applies knobs. What it cuts is re-emitted by the next steps: the text stays the same."""
+    """Application of the synthetic knobs of a worker.
+
+    Tokens beyond a cut are emitted again by later steps, so the text stays the same.
+    """
 
     def __init__(self, knobs: SyntheticKnobs | None = None, seed: int = 0) -> None:
         self.knobs = knobs
@@ -16,10 +19,14 @@ class Synthetic:
 
     @property
     def cuts(self) -> bool:
+        """True if an acceptance profile is set."""
         return self.knobs is not None and bool(self.knobs.acceptance or self.knobs.task_acceptance)
 
     def kept_depth(self, depth: int, task: str = OTHER_TASK) -> int:
-        """How deep an accepted path may stay: one coin per depth, the first that falls cuts."""
+        """Return the depth to which an accepted path of ``depth`` may be kept.
+
+        Each depth is kept with the probability in the profile of the task; the first failure ends the path.
+        """
         profile = self.knobs and self.knobs.task_acceptance.get(task, self.knobs.acceptance)
         if not profile:
             return depth
@@ -29,7 +36,7 @@ class Synthetic:
         return depth
 
     def least_seconds(self, sequences: int, nodes: int, context: int) -> float:
-        """What a step of this size shall take at least."""
+        """Return the minimum duration of a step of this size in seconds, 0 if no row of the knobs covers it."""
         for row in (self.knobs and self.knobs.step_time) or ():
             if sequences <= row.max_sequences and nodes <= row.max_nodes and context <= row.max_context:
                 return row.seconds

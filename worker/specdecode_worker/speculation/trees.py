@@ -1,6 +1,6 @@
-"""Draft trees as the engine runs them: a shape's topology in the forms that drafting, packing and accepting need.
+"""Draft trees: the topology of a shape in the forms that drafting, packing and acceptance need.
 
-All of it depends on shapes alone, so it is made once per combination of shapes in a batch and kept.
+Everything here depends on shapes alone, so it is built once per combination of shapes in a batch and cached.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from specdecode_worker.speculation.sampling.row_selection import Nodes
 
 @dataclass(frozen=True)
 class Tree:
-    """Parents of all nodes, the root's -1 first. Nodes up to ``verified`` (the root included) go through the target;
-    those behind are drafted in the shadow, only to be scored against the tokens that come out later."""
+    """Topology of one draft tree. Node 0 is the root, and parents precede their children.
+
+    ``parents`` holds the parent of each node, -1 for the root. The first ``verified`` nodes (the root included) go
+    through the target. The nodes after them are shadow nodes: they are drafted only to be scored against tokens emitted
+    later.
+    """
 
     parents: tuple[int, ...]
     verified: int
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root has depth 0."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -38,7 +43,10 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Bit mask per node: the nodes on its path from the root, itself included (63 is a sign bit, and fits)."""
+        """Bit mask per node: the nodes on its path from the root, the node and the root included.
+
+        Bit 63 is the sign bit of an int64, so the mask is negative where that bit is set.
+        """
         masks = [1]
         for node, parent in enumerate(self.parents[1:], start=1):
             masks.append(masks[parent] | 1 << node)
@@ -46,7 +54,7 @@ class Tree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, the nodes from below the root to it, itself included."""
+        """Nodes on the path to each node, without the root and with the node itself."""
         paths: list[tuple[int, ...]] = [()]
         for node, parent in enumerate(self.parents[1:], start=1):
             paths.append((*paths[parent], node))
@@ -54,7 +62,7 @@ class Tree:
 
     @cached_property
     def main_path(self) -> tuple[int, ...]:
-        """Nodes of rank 0 all along, from the root."""
+        """Nodes of the path that has rank 0 at every depth, from the root."""
         path = [0]
         while path[-1] in self.parents[1:]:
             path.append(self.parents.index(path[-1], 1))
@@ -62,18 +70,18 @@ class Tree:
 
     @cached_property
     def expanded(self) -> tuple[tuple[int, ...], ...]:
-        """Per depth, the nodes that have children: what each draft pass runs."""
+        """Nodes that have children, by depth: the rows of each draft pass."""
         inner = sorted(set(self.parents[1:]))
         return tuple(tuple(node for node in inner if self.depths[node] == depth) for depth in range(self.drafted_depth))
 
     @cached_property
     def drafted_depth(self) -> int:
-        """Draft passes of this tree."""
+        """Number of draft passes of this tree."""
         return max(self.depths)
 
     @cached_property
     def depth(self) -> int:
-        """Depth of what is verified."""
+        """Depth of the verified part."""
         return max(self.depths[: self.verified])
 
     @cached_property
@@ -83,15 +91,20 @@ class Tree:
 
     @cached_property
     def is_chain(self) -> bool:
+        """True if the verified part is a chain."""
         return self.parents[: self.verified] == tuple(range(-1, self.verified - 1))
 
 
 PLAIN = Tree((-1,), 1)
+"""Tree of plain decoding: the root alone."""
 
 
 @lru_cache(maxsize=1024)
 def tree_of(shape: TreeShape, shadow_depth: int = 0) -> Tree:
-    """The tree of a shape, its main path drafted on, in the shadow, to ``shadow_depth`` where there is room."""
+    """Build the tree of a shape and extend its main path by shadow nodes to depth ``shadow_depth``.
+
+    The extension is shorter if the tree would exceed MAX_NODES nodes below the root.
+    """
     plain = Tree((-1, *shape.parents), shape.nodes + 1)
     parents = list(plain.parents)
     tip = plain.main_path[-1]
@@ -103,8 +116,13 @@ def tree_of(shape: TreeShape, shadow_depth: int = 0) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One draft pass over a batch of trees: its R rows (``batch_R``, ``node_R``), whence their hidden states come
-    (``source_R`` indexes the rows of the pass before), and the C children that they propose."""
+    """Rows of one draft pass over a batch of trees.
+
+    The pass has R rows: node ``node_R`` of sequence ``batch_R``. ``source_R`` is the row of the previous pass that
+    holds the hidden state of the parent; in the first pass it is the sequence. ``counts`` is the number of rows per
+    tree. The rows propose C children: ``child_source_C`` is the row of a child's parent in this pass, ``child_rank_C``
+    the child's rank among its siblings.
+    """
 
     counts: tuple[int, ...]
     batch_R: Tensor
@@ -119,12 +137,17 @@ class Level:
 
     @property
     def nodes(self) -> Nodes:
+        """Positions of the rows in the forest."""
         return Nodes(self.batch_R, self.node_R, self.depth_R)
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The trees of a batch as tensors. ``parents_BN`` is -1 for roots and padding; N is the widest verified tree."""
+    """Trees of a batch as tensors.
+
+    ``parents_BN`` is -1 for roots and padding; N is the number of nodes of the widest verified tree. ``depth`` is the
+    largest verified depth.
+    """
 
     trees: tuple[Tree, ...]
     levels: tuple[Level, ...]
@@ -135,6 +158,7 @@ class Forest:
 
 @lru_cache(maxsize=256)
 def forest_of(trees: tuple[Tree, ...], device: torch.device) -> Forest:
+    """Build the forest of a batch of trees on ``device``."""
     widest = max(tree.verified for tree in trees)
     padded = [[*tree.parents[: tree.verified], *[-1] * (widest - tree.verified)] for tree in trees]
     levels = tuple(_level(trees, depth, device) for depth in range(max(tree.drafted_depth for tree in trees)))
@@ -149,8 +173,10 @@ def forest_of(trees: tuple[Tree, ...], device: torch.device) -> Forest:
 
 @lru_cache(maxsize=256)
 def paths_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
-    """[B, N, D] the nodes below the root on the path to every node, itself included, padded with the root's 0; N
-    counts shadow nodes too."""
+    """Return the path to every node as a tensor [B, N, D] int64, without the root and with the node itself.
+
+    Rows are padded with 0, the root. N includes shadow nodes.
+    """
     nodes = max(len(tree.parents) for tree in trees)
     depth = max(tree.drafted_depth for tree in trees)
     rows = [
@@ -161,6 +187,7 @@ def paths_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
 
 
 def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
+    """Build the draft pass that expands the nodes of ``depth``."""
     rows = _rows(trees, depth)
     before = {row: index for index, row in enumerate(_rows(trees, depth - 1))} if depth else {}
     at = {row: index for index, row in enumerate(rows)}
@@ -189,4 +216,5 @@ def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
 
 
 def _rows(trees: tuple[Tree, ...], depth: int) -> list[tuple[int, int]]:
+    """Return (sequence, node) of every node of ``depth`` that has children."""
     return [(b, node) for b, tree in enumerate(trees) if depth < tree.drafted_depth for node in tree.expanded[depth]]

@@ -1,0 +1,1 @@
+"""Training and evaluation of draft networks, from recorded target output or captured traffic."""

@@ -1,23 +1,23 @@
-"""What can go wrong in training and evaluation.
+"""Exceptions of training and evaluation.
 
 TrainingError
 ├── PromptFileError    a file of prompts or of text cannot be used
-├── ResumeMismatch     a checkpoint or a cache was made by other settings
-└── CannotContinue     a draft that exists cannot be trained on
+├── ResumeMismatch     a checkpoint or a cache was made with other settings
+└── CannotContinue     an existing draft cannot be trained further
 """
 
 
 class TrainingError(Exception):
-    """The run cannot go on; the message says what to do."""
+    """Failure that ends the run; the message says what the user can do."""
 
 
 class PromptFileError(TrainingError):
-    """A file of prompts or of text cannot be used; the message names its line."""
+    """Unusable file of prompts or of text; the message names the line."""
 
 
 class ResumeMismatch(TrainingError):
-    """What lies in the output folder was made by other settings."""
+    """Checkpoint or data in the output folder that was made with other settings."""
 
 
 class CannotContinue(TrainingError):
-    """A draft that exists cannot be trained on; the message names what stands in the way."""
+    """Existing draft that cannot be trained further; the message names the reason."""

@@ -1,13 +1,13 @@
-"""From a target to a draft: record what it says, choose the draft's vocabulary, train, write the folder.
+"""The stages of training a draft: record the target's answers, choose the draft vocabulary, train, write the draft.
 
     OUT/recorded/shard-*.safetensors   conversations with the target's hidden states
     OUT/vocabulary.json                target ids of the draft's vocabulary
-    OUT/checkpoint.pt                  what the next training step depends on
-    OUT/history.json                   validation, line by line
-    OUT/head/                          config.json, model.safetensors: the best so far; at the end calibration.json,
-                                       lineage.json, README.md and curve.png beside them
+    OUT/checkpoint.pt                  everything that the next training step depends on
+    OUT/history.json                   results of all validations
+    OUT/head/                          config.json, model.safetensors: the best so far; at the end also
+                                       calibration.json, lineage.json, README.md and curve.png
 
-Every stage goes on where it stopped: a killed run is repeated with the same flags. Of several ranks, rank 0 records and
+Every stage resumes where it stopped: repeat a killed run with the same flags. With several ranks, rank 0 records and
 writes, and the others wait for it.
 """
 
@@ -53,7 +53,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What to record: a text file, or answers to ``prompts`` (none: the built-in ones and the target's own)."""
+    """Text to record: a text file, or the target's answers to ``prompts``.
+
+    Without ``text`` and ``prompts``, the target answers built-in prompts and questions that it generates itself.
+    ``tokens`` is the number of answer tokens to record. Training drops prompts that overlap with ``held_out``. ``rows``
+    is the number of conversations generated at once.
+    """
 
     tokens: int
     text: Path | None = None
@@ -65,18 +70,21 @@ class Material:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What kind of draft to make, and what it comes from. ``target`` and ``parent`` are (uri, folder)."""
+    """Kind of draft to train and its origin. ``target`` and ``parent`` are (uri, folder)."""
 
     target: tuple[str, Path]
     method: WeightMethod = "eagle3"
     draft_vocab: int = 8192
     layers: int = 1
     copiers: int = 0
-    """Groups of attention heads to add that begin as copiers; see ``copying``."""
+    """Number of groups of copy attention heads to add, see ``copy_attention``."""
     origin: Draft | None = None
     parent: tuple[str, Path] | None = None
     normalise: bool = True
-    """Take probabilities over the whole vocabulary; otherwise over the draft's, which saves a pass over the data."""
+    """Train on probabilities over the target's whole vocabulary.
+
+    False: over the draft's vocabulary, which saves a pass over the data.
+    """
     names: Names = "safeailab"
 
 
@@ -90,9 +98,12 @@ def train_draft(
     tell: Tell,
     peers: Peers | None = None,
 ) -> Path:
-    """Returns the draft's folder; training starts from ``plan.origin``, or from the target's own weights.
+    """Train a draft for ``target`` and return its folder.
 
-    Raises TrainingError (PromptFileError, ResumeMismatch, CannotContinue).
+    Training starts from ``plan.origin``, or from the target's own weights if it is None.
+
+    Raises:
+        TrainingError: PromptFileError, ResumeMismatch or CannotContinue.
     """
     peers = peers or Peers()
     recorded, output_VE = out / "recorded", target.lm_head.weight
@@ -122,6 +133,7 @@ def train_draft(
 
 
 def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Draft:
+    """Return the untrained draft that ``plan`` describes, with the vocabulary stored in ``out``."""
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if plan.origin is not None:
         return continued(plan.origin, target, known, plan.layers)
@@ -137,14 +149,17 @@ def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Dra
 
 
 def _with_copiers(draft: Draft, target: Llama, recorded: Path, plan: Plan) -> Draft:
-    """Fitted on the first shard alone: a run that goes on finds the same."""
+    """Return ``draft`` with copy heads.
+
+    They are fitted on the first shard alone, so that a resumed run gets the same heads.
+    """
     if not isinstance(draft, Eagle3Head):
         raise CannotContinue(f"copiers are heads of an EAGLE-3 layer; --method {plan.method} has none")
     return with_copiers(draft, target, list(read_shard(shard_paths(recorded)[0])), plan.copiers)
 
 
 def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
-    """What describes a trained draft, once its weights are there."""
+    """Write the files that describe a trained draft: history, calibration, lineage, model card and curve."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
     write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
@@ -167,7 +182,7 @@ def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
 
 
 def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: Path, tell: Tell) -> None:
-    """Fills ``recorded`` up to the material's number of tokens."""
+    """Record conversations into ``recorded`` until it holds ``material.tokens`` answer tokens."""
     recorded.mkdir(parents=True, exist_ok=True)
     have = answer_tokens(recorded)
     if have >= material.tokens:
@@ -175,7 +190,7 @@ def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: P
     if material.text is not None:
         conversations = text_conversations(target, chat, material.text, skip_tokens=have)
     else:
-        seed = seed + len(shard_paths(recorded))  # a rollout that goes on asks new questions
+        seed = seed + len(shard_paths(recorded))  # a resumed rollout asks new questions
         questions = TrainingQuestions(chat, material.held_out, seed, material.prompts)
         settings = RolloutSettings(rows=material.rows, answer_tokens=material.answer_tokens, seed=seed)
         around = chat.around_question()
@@ -186,7 +201,7 @@ def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: P
 
 
 def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> None:
-    """vocabulary.json, unless it is there, and uncovered.json: what it lacks by domain."""
+    """Write vocabulary.json unless it exists, and uncovered.json: the probability that it lacks, by domain."""
     path, told = out / "vocabulary.json", out / "uncovered.json"
     if path.exists() and told.exists():
         return
@@ -195,7 +210,7 @@ def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> 
         size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
         origin = plan.origin
         if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
-            chosen = origin.target_ids  # a draft that is trained on keeps what it knows
+            chosen = origin.target_ids  # further training keeps the vocabulary that the draft knows
         else:
             chosen = draft_vocabulary.choose(masses, size)
         write_json(path, chosen.tolist())

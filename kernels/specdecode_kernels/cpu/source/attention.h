@@ -1,7 +1,7 @@
-// Attention of packed queries over paged keys, a query and key-value head at a time.
+// Attention of packed queries over paged keys, one query and one key-value head at a time.
 //
-// A query's keys are gathered as rows of the cache in the order of the text: the prefix, then the nodes on its path.
-// So a node of a tree adds up the same numbers in the same order as a token that is decoded plainly.
+// The keys of a query are listed as cache rows in text order: the prefix, then the nodes on its path. A tree node
+// therefore adds the same numbers in the same order as a token of plain decoding.
 #pragma once
 
 #include <vector>
@@ -12,8 +12,8 @@ struct Paged {
     bf16 *keys, *values;         // [block * position, kv_head, head_dim] of one layer
     const int64_t* block_table;  // [B, blocks]
     int64_t blocks, block_size;  // columns of block_table, positions of a block
-    const int64_t *prefix, *first, *query_start;  // [B], [B], [B + 1]: cached keys, hidden oldest ones, queries
-    const int64_t* ancestors;                     // [T] bit mask of the rows behind the prefix, 0: causal
+    const int64_t *prefix, *first, *query_start;  // [B], [B], [B + 1]: cached keys, hidden oldest keys, first query
+    const int64_t* ancestors;                     // [T] bit mask of the rows after the prefix, 0: causal
     int64_t sequences;
 };
 
@@ -31,7 +31,7 @@ static inline void visible_rows(const Paged& p, int64_t b, int64_t own, uint64_t
             rows.push_back(row_of(p.prefix[b] + j));
 }
 
-// Sums of 16 registers' lanes, one a lane.
+// Sums the lanes of each of 16 registers; lane i of the result is the sum of register i.
 static inline __m512 sums16(const __m512* x) {
     alignas(64) __m512 a[8], b[4];
     for (int i = 0; i < 8; i++)
@@ -45,7 +45,7 @@ static inline __m512 sums16(const __m512* x) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
 }
 
-// scores[i] = scale * q . key(rows[i]), in sixteens; -inf behind the last. Returns the largest.
+// Sets scores[i] = scale * q . key(rows[i]), in groups of 16, with -inf after the last. Returns the largest score.
 template <int SIZE>
 static inline float score(const bf16* q, const bf16* keys, int64_t stride, const int32_t* rows, int64_t count,
                           float scale, float* scores) {
@@ -96,7 +96,7 @@ static inline void mix(const bf16* values, int64_t stride, const int32_t* rows, 
     for (int w = 0; w < WORDS; w++) store16(out + 16 * w, _mm512_mul_ps(sum[w], share));
 }
 
-// One query head over `rows`; zeros where it sees none.
+// Attends one query head over `rows`; writes zeros if there are none.
 template <int SIZE>
 static inline void attend_head(const Paged& p, const Heads& heads, const bf16* q, int64_t kv, float scale,
                                const std::vector<int32_t>& rows, std::vector<float>& scores, bf16* out) {

@@ -1,4 +1,4 @@
-// The functions that Python calls: see ops.py for what they compute. Threads are torch's own OpenMP pool.
+// Functions that Python calls; ops.py documents what they compute. Threads come from PyTorch's OpenMP pool.
 #include <omp.h>
 
 #include "attention.h"
@@ -22,7 +22,7 @@ struct Norm {
     float eps;
 };
 
-// [rows, heads, size] of `stride` a row, turned in place by cos and sin [rows, size] in half-split layout.
+// Rotates one row [heads, size] in place by cos and sin [size], in half-split layout.
 static void turn(bf16* x, const bf16* cos, const bf16* sin, int64_t heads, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t h = 0; h < heads; h++, x += size)
@@ -39,7 +39,7 @@ static void turn(bf16* x, const bf16* cos, const bf16* sin, int64_t heads, int64
 
 extern "C" {
 
-// weight [outputs, inputs] -> panels, zeros behind the last output
+// weight [outputs, inputs] -> panels, with zeros after the last output
 void sd_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {
     const int64_t padded = (outputs + PANEL - 1) / PANEL * PANEL;
     for (int64_t n = 0; n < padded; n++)
@@ -94,7 +94,7 @@ void sd_entry(const Entry* e, const bf16* x, int64_t rows, const bf16* cos, cons
     });
 }
 
-// Writes keys and values [T, K, D] to their slots, then attends queries [T, H, D]; `stride` is that of all three.
+// Writes keys and values [T, K, D] to their slots, then attends queries [T, H, D]; all three have row stride `stride`.
 void sd_attend(const Paged* p, const Heads* heads, const bf16* q, const bf16* k, const bf16* v, int64_t stride,
                const int64_t* slots, int64_t rows, float scale, bf16* out, int threads) {
     const int64_t size = heads->size, width = heads->keys * size, groups = heads->queries / heads->keys;
@@ -107,7 +107,7 @@ void sd_attend(const Paged* p, const Heads* heads, const bf16* q, const bf16* k,
         wait_for_all(count);
         std::vector<int32_t> seen;
         std::vector<float> scores;
-        // Few queries are shared out by heads; many by themselves, so that what they see is listed once.
+        // Few queries are split by heads. Many queries are kept whole, so that their visible rows are listed once.
         const int64_t share = rows * heads->keys < 8 * count ? 1 : heads->queries;
         const int64_t pieces = heads->queries / share;
         const Part tasks = part_of(rows * pieces, index, count);

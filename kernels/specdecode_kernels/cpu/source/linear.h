@@ -1,7 +1,7 @@
-// y = x W^T over a matrix in panels: 32 outputs side by side, pairs of inputs innermost, as dpbf16 wants them.
+// y = x W^T over a matrix in panels of 32 outputs, with pairs of inputs innermost, the layout that dpbf16 needs.
 //
-// Every output is one chain of dpbf16 over the inputs in order, however many rows are multiplied at once and however
-// many threads share the panels: a row's result does not depend on its neighbours.
+// Every output is one chain of dpbf16 over the inputs in order, for any number of rows and any number of threads that
+// share the panels. The result of a row therefore does not depend on the other rows.
 #pragma once
 
 #include "parts.h"
@@ -24,7 +24,7 @@ static inline void panel_rows(const bf16* panel, const bf16* x, int64_t stride, 
     for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k++) {
         const bf16* w = panel + k * 2 * PANEL;
-        if (ROWS <= 4) {  // so few are bound by memory: ask for what comes 3 KiB later
+        if (ROWS <= 4) {  // so few rows are bound by memory: prefetch the weights 3 KiB ahead
             _mm_prefetch((const char*)(w + 24 * 2 * PANEL), _MM_HINT_T0);
             _mm_prefetch((const char*)(w + 24 * 2 * PANEL + PANEL), _MM_HINT_T0);
         }
@@ -61,7 +61,7 @@ static inline Acc with_bias(Acc acc, const Matrix& m, int64_t panel) {
     return acc;
 }
 
-// Panels `part` for all rows; `keep(row, panel, acc)` takes the results, bias added.
+// Multiplies panels `part` with all rows; `keep(row, panel, acc)` receives the results with the bias added.
 template <class Keep>
 static inline void multiply(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, Part part, const Keep& keep) {
     const int64_t pairs = m.inputs / 2;
@@ -77,7 +77,7 @@ static inline void multiply(const Matrix& m, const bf16* x, int64_t stride, int6
 
 static inline int64_t panels_of(const Matrix& m) { return (m.outputs + PANEL - 1) / PANEL; }
 
-// Keeps results as bf16 rows of `stride`; `residual`, if any, is added first (it may be `y` itself).
+// Stores results as bf16 rows of `stride`; `residual`, if any, is added first (it may be `y` itself).
 struct Store {
     bf16* y;
     int64_t stride, outputs;
@@ -96,7 +96,7 @@ struct Store {
     }
 };
 
-// Keeps SiLU(gate) * up: a panel holds 16 gates and the 16 ups that belong to them.
+// Stores SiLU(gate) * up: a panel holds 16 gates and the 16 ups that they are multiplied with.
 struct SiluMul {
     bf16* y;
     int64_t stride, width;

@@ -1,4 +1,4 @@
-// bf16 in memory, fp32 in registers: loads, stores and the few functions that a decoder layer needs.
+// Loads and stores between bf16 in memory and fp32 in registers, and the elementary functions of a decoder layer.
 #pragma once
 
 #include <immintrin.h>
@@ -22,12 +22,12 @@ static inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p,
 
 static inline void store16(bf16* p, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(p, mask, narrow(x)); }
 
-// The first `count` of 16 lanes; all of them from 16 on, none below 1.
+// Mask of the first `count` of 16 lanes: all lanes for 16 or more, none below 1.
 static inline __mmask16 lanes(int64_t count) {
     return count >= 16 ? (__mmask16)0xffff : count <= 0 ? (__mmask16)0 : (__mmask16)((1u << count) - 1);
 }
 
-// e^x to about 2 ulp of fp32: a power of two, and a polynomial on what is left (within ln 2 / 2 of 0).
+// e^x to about 2 ulp of fp32: a power of two times a polynomial in the remainder (within ln 2 / 2 of 0).
 static inline __m512 exp16(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
     x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));

@@ -1,4 +1,4 @@
-// What threads of one call share out among themselves, and the norm, which several calls begin with.
+// Division of work among the threads of one call, and the RMS norm, which several calls use.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@ struct Part {
     int64_t begin, end;
 };
 
-// Part `index` of `count` parts of `total` things, as even as whole things allow.
+// Returns part `index` of `count` nearly equal parts of `total` items.
 static inline Part part_of(int64_t total, int index, int count) {
     return {total * index / count, total * (index + 1) / count};
 }

@@ -1,4 +1,4 @@
-"""The recorder's thread: what is offered is written, redacted or counted, and nobody waits for it."""
+"""Tests of the recorder: each offered record is written, redacted or counted, without blocking the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of captured records: nothing lost in a crash but the last record, bounds that hold for all writers."""
+"""Tests of segments: a crash loses at most the last record, and the bounds hold across writers."""
 
 from __future__ import annotations
 

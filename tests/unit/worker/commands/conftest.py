@@ -1,4 +1,4 @@
-"""Makes ``small_folders`` importable."""
+"""Import path of the helper module ``small_folders``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``check``: what it prints, what it returns, and that it reads headers alone."""
+"""Tests of the command ``check``: its output, its exit codes, and that it reads only checkpoint headers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def test_json_is_the_verdict(folders: list[str], capsys: Any) -> None:
 
 
 def test_no_weight_is_read(folders: list[str], tmp_path: Path, capsys: Any) -> None:
-    """The data of every file is cut to zeros that were never written: what reads it would see."""
+    """The data of every weight file is replaced by a hole of the same size.
+
+    A reader of the data would read only zeros.
+    """
     for name in ("t", "h"):
         path = tmp_path / name / "model.safetensors"
         size, header = path.stat().st_size, path.read_bytes()

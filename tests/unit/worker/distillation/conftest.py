@@ -1,4 +1,4 @@
-"""A small random Llama with a head, and what the real engine said with them, as captured records."""
+"""Fixtures for the distillation tests: a small random Llama with a head, and records captured from the real engine."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from specdecode_worker.models.networks.llama import Llama
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small random target."""
     folder = tmp_path_factory.mktemp("model")
     small_model.write_target(folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would say itself again
+    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
     save_file(weights, folder / "model.safetensors")
     return folder
 
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a draft head for the small target."""
     folder = tmp_path_factory.mktemp("draft")
     small_model.write_draft(folder)
     return folder
@@ -46,12 +48,13 @@ def target(model: Path) -> Llama:
 
 @pytest.fixture(scope="session")
 def records(model: Path, draft: Path) -> Sequence[Record]:
-    """90 conversations of two tasks, at several laws."""
+    """Return records of 90 conversations of two tasks, with several sets of sampling parameters."""
     return records_of(model, draft, 90)
 
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
+    """Return a file of four golden prompts in one domain."""
     path = tmp_path / "golden.jsonl"
     lines = [{"messages": [{"role": "user", "content": f"Golden number {i}"}], "domain": "g"} for i in range(4)]
     path.write_text("\n".join(map(json.dumps, lines)))

@@ -1,4 +1,4 @@
-"""``distill`` as a Job runs it: from segments to a draft, a verdict and an exit code, through signals and restarts."""
+"""The ``distill`` command as a Job runs it: from segments to a draft, a verdict and an exit code, with restarts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_stopped_run_goes_on_to_the_same_draft(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(flags, whole, "--replay-share", "0") == 3
     runs = 0
-    for asked in (1, 5, 1, 2, 2, 1, 4):  # golden answers, chunks, the midst of rounds, the verdict
+    for asked in (1, 5, 1, 2, 2, 1, 4):  # stops in golden answers, chunks, rounds and the verdict
         with monkeypatch.context() as patch:
             patch.setattr(distill, "threading", _Threading(asked))
             runs += run(flags, stopped, "--replay-share", "0") == distill.INTERRUPTED
@@ -105,13 +105,13 @@ def test_a_stopped_run_goes_on_to_the_same_draft(
     documents = [json.loads((out / "verdict.json").read_text()) for out in (whole, stopped)]
     for document in documents:
         for line in document["training"]["rounds"]:
-            del line["minutes"], line["loss"]  # of the part of a round since the run went on
+            del line["minutes"], line["loss"]  # a resumed run measures them over the rest of its round only
     assert documents[0]["training"] == documents[1]["training"]
     assert documents[0]["capture"] == documents[1]["capture"]
 
 
 class _Threading:
-    """Stands in for the module: an event that is set when it is looked at for the n-th time."""
+    """Replacement for the ``threading`` module whose event counts as set after ``asked`` polls."""
 
     def __init__(self, asked: int) -> None:
         self._left = asked

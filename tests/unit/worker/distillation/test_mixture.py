@@ -1,4 +1,4 @@
-"""What rounds are made of, and what is concluded from them."""
+"""Composition of distillation rounds, choice of the best round and the stopping rule."""
 
 from __future__ import annotations
 

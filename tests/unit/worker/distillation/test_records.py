@@ -1,4 +1,4 @@
-"""Which records are used: the counts by reason, the bounds, and what replay may draw on."""
+"""Selection of records: counts of dropped records by reason, limits, and the texts that replay may use."""
 
 from __future__ import annotations
 

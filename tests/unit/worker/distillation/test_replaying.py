@@ -1,4 +1,4 @@
-"""Replay: the engine's own text comes back under every law, anything else does not; walks agree with the engine."""
+"""Replay reproduces the engine's text for all sampling parameters and no other text; step counts match the engine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_walk_takes_the_steps_that_the_engine_takes(
         (tally,) = steps_of([Drafted(head)], sample, TreeShape.parse(shape), (257,), SIZE)
         assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
         assert tally.tokens == len(answer.tokens) - 1
-        # The engine may draft beyond the end; accepted tokens that are said are the same.
+        # The engine may draft beyond the end of the answer, which can add one step.
         assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
         drafted, accepted = drafted + tally.steps, accepted + tally.tokens - tally.steps
     assert accepted > 0.02 * drafted, "a draft that is never right would prove nothing"

@@ -1,4 +1,4 @@
-"""Splits: the same for ever, of the right size, and with no passage in common."""
+"""Splits are stable, have the intended sizes and share no passage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specdecode_worker.training.distillation.splits import (
 
 
 def test_splits_never_change() -> None:
-    """Drafts in use were trained by these: if this fails, it is not the test that is to be changed."""
+    """Splits are the same as when the drafts in use were trained. If this test fails, fix the code and not the test."""
     assert opening_of("What is tea?") == "6d2fe14f37383968"
     apart = {i: split for i in range(17) if (split := split_of(opening_of(f"question {i}"))) != "train"}
     assert apart == {3: "test", 7: "validation", 9: "validation", 13: "test", 16: "validation"}

@@ -1,4 +1,4 @@
-"""The verdict's statistics on made-up times: what it must say, what it must never say, and how often by chance."""
+"""Statistics of the verdict on synthetic times: findings, properties and error rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SAME = StepCosts(SECONDS, SECONDS)
 def domain(
     rng: np.random.Generator, gain: float, *, name: str = "d", weight: float = 1.0, count: int = 100, noise: float = 0.1
 ) -> Domain:
-    """Conversations whose steps fall by ``gain`` on average, each by its own part of it."""
+    """Return conversations in which the candidate takes fewer steps by ``gain`` on average.
+
+    The gain of each conversation has log-normal noise of scale ``noise``.
+    """
     tokens_C = rng.integers(40, 400, size=count).astype(float)
     deployed_C = tokens_C / rng.uniform(1.4, 2.6, size=count)
     candidate_C = deployed_C / (1 + gain) * np.exp(rng.normal(-(noise**2) / 2, noise, size=count))
@@ -112,7 +115,7 @@ def test_one_round_that_was_disturbed_is_no_cost() -> None:
 
 
 def test_the_mix_weighs_domains_by_their_tokens() -> None:
-    """Two domains whose paces are exact: 100 tokens in 50 steps, then in 40 or 50."""
+    """The gain over the mix of two domains with exact step counts: 100 tokens in 50 steps, against 40 or 50 steps."""
     tokens = np.full(64, 100.0)
     faster = Domain("a", 0.25, tokens, tokens / 2, tokens / 2.5)
     same = Domain("b", 0.75, tokens, tokens / 2, tokens / 2)
@@ -147,8 +150,11 @@ def test_laws_of_the_verdict(rows: list[tuple[int, int, int]], cost: float, want
 
 
 def test_equal_drafts_are_better_by_chance_alone_and_seldom() -> None:
-    """Two drafts of other seeds are equal on average and differ in every text. With no gain wanted, 2.5 % of such pairs
-    may be called better, and one in ten pairs at most is the promise; 300 pairs are asked here."""
+    """Drafts that are equal on average are rarely called better.
+
+    With a wanted gain of zero, 2.5 % of such pairs are expected to be called better, and at most one in ten is
+    acceptable. The test draws 300 pairs, whose drafts differ in every text.
+    """
     called = {"better": 0, "worse": 0, "inconclusive": 0}
     for seed in range(300):
         rng = np.random.default_rng(1000 + seed)

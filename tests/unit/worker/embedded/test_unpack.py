@@ -1,4 +1,4 @@
-"""The embedded model: its pieces without the wheel, and (marked) the whole against transformers."""
+"""Tests of the embedded model: its parts without the wheel, and (marked) the whole against transformers."""
 
 from __future__ import annotations
 

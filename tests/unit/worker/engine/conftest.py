@@ -1,4 +1,4 @@
-"""Makes ``small_engine`` importable; a busy machine is no failure of the code."""
+"""Test settings: makes ``small_engine`` importable, and disables Hypothesis deadlines because of busy machines."""
 
 from __future__ import annotations
 

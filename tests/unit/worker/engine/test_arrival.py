@@ -1,5 +1,7 @@
-"""Results start for the host as soon as they are there: before the draft follows a prompt, and never overwritten. The
-host's numbers reach the device without anybody waiting."""
+"""Copies between device and host: results are copied early and never overwritten, and uploads do not block.
+
+The first token of a prompt is copied before the draft processes the prompt.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,14 @@ def test_what_will_be_overwritten_is_copied() -> None:
 
 
 STEPS = ("engine", "speculation")
-"""Packages whose code runs in every step."""
+"""Packages with code that runs in every step."""
 
 
 def waiting_copies(source: str) -> list[int]:
-    """Lines that make a tensor of the host's numbers on a device at once: such a copy waits for all that is queued."""
+    """Return the lines that create a tensor from host values directly on a device.
+
+    Such a copy waits for all queued work.
+    """
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     makers = {"torch.tensor", "torch.as_tensor"}
     return [

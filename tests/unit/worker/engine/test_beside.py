@@ -1,4 +1,4 @@
-"""A draft that is loaded beside a running one is held against the memory that is left."""
+"""The memory check for a draft that is loaded while another one runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_weights_and_cache_must_be_free(beside: LoadBeside, tmp_path: Path) -> N
     folder = write_head(tmp_path / "other")
     draft = DraftConfig(method="eagle3", uri=str(folder))
     weights = (folder / "model.safetensors").stat().st_size
-    cache = (512 + 16) * 2 * 2 * 8 * 4  # tokens, keys and values, heads, their size, fp32
+    cache = (512 + 16) * 2 * 2 * 8 * 4  # tokens, keys and values, heads, head size, bytes per fp32 value
     with pytest.raises(ModelError, match=r"needs 0\.00 GiB beside the draft"):
         dataclasses.replace(beside, free_bytes=lambda: cache + weights // 2)(draft)
     dataclasses.replace(beside, free_bytes=lambda: 2 * weights + cache)(draft)

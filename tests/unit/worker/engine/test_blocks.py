@@ -1,4 +1,4 @@
-"""The block pool: no block has two owners, none is lost, and neighbours lie beside each other."""
+"""The block pool: no block has two owners, none is lost, and adjacent blocks are preferred."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK, BlockPoo
 from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest
 
 TURNS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.booleans()), max_size=60)
-"""(sequence, blocks wanted, give all back instead)."""
+"""Steps of a test case: (sequence, blocks to take, free all blocks instead)."""
 
 
 @given(st.integers(2, 30), TURNS)
@@ -84,12 +84,12 @@ def test_books_that_do_not_balance_are_caught() -> None:
 
 
 def digests(text: str) -> list[bytes]:
-    """One for each letter, all letters before it included."""
+    """Return one digest for each letter, which covers all letters before it."""
     return [text[: i + 1].encode() for i in range(len(text))]
 
 
 def hold(pool: BlockPool, text: str) -> list[int]:
-    """A sequence of one block a letter; what is known of it is shared, the rest is taken and made known."""
+    """Give a sequence one block per letter: cached blocks are shared, the others are taken and registered."""
     own = digests(text)
     blocks = pool.prefixes.find(own)
     pool.share(blocks)
@@ -149,7 +149,7 @@ def test_nothing_is_forgotten_while_there_are_free_blocks() -> None:
 
 def test_the_least_recently_used_is_forgotten_first() -> None:
     pool = BlockPool(7)
-    for text in ("ab", "cd", "ef", "ab"):  # the first is used again
+    for text in ("ab", "cd", "ef", "ab"):  # "ab" is used again
         pool.give_back(hold(pool, text))
     assert pool.free == 0
     left = []
@@ -160,7 +160,10 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
 
 
 def test_what_continues_a_text_goes_before_it_even_when_it_is_younger() -> None:
-    """Another owner computed the beginning for itself, so the known one was not used when its end was."""
+    """A cached continuation is evicted before its prefix, even if the continuation was used more recently.
+
+    Another owner computed its own copy of the prefix, so the cached prefix was not used when the continuation was.
+    """
     pool = BlockPool(6)
     pool.give_back(hold(pool, "a"))
     own = pool.take(2)

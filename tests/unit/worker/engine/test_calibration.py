@@ -1,4 +1,4 @@
-"""Calibration: steps are timed on made-up requests, of which nothing stays but what steps cost."""
+"""Calibration: steps are timed on synthetic requests, and only the step times remain afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def test_every_load_is_timed_and_nothing_else_stays() -> None:
 
 
 def test_the_first_report_tells_what_drafting_costs() -> None:
-    """The deepest chain and the shallowest at every load, and nothing of the way up, when the process was cold."""
+    """The first report has step times of the deepest and the shallowest chain at every load.
+
+    It leaves out the steps of the warm-up.
+    """
     engine = small_engine(max_num_seqs=4)
     plan = plan_of("chain:3", guard=True, max_depth=3, explore=0.01)
     engine.set_plan(plan)
@@ -59,7 +62,7 @@ def test_the_guard_knows_what_plain_decoding_takes_before_it_has_seen_any() -> N
     engine = small_engine(max_num_seqs=4)
     engine.set_plan(plan_of("chain:3", guard=True))
     found = calibrate(engine, 60)
-    engine.add(submit("a", max_tokens=4))  # over before the guard could stop anything, and run plain steps of its own
+    engine.add(submit("a", max_tokens=4))  # ends before the guard could stop drafts and run plain steps itself
     drain(engine)
     cells = {cell.concurrency: cell for cell in engine.report().guard}
     assert cells[0].plain == pytest.approx(found[1])

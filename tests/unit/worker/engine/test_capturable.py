@@ -1,5 +1,7 @@
-"""What is captured could be captured: no call waits for the device or lets a size depend on what is there, and two
-steps of one key make the very same calls over the very same static tensors."""
+"""Checks that captured steps could be CUDA graphs: no synchronisation and no data-dependent sizes.
+
+Two steps of one key must also make exactly the same calls over the same static tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ WAITING = (
     "aten._unique",
     "aten.bincount",
     "aten.repeat_interleave",
-    "aten.lift_fresh",  # what torch.tensor makes of the host's numbers
+    "aten.lift_fresh",  # the result of torch.tensor on host values
     "aten.set_",
 )
 
@@ -40,16 +42,16 @@ def _waits(self: Tensor, *_: Any) -> Any:
 
 
 class Watch(TorchDispatchMode):
-    """Raises for what a capture refuses, and writes down the rest."""
+    """Dispatch mode that raises for operations that a capture refuses, and records the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trace: list[Any] = []
-        self._made: dict[int, Tensor] = {}  # held, so that no address comes back
+        self._made: dict[int, Tensor] = {}  # referenced, so that no address is used again
 
     def __enter__(self) -> Self:
         self._patch = pytest.MonkeyPatch()
-        for name in ("tolist", "numpy", "__array__"):  # of a CPU's tensors these call nothing that is dispatched
+        for name in ("tolist", "numpy", "__array__"):  # these dispatch no operation for CPU tensors
             self._patch.setattr(Tensor, name, _waits)
         super().__enter__()
         return self
@@ -75,7 +77,7 @@ class Watch(TorchDispatchMode):
 
     @staticmethod
     def _known(made: Tensor, args: Any) -> bool:
-        """A view of what there was, or a write to it."""
+        """Return whether the result is a view of an argument or was written into one."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         return any(made.untyped_storage().data_ptr() == arg.untyped_storage().data_ptr() for arg in tensors)
 
@@ -90,7 +92,7 @@ class Watch(TorchDispatchMode):
 
 
 class WatchingRunner:
-    """Runs work again each time, and watches; ``traces`` are of one captured step each."""
+    """Graph runner that repeats the work on every replay and records it. ``traces`` has one list per captured step."""
 
     def __init__(self) -> None:
         self.traces: list[list[Any]] = []
@@ -105,7 +107,7 @@ class WatchingRunner:
                 work()
             mine.append(watch.trace)
 
-        replay()  # of nobody, as a capture runs it
+        replay()  # on padding rows only, as a real capture does
         return Captured(replay)
 
     def forget(self) -> None:
@@ -138,7 +140,7 @@ def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -
 
 @contextmanager
 def planted(kind: type, method: str, bug: Callable[..., Any]) -> Iterator[None]:
-    """``bug`` is called with what the method is called with, before it."""
+    """Patch the method so that it calls ``bug`` with the same arguments first."""
     right = getattr(kind, method)
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -154,6 +156,7 @@ calls = 0
 
 
 def _by_the_host(self: Any, *_: Any) -> None:
+    """Create a tensor with a size that depends on a counter of the host."""
     global calls
     calls += 1
     torch.zeros(1 + calls % 2)

@@ -1,4 +1,4 @@
-"""Step costs: the sums are those of least squares on FEATURES, and only ever grow."""
+"""Step costs: the sums equal those of least squares on FEATURES, and never decrease."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def test_sums_only_rise(steps: list[tuple[StepSize, int, float, int]]) -> None:
 
 
 def test_a_reading_is_exact_enough_to_subtract() -> None:
-    """A million steps in, one more is still seen to a part in a thousand."""
+    """Sums stay precise enough to subtract.
+
+    After 200 steps, the difference of two readings shows one more step to one part in a thousand.
+    """
     costs = StepCosts()
     for _ in range(200):
         costs.add(0, size(kv_tokens=10**5), 1, 0.01, 0.01)

@@ -1,4 +1,4 @@
-"""The engine in this process, over a small random Llama: joining, leaving, ends, refusals, books that balance."""
+"""The engine in this process, over a small random Llama: arrivals, aborts, ends, refusals and accounting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain_text(request: Submit) -> list[int]:
 
 @pytest.fixture(scope="module")
 def greedy() -> list[int]:
-    """60 tokens of the plain text of the prompt that most tests send."""
+    """Return 60 tokens of the plain text of the prompt that most tests send."""
     return plain_text(submit(max_tokens=60))
 
 
@@ -90,7 +90,10 @@ def test_a_request_that_cannot_fit_is_refused_in_words(prompt: int, new: int) ->
 
 
 def test_a_small_cache_bounds_what_is_taken_and_never_lets_a_request_wait_for_ever(pipelined: bool) -> None:
-    """Four blocks hold 64 tokens, whatever the model could do."""
+    """A small cache limits the length of requests, and every accepted request finishes.
+
+    Four blocks hold 64 tokens, although the model could process more.
+    """
     engine = small_engine(blocks=1 + 4, pipelined=pipelined)
     engine.set_plan(plan_of("chain:6"))
     assert engine.max_model_len == 64
@@ -140,7 +143,10 @@ def test_max_tokens_is_exact(greedy: list[int], shape: str, most: int, pipelined
 @pytest.mark.parametrize("length", [1, 3, 12])
 @pytest.mark.parametrize("shape", ["chain:6", "tree:3,2,1"])
 def test_a_draft_is_as_good_when_steps_are_launched_ahead(shape: str, length: int) -> None:
-    """What the host does not know yet of a step in flight is not hidden from the draft: it proposes the same."""
+    """Pipelined steps propose the same drafts.
+
+    The draft sees the results of a step in flight that the host does not know yet.
+    """
     readings = []
     for pipelined in (False, True):
         engine = small_engine(pipelined=pipelined)
@@ -152,7 +158,7 @@ def test_a_draft_is_as_good_when_steps_are_launched_ahead(shape: str, length: in
 
 
 def test_shapes_may_change_with_every_step(greedy: list[int], pipelined: bool) -> None:
-    """Deep, shallow, none and back, as bursts and guards do it."""
+    """The plan may change with every step: deep, shallow, none and back, as under bursts and the guard."""
     shapes = ["chain:6", "chain:1", "none", "tree:3,2,1", "none", "chain:6", "chain:6", "none"]
     engine = small_engine(pipelined=pipelined)
     engine.add(submit(max_tokens=60))
@@ -174,8 +180,11 @@ def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine,
 
 @pytest.mark.parametrize("shapes", [["none"], ["chain:3"], ["tree:3,2,1"], ["chain:4", "none", "tree:2,2"]])
 def test_what_was_emitted_is_steps_plus_accepted(shapes: list[str]) -> None:
-    """Every sequence-step brings one token and what it accepted; the first token comes from the prompt. What the last
-    step of a request brings beyond max_tokens was accepted too, and is dropped."""
+    """Emitted tokens equal steps plus accepted tokens.
+
+    Every step of a sequence emits one token and the accepted ones; the first token comes from the prompt. Tokens of a
+    request's last step beyond max_tokens count as accepted but are dropped.
+    """
     engine, found = run(shapes)
     report = engine.report()
     emitted = sum(len(new.tokens) for new in found)
@@ -213,7 +222,11 @@ def test_the_report_is_the_sum_of_what_requests_were_told() -> None:
 
 
 def test_acceptance_cells_agree_with_accepted_tokens() -> None:
-    """Along a chain a hit at depth d is an accepted token of depth d; each depth is reached by the hits of the last."""
+    """Acceptance cells agree with the accepted tokens.
+
+    Along a chain a hit at depth d is an accepted token of depth d, and each depth is reached through hits of the
+    previous depth.
+    """
     engine, _ = run(["chain:3"])
     report = engine.report()
     total = {d: sum(c.total for c in report.acceptance if c.depth == d) for d in (1, 2, 3)}
@@ -221,7 +234,7 @@ def test_acceptance_cells_agree_with_accepted_tokens() -> None:
     assert {cell.parent for cell in report.acceptance} == {"main"}
     assert {cell.sampled for cell in report.acceptance} == {False, True}
     assert total[1] == report.drafts
-    # The last step of each request counts only as far as its tokens were kept.
+    # The last step of each request counts only up to the last token that was kept.
     assert 0 <= hits[1] - total[2] <= 6
     assert 0 <= hits[2] - total[3] <= 6
     assert 0 <= report.accepted_tokens - sum(hits.values()) <= 6 * 3
@@ -244,7 +257,7 @@ def test_step_cells_count_every_step_and_token() -> None:
 
 
 def flat(report: Report) -> dict[str, float]:
-    """Every counter of a report by a name of its own."""
+    """Return every counter of a report under a unique name."""
     found = {
         name: float(getattr(report, name))
         for name in (
@@ -292,17 +305,20 @@ def test_counters_only_rise_through_aborts_preemptions_and_new_plans() -> None:
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is a millisecond on whenever it is read: what exploration can afford is no matter of luck."""
+    """Install a clock that advances by a millisecond per reading, so that the exploration budget is deterministic."""
     ticks = count(10_000)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 1000))
 
 
 @pytest.mark.usefixtures("ticking")
 def test_a_shadow_scores_depths_that_nothing_verifies() -> None:
-    """The plan runs chains of one; what the shadow drafts behind them is scored, and never verified."""
+    """Shadow drafts measure depths that are never verified.
+
+    The plan runs chains of one; the deeper nodes that the shadow drafts are scored and not verified.
+    """
     engine = small_engine()
     engine.set_plan(plan_of("chain:1", explore=0.5, max_depth=5))
-    for i in range(16):  # how many steps draft in the shadow depends on what they take
+    for i in range(16):  # enough requests, because the number of shadow steps depends on their duration
         engine.add(submit(str(i), prompt=range(1, 8 + i), max_tokens=22))
     drain(engine)
     shadowed = engine.report()

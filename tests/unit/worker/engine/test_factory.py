@@ -1,4 +1,4 @@
-"""What an engine refuses before it loads anything."""
+"""Configurations that an engine refuses before it loads anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps share a graph, which none runs, and what the tables of trees say."""
+"""Graph keys: the steps that share a graph, the steps that run eagerly, and the tables that describe trees."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_a_key_is_of_buckets_and_not_of_trees() -> None:
 
 @pytest.mark.parametrize("trees", [(CHAIN,), (TREE, PLAIN), (PLAIN, CHAIN, TREE, CHAIN)], ids=len)
 def test_tables_hold_the_trees(trees: tuple[Tree, ...]) -> None:
-    """Read back: whose packed tokens, and by which passes every node with children is run, behind its parent."""
+    """The tables describe the trees completely.
+
+    They give every packed token its sequence and ancestors, and every draft pass its nodes and their parents.
+    """
     key = key_of(4, trees, 1, cuts=False)
     assert key is not None
     at = Layout(shapes(key)).views(topology(trees, key))

@@ -1,4 +1,4 @@
-"""A launched step read back, and messages as they cross to the engine's process."""
+"""Reading back a launched step, and encoding of messages to and from the engine's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's parameters as a law, its early stops, and token ids that the model does not have."""
+"""Sampling parameters of a request, early stops, and token ids beyond the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_token_ids_that_the_model_has_not_are_refused_and_harm_nobody(fields: di
 
 
 def test_end_of_text_waits_for_min_tokens() -> None:
-    """Every second word ends the text, so without it the answer is short."""
+    """The end-of-text token is not emitted before min_tokens.
+
+    Every second token ends the text here, so the answer would be short otherwise.
+    """
     ends = tuple(range(0, VOCABULARY, 2))
     found = {}
     for least in (0, 12):

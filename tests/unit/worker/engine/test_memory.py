@@ -1,4 +1,4 @@
-"""The arithmetic against what an engine really allocates, to the byte; and what a worker refuses before it loads."""
+"""The memory budget equals what an engine allocates, to the byte, and a worker refuses to load what does not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def head(tmp_path: Path) -> Path:
 
 
 def storages(*modules: nn.Module | Tensor) -> int:
-    """Bytes of all storage that modules and tensors hold, each counted once."""
+    """Return the bytes of all storage that modules and tensors hold, each counted once."""
     found: dict[int, int] = {}
     for module in modules:
         tensors = [module] if isinstance(module, Tensor) else [*module.parameters(), *module.buffers()]
@@ -61,7 +61,10 @@ def memory(engine: Engine) -> MemoryState:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
-    """bf16 unpacked here: packed matrices are opaque, and as large."""
+    """Counted weights and tables equal the loaded ones.
+
+    bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
+    """
     monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
@@ -79,7 +82,10 @@ def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype
 def test_quantised_weights_are_counted_as_they_are_kept(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
-    """On a CPU as plain ones; for a GPU, which is asked about, as they are stored."""
+    """Quantised weights are counted in the format in which they are stored.
+
+    On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
+    """
     monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")

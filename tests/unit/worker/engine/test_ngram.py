@@ -1,4 +1,4 @@
-"""Prompt lookup against a search in plain Python."""
+"""Prompt lookup, compared with a search in plain Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 5
 
 
 def searched(text: list[int], suffix: list[int], shortest: int) -> list[int]:
-    """What followed the suffix, or an end of it: longest match first, then latest."""
+    """Return the tokens that followed the suffix or an end of it: the longest match first, then the latest."""
     best: dict[int, tuple[int, int]] = {}
     for at in range(len(text)):
         size = 0

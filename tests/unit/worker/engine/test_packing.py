@@ -1,4 +1,4 @@
-"""Packed tokens, their slots in the paged cache, what a pass reads there, and what is kept of it."""
+"""Packed tokens, their slots in the paged cache, the keys that a pass reads, and the keys that are kept."""
 
 from __future__ import annotations
 
@@ -73,13 +73,16 @@ def test_a_pass_writes_its_keys_to_its_slots_of_its_layer_and_nowhere_else() -> 
 
 
 def test_attention_sees_the_sequences_own_keys_wherever_their_blocks_lie() -> None:
-    """The same prompt in neighbouring and in scattered blocks, alone and beside another, chunk by chunk."""
+    """Attention of a sequence does not depend on the place of its blocks.
+
+    The same prompt runs in adjacent and in scattered blocks, alone and with another sequence, chunk by chunk.
+    """
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(40, heads, 4, generator=generator).double() for heads in (2, 1, 1))
 
     def run(blocks: list[int], chunks: list[int], beside: bool) -> torch.Tensor:
         paged, out, start = cache(9), [], 0
-        paged.data += 0.5  # what others left behind is finite and must not be seen
+        paged.data += 0.5  # stale values of other sequences are finite and must not be read
         for count in chunks:
             rows = slice(start, start + count)
             if beside:
@@ -98,7 +101,11 @@ def test_attention_sees_the_sequences_own_keys_wherever_their_blocks_lie() -> No
 
 
 def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
-    """A root at index 14 whose path is nodes 2 and 4: their keys move to indices 15 and 16, over a block's edge."""
+    """Keys of accepted nodes move to the end of the prefix, and all other keys stay.
+
+    The root is at index 14 and the path is nodes 2 and 4, so their keys move to indices 15 and 16, across a block
+    boundary.
+    """
     paged = cache()
     paged.data.copy_(torch.arange(paged.data.numel()).view_as(paged.data))
     before = paged.data.flatten(2, 3).clone()

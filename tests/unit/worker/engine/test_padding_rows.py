@@ -1,4 +1,4 @@
-"""Padding rows of a graph own a slot and a block, and nobody ever reads what stands there."""
+"""Padding rows of a graph have a slot and a block of their own, and the contents are never read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
 
 
 def poison(engine: Engine) -> None:
-    """No number, wherever there can be one; elsewhere numbers that would lead far astray."""
+    """Fill the padding slot and block with NaN, and integer fields with values that would cause visible errors."""
     state = engine._state
     drafter: Any = engine._drafts.paged()
     for cache in (engine._target.cache, drafter._cache):
@@ -48,6 +48,7 @@ def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
 
 
 def _before_every_step(engine: Engine) -> None:
+    """Patch the engine so that its padding is poisoned before every step."""
     right = engine.step
 
     def step() -> Any:

@@ -1,4 +1,4 @@
-"""Two ranks over gloo against one device: the same tokens, the memory of a part, and what happens when a rank ends."""
+"""Tensor parallelism over gloo: two ranks emit the tokens of one device, split its memory, and end together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(
 
 
 def config(target: Path, head: Path | None, ranks: int, **engine: Any) -> WorkerConfig:
-    """float64, which no user may ask for: then tokens are the same or the code is wrong."""
+    """Return a config in float64, which users cannot select.
+
+    Without rounding differences, different tokens prove an error in the code.
+    """
     found = config_of(target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine)
     model = ModelConfig.model_construct(**dict(found.model) | {"dtype": "float64"})
     return found.model_copy(update={"model": model})
@@ -63,7 +66,7 @@ def run(engine: Engine, shape: str, count: int, **sampling: Any) -> dict[str, li
 
 
 def numbers(nested: Any) -> list[float]:
-    """All numbers of nested lists, in order."""
+    """Return all numbers of nested lists, in order."""
     return [x for each in nested for x in numbers(each)] if isinstance(nested, list | tuple) else [nested]
 
 
@@ -83,7 +86,10 @@ def test_two_ranks_say_what_one_says(
 
 
 def test_a_prompt_is_told_by_all_ranks(whole: Engine, split: Engine) -> None:
-    """Its logits are made apart from those of the pass."""
+    """Prompt logprobs are the same on two ranks.
+
+    Their logits are computed separately from those of the pass.
+    """
     found = []
     for engine in (whole, split):
         engine.add(submit("told", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
@@ -94,7 +100,10 @@ def test_a_prompt_is_told_by_all_ranks(whole: Engine, split: Engine) -> None:
 
 
 def test_trees_were_accepted_beside_the_main_path(split: Engine) -> None:
-    """Else no key would have moved on the other rank, and the tests above would say nothing of it."""
+    """Trees have accepted siblings of the main path.
+
+    Otherwise no key would have moved on the other rank, and the tests above would prove nothing.
+    """
     before = split.report()
     run(split, "tree:3,2,1", 8)
     after = split.report()
@@ -121,13 +130,13 @@ def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: 
 
 
 def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
-    """Processes that ``pid`` spawned; the resource tracker is none of them."""
+    """Return the processes that ``pid`` spawned, without multiprocessing's resource tracker."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in found if name in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def served(target: Path, head: Path) -> WorkerConfig:
-    """As a process gets it: models by URI."""
+    """Return the config of an engine process, with models given by URI."""
     found = config_of(target, head, tensor_parallel_size=2)
     model = found.model.model_copy(update={"uri": f"file://{target}"})
     return found.model_copy(update={"model": model, "draft": found.draft.model_copy(update={"uri": f"file://{head}"})})
@@ -135,7 +144,10 @@ def served(target: Path, head: Path) -> WorkerConfig:
 
 @pytest.fixture
 def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, int]]:
-    """An engine of two ranks, and the pid of the second. Only one can be open in a process."""
+    """Yield an engine of two ranks and the pid of the second.
+
+    The shared engine is closed first, because a process can have only one open.
+    """
     split.close()
     before = set(children(os.getpid()))
     engine = load_engine(config(*folders, 2), Path)
@@ -145,12 +157,12 @@ def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, 
 
 
 class TestLoss:
-    """A rank that ends takes the replica with it."""
+    """The loss of one rank ends the whole replica."""
 
     @pytest.mark.parametrize("busy", [False, True])
     def test_the_engine_learns_of_it_wherever_it_is(self, doomed: tuple[Engine, int], busy: bool) -> None:
         engine, second = doomed
-        with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - it may come at any time
+        with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
             os.kill(second, signal.SIGKILL)
             while busy:
                 run(engine, "chain:3", 8)

@@ -1,4 +1,4 @@
-"""The pilot: what it tells the guard and the account of exploration of the steps that it picked."""
+"""The pilot chooses the shapes of steps and reports their cost to the guard and to the exploration budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def of(count: int) -> list[Any]:
 
 
 def test_all_read_the_rows_of_the_longest_context() -> None:
-    """A step is as long as the batch makes it: what a short request drafts is paid for beside the long one."""
+    """All rows of a batch use the plan rows of its longest context.
+
+    A step is as long as the batch makes it, so a short request's drafts cost as much as those of the long request.
+    """
     rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
     plan = Plan(draft="d", rows=rows, max_depth=2, explore=0.0, buckets=Buckets(concurrency=(1,), context=(100,)))
     pilot = Pilot(Dispatcher("", "d", plan), cast("Any", Ready()))
@@ -40,8 +43,11 @@ def test_all_read_the_rows_of_the_longest_context() -> None:
 
 
 def test_three_that_are_faster_than_four_are_no_gain() -> None:
-    """Plain steps take 10 ms and 10 more for every sequence. Requests that speculate end apart, so three run where four
-    were plain: they are held against what three take plainly."""
+    """Speculation on three sequences is compared with plain steps on three, not on four.
+
+    Plain steps take 10 ms and 10 ms more for every sequence. Requests that speculate end at different times, so three
+    run where four would run in plain steps.
+    """
     pilot = Pilot(Dispatcher("", "d", Plan(draft="d", initial=CHAIN, max_depth=2, explore=0.0)), cast("Any", Ready()))
     for count in (1, 2, 4):
         pilot.assume_plain(count, 0.01 + 0.01 * count)
@@ -56,7 +62,10 @@ def test_three_that_are_faster_than_four_are_no_gain() -> None:
 
 
 def run(pilot: Pilot, steps: int) -> tuple[float, int]:
-    """Plain steps take 10 ms, drafting ones 14 and bring nothing: (share of the time that was lost, steps drafted)."""
+    """Run steps and return (share of the time that was lost, number of drafting steps).
+
+    Plain steps take 10 ms; drafting steps take 14 ms and gain nothing.
+    """
     lost, drafted = 0.0, 0
     for _ in range(steps):
         slower = 0.004 if pilot.trees(of(1))[0].depth else 0.0
@@ -66,7 +75,10 @@ def run(pilot: Pilot, steps: int) -> tuple[float, int]:
 
 
 def test_what_probes_lose_is_paid_like_bursts() -> None:
-    """Half a percent for bursts and half for probes come out of one purse, once the guard has stopped what loses."""
+    """Bursts and probes share one exploration budget of half a percent, once the guard has stopped a losing shape.
+
+    Separate budgets of half a percent each would lose 0.7 %.
+    """
     plan = Plan(draft="d", initial=CHAIN, max_depth=2, explore=0.01, guard=True)
     pilot = Pilot(Dispatcher("", "d", plan), cast("Any", Ready()))
     pilot.assume_plain(1, 0.01)
@@ -77,7 +89,10 @@ def test_what_probes_lose_is_paid_like_bursts() -> None:
 
 
 def test_probes_are_not_the_usual_pace() -> None:
-    """A burst's loss is held against what usually runs; a probe is no more usual than a burst."""
+    """Probes do not count towards the usual step time.
+
+    The loss of a burst is measured against the usual step, and a probe is as unusual as a burst.
+    """
     plan = Plan(draft="d", initial=CHAIN, max_depth=2, explore=0.0, guard=True)
     pilot = Pilot(Dispatcher("", "d", plan), cast("Any", Ready()))
     pilot.assume_plain(1, 0.01)

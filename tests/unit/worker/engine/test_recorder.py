@@ -1,4 +1,4 @@
-"""The recorder: from what was read of a step to counters. Requests are walked through it by hand."""
+"""The recorder, which turns the results of a step into counters. The tests advance the requests themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recorder() -> Recorder:
 def walk(
     into: Recorder, one: Request, tree: Tree, tokens: list[int], ranks: list[int], path: list[int], **read: object
 ) -> None:
-    """What the engine does with a row: the request advances and takes its tokens, then the recorder sees both."""
+    """Process a row as the engine does: advance the request, append its tokens, then call the recorder."""
     fields = {"ranked_NK": None, "kept_depth": 99, **read}
     one.cached += len(tokens)
     taken = one.take(tokens)
@@ -31,7 +31,7 @@ def walk(
 
 
 def cells(of: Recorder) -> dict[tuple[int, str], dict[int, int]]:
-    """{(depth, parent): {rank: count}}."""
+    """Return the acceptance counts as {(depth, parent): {rank: count}}."""
     return {
         (cell.depth, cell.parent): {rank: count for rank, count in enumerate(cell.ranks) if count}
         for cell in of.statistics.acceptance_cells(1000)
@@ -92,7 +92,10 @@ def test_tokens_of_a_step_share_its_time() -> None:
 
 
 SHADOWED = tree_of(TreeShape.chain(1), 4)
-"""One verified node, three in the shadow; the draft ranked behind the root and nodes 1 to 3."""
+"""Tree with one verified node and three shadow nodes.
+
+The draft ranked candidates after the root and nodes 1 to 3.
+"""
 RANKED = [[1, 9], [2, 9], [3, 9], [8, 4], [-1, -1]]
 
 

@@ -1,4 +1,4 @@
-"""The report: every counter in its field, and never more bytes than the operator reads."""
+"""The report: every counter is in its field, and its size never exceeds what the operator reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def size(kind: int) -> StepSize:
 
 
 def busy(tasks: int, depth: int, kinds: int) -> Statistics:
-    """A worker that has seen all of these; the first ones most often."""
+    """Return statistics with this many tasks, depths and kinds of steps. The first ones have the highest counts."""
     statistics = Statistics()
     for task in range(tasks):
         for sampled in (False, True):

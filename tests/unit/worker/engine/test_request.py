@@ -1,4 +1,4 @@
-"""A request's own books: what counts of what was emitted, and what a preemption forgets."""
+"""Accounting of a request: the emitted tokens that count, and the state that a preemption resets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix reuse: what an arriving request finds, what it leaves, and what its draft may go on from."""
+"""Prefix reuse: the blocks that an arriving request finds and leaves, and the keys that its draft may continue from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served(machine: Device, prompt: list[int] = PROMPT, new: int = 4, name: str 
         (PROMPT, 48),
         (PROMPT[:50], 48),
         (PROMPT[:49], 48),
-        (PROMPT[:48], 32),  # its last token is not reused: its logits are needed
+        (PROMPT[:48], 32),  # the last token is recomputed for its logits
         (PROMPT[:16], 0),
         (PROMPT[:40] + [99] * 20, 32),
         ([99, *PROMPT[1:]], 0),
@@ -55,7 +55,7 @@ def test_another_turn_finds_the_answer_too() -> None:
     first = served(machine, new=30)
     second = machine.arrive("second", [*first.tokens, 7, 7])
     machine.step()
-    # The last token was emitted and never read: its key does not stand in the cache.
+    # The last token was emitted but never processed, so its key is not in the cache.
     assert second.cached_tokens == (90 - 1) // BLOCK_SIZE * BLOCK_SIZE == 80
 
 
@@ -87,7 +87,10 @@ def test_what_nobody_computes_is_not_waited_for() -> None:
 
 
 def test_a_preempted_request_finds_its_own_blocks_again() -> None:
-    """Nothing else was in need of them meanwhile but the one block that made it go."""
+    """A preempted request finds its own blocks in the prefix cache.
+
+    Only the one block that was missing at the preemption has been taken meanwhile.
+    """
     machine = device(blocks=1 + 8)
     old = machine.arrive("old", [1] * 30, new=30)
     young = machine.arrive("young", PROMPT, new=30)
@@ -140,7 +143,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Drafting:
-    """A request of four chunks, whose draft is where the test puts it behind the second; and one that comes after."""
+    """A request of four chunks with a draft progress set by the test after the second one, and a later request."""
 
     def __init__(self, **progress: int) -> None:
         self.machine = device(limits=Limits(4, 16))
@@ -162,7 +165,10 @@ class Drafting:
 
 
 def test_the_draft_goes_on_where_its_keys_are_valid() -> None:
-    """A draft that follows keeps a lag of one; the slots before stand in the same blocks."""
+    """The draft continues where its keys are valid.
+
+    A draft that follows its target lags by one slot; the slots before are in the same blocks.
+    """
     second = Drafting().second()
     assert (second.prefix, second.draft.start, second.draft.lag, second.draft.features_from) == (48, 1, 1, 47)
 
@@ -184,7 +190,10 @@ def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
 
 
 def test_a_block_that_the_draft_had_not_reached_is_computed_again_rather_than_all_before_it_lost() -> None:
-    """The first one's draft is 14 slots behind when it ends, as a rejected tree leaves it."""
+    """A block that the draft had not reached is recomputed, and the blocks before it are reused.
+
+    The first request's draft is 14 slots behind when it ends, as after a rejected tree.
+    """
     drafting = Drafting(lag=14)
     assert drafting.first.drafted == 47, "one short of the third block's end"
     second = drafting.second()
@@ -197,7 +206,10 @@ def test_a_block_that_the_draft_had_not_reached_is_computed_again_rather_than_al
 
 
 def test_what_no_draft_has_followed_is_computed_again_once_drafts_follow() -> None:
-    """A beginning that came while nothing was drafted would be hidden from drafts for as long as it is cached."""
+    """A prefix that no draft has processed is recomputed once drafting is on.
+
+    Otherwise it would be hidden from drafts for as long as it is cached.
+    """
     machine = device()
     served(machine, name="plain")
     scheduler = machine.scheduler
@@ -222,7 +234,10 @@ def test_a_swapped_draft_sees_nothing_of_what_stood_there() -> None:
 
 
 def test_a_draft_that_reads_other_states_begins_a_slot_later() -> None:
-    """Slot 48 needs the state of position 47, which was kept for others."""
+    """A draft that reads other hidden states starts one slot later.
+
+    Slot 48 needs the state of position 47, which was stored for the previous draft.
+    """
     drafting = Drafting()
     drafting.machine.scheduler.forget_draft("d", states=True)
     second = drafting.second()
@@ -246,7 +261,10 @@ def test_a_request_knows_how_far_its_draft_has_come() -> None:
 
 
 def test_a_prefix_bounds_what_the_draft_writes() -> None:
-    """In flight, the host bounds the lag by more than there is; it may not reach back into the blocks of others."""
+    """The draft never writes into a reused prefix.
+
+    While steps are in flight the host overestimates the lag, which must not reach back into shared blocks.
+    """
     one = Request.of(submit(prompt=range(40)), (), arrived_seconds=0)
     one.prefix = one.cached = 32
     one.in_flight.extend([8, 7])
@@ -257,5 +275,5 @@ def test_a_prefix_bounds_what_the_draft_writes() -> None:
 
 
 def test_the_device_model_tells_prompts_apart() -> None:
-    """What the tests above compare is worth something."""
+    """The simulated device distinguishes prompts, which the tests above depend on."""
     assert text_of([1, 2], 5) == text_of([1, 2], 5) != text_of([1, 3], 5)

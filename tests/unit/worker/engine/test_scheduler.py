@@ -1,4 +1,4 @@
-"""The scheduler: bounds of a batch, first come first served, fair shares, and preemption that loses nothing."""
+"""The scheduler: batch limits, first come first served, fair shares, and preemption without loss of tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from specdecode_worker.speculation.trees import PLAIN, tree_of
 CHAIN = tree_of(TreeShape.chain(3))
 TREES = [PLAIN, CHAIN, tree_of(TreeShape.levels(3, 2)), tree_of(TreeShape.chain(1), 4)]
 MOST = 100
-"""Tokens of the longest request that the machines below send."""
+"""Tokens of the longest request in the state machine tests below."""
 FEWEST_BLOCKS = 1 + -(-MOST // BLOCK_SIZE)
-"""A pool that just holds one of them."""
+"""Size of a pool that can hold exactly one such request."""
 
 
 @given(
@@ -57,7 +57,7 @@ def test_everyone_finishes_within_the_bounds_and_all_blocks_come_back(
 
 
 class Traffic(RuleBasedStateMachine):
-    """Arrivals with common beginnings, aborts and steps in any order, over pools that hardly hold two requests."""
+    """Arrivals with shared prefixes, aborts and steps in any order, over pools that hold at most about two requests."""
 
     @initialize(
         limits=st.builds(Limits, st.integers(1, 4), st.integers(4, 40), st.booleans()),
@@ -86,7 +86,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(topic=st.integers(0, 30))
     def ask_on(self, topic: int) -> None:
-        """Another turn: the text so far, and a few tokens more."""
+        """Add a request that continues the text of an earlier one by a few tokens."""
         if self.requests:
             before = self.requests[topic % len(self.requests)]
             prompt = [*before.tokens, 3, 4][: MOST - 20]
@@ -134,7 +134,10 @@ TestTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_co
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_one_block_over_the_need_of_the_largest_is_enough(ahead: int, chunked: bool) -> None:
-    """Eight of the largest at once drive each other out all the time, and all come to their end."""
+    """A pool with one block more than the largest request needs is enough.
+
+    Eight of the largest requests preempt each other all the time, and all of them finish.
+    """
     device = Device(Limits(8, 64, chunked), FEWEST_BLOCKS + 1, TREES, ahead, Random(1))
     requests = [device.arrive(str(i), [i] * 20, MOST - 20) for i in range(8)]
     device.drain(2000)
@@ -144,7 +147,10 @@ def test_one_block_over_the_need_of_the_largest_is_enough(ahead: int, chunked: b
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_request_as_long_as_the_cache_comes_to_its_end(ahead: int) -> None:
-    """Its trees no longer fit towards the end; giving its blocks back for them would start it over without end."""
+    """A request as long as the cache finishes.
+
+    Its trees no longer fit towards the end; if it gave up its blocks for them, it would restart forever.
+    """
     device = Device(Limits(2, 200), blocks=1 + 6, trees=[tree_of(TreeShape.chain(6))], ahead=ahead)
     long = device.arrive("long", [1] * 50, 6 * BLOCK_SIZE - 50)
     device.drain(200)
@@ -153,7 +159,7 @@ def test_a_request_as_long_as_the_cache_comes_to_its_end(ahead: int) -> None:
 
 
 def running(device: Device, count: int, prompt: int = 10, new: int = 30) -> list[Request]:
-    """Requests that have nothing in common, prefilled."""
+    """Return prefilled requests without shared prefixes."""
     requests = [device.arrive(str(i), [i] * prompt, new) for i in range(count)]
     device.step()
     return requests
@@ -181,7 +187,10 @@ def test_a_tree_that_breaks_the_budget_becomes_a_plain_step() -> None:
 
 
 def test_a_prompt_gets_its_share_however_many_decode() -> None:
-    """15 sequences decode, with 16 tokens a step: they give up their trees, and take turns."""
+    """A prompt gets its share of the token budget, however many sequences decode.
+
+    With 15 decoding sequences and 16 tokens per step, the sequences run without trees and take turns.
+    """
     device = Device(Limits(16, 16), 200, [CHAIN])
     requests = running(device, 15, prompt=1, new=60)
     device.arrive("long", [9] * 40)
@@ -199,7 +208,10 @@ def test_a_prompt_that_cannot_run_takes_no_share() -> None:
 
 
 def test_more_requests_than_tokens_decode_in_turn() -> None:
-    """Six sequences and four tokens a step: none stands still for longer than two steps."""
+    """More sequences than tokens per step decode in turn.
+
+    With six sequences and four tokens per step, no sequence waits for more than one step.
+    """
     device = Device(Limits(6, 4), 50)
     for i in range(6):
         device.arrive(str(i), [i])
@@ -223,7 +235,10 @@ def test_without_chunks_a_prompt_longer_than_the_budget_runs_alone() -> None:
 
 
 def test_without_chunks_neither_prompts_nor_decoding_starve() -> None:
-    """Prompts that fill every step keep coming: decoding gets every other one."""
+    """Without chunked prefill neither prompts nor decoding starve.
+
+    While prompts that fill a step keep coming, decoding gets every other step.
+    """
     device = Device(Limits(64, 20, chunked_prefill=False), 400, [CHAIN])
     one = device.arrive("0", [0] * 10, new=12)
     for i in range(1, 40):
@@ -243,8 +258,11 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
 
 
 def test_blocks_of_a_long_prompt_are_taken_chunk_by_chunk_and_promised_until_then() -> None:
-    """12 blocks: 7 for the long prompt, of which it holds two after its first chunk. What it will need is no room for
-    another prompt, but those who decode may grow into it."""
+    """Blocks of a long prompt are taken chunk by chunk, and reserved until then.
+
+    Of 12 blocks the long prompt needs 7 and holds two after its first chunk. The reserved blocks are not available to
+    another prompt, but decoding requests may grow into them.
+    """
     device = Device(Limits(4, 24), 1 + 12)
     long = device.arrive("long", [1] * 100)
     device.step()
@@ -287,7 +305,10 @@ def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
 
 
 def test_a_batch_of_64_beside_a_queue_of_256_is_made_within_a_millisecond() -> None:
-    """The fastest of many counts: a busy machine is no failure of the code."""
+    """A batch of 64 is made within a millisecond while 256 requests wait.
+
+    The test uses the fastest of many runs, because the machine may be busy.
+    """
     scheduler = Scheduler(Limits(64, 512), BlockPool(4000))
     for i in range(320):
         scheduler.add(request(str(i), [i] * 8, max_tokens=400))

@@ -1,4 +1,4 @@
-"""The arithmetic of memory: monotone in every argument, and consistent with itself."""
+"""Memory budget: monotone in every argument, and consistent with itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def network(name: str = "target", **changed: Any) -> Network:
-    """As Llama-3.1-8B in bf16; a draft is as an EAGLE-3 head for it."""
+    """Return a network like Llama-3.1-8B in bf16. A draft is like an EAGLE-3 head for it."""
     fields: dict[str, Any] = {
         "name": name,
         "weights": 16_060_522_496,
@@ -80,7 +80,10 @@ def test_llama_8b_on_80_gib_by_hand() -> None:
 
 
 def test_graphs_take_of_what_is_left_for_keys() -> None:
-    """The pool holds the largest step that is captured: 128 tokens of the widest layer, logits and states."""
+    """Graphs reduce the memory that is left for keys.
+
+    Their pool holds the largest captured step: 128 tokens of the widest layer, logits and states.
+    """
     without, found = budget(), budget(graph_rows=16)
     widest = 4 * 4096 + 4 * found.target.intermediate_size
     pool = 128 * 2 * (widest + 2 * found.target.vocab_size + 3 * 4096)

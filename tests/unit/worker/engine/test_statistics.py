@@ -1,4 +1,4 @@
-"""Counters of a worker: they only rise, at most eight named tasks, ranks and sums as the contract says."""
+"""Counters of a worker: they only rise, have at most eight named tasks, and follow the contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TASKS = [f"task-{i}" for i in range(MAX_TASKS + 4)]
 
 
 def labels(statistics: Statistics) -> list[set[str]]:
-    """Task labels of traffic, acceptance and requests."""
+    """Return the task labels of traffic, acceptance and requests."""
     return [
         {cell.task for cell in cells}
         for cells in (statistics.traffic_cells(), statistics.acceptance_cells(1000), statistics.request_cells())

@@ -1,4 +1,4 @@
-"""Swaps of drafts: in order, beside everything else, and a draft that does not fit is an answer."""
+"""Draft swaps: in order, without blocking, and with an error message for a draft that does not fit."""
 
 from __future__ import annotations
 

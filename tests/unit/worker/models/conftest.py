@@ -1,4 +1,4 @@
-"""Small random networks, and the attention that needs no cache."""
+"""Small random networks, and an attention without a cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
 
 
 def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Causal attention over this pass's own tokens, by the book."""
+    """Return causal attention over the tokens of this pass, computed directly from its definition."""
     groups = q_THD.shape[1] // k_TKD.shape[1]
     k, v = k_TKD.repeat_interleave(groups, dim=1), v_TKD.repeat_interleave(groups, dim=1)
     scores_HQL = torch.einsum("qhd,lhd->hql", q_THD, k) / q_THD.shape[-1] ** 0.5
@@ -41,7 +41,7 @@ def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Weights of a size at which every part of the network matters; norms that are not all ones."""
+    """Fill the parameters with values at which every part of the network matters; norms differ from one."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -50,7 +50,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 @pytest.fixture
 def shape() -> dict[str, Any]:
-    """A config.json, to be changed at will."""
+    """Return a config.json that a test may change."""
     return dict(SHAPE)
 
 

@@ -1,4 +1,4 @@
-"""Our Llama against transformers' LlamaForCausalLM: the same folder, the same logits."""
+"""Our Llama gives the same logits as transformers' LlamaForCausalLM from the same folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
 
 
 def saved(folder: Path, shape: dict[str, Any], dtype: torch.dtype, randomise: Any) -> Any:
-    """transformers' model, written as transformers writes it."""
+    """Return a random transformers model, saved to ``folder`` by transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{"rope_parameters": PLAIN_ROPE, "tie_word_embeddings": False, **shape})
@@ -67,7 +67,7 @@ def test_logits(
 
 @torch.inference_mode()
 def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path) -> None:
-    """transformers' hidden_states[i] is the input of layer i."""
+    """The auxiliary states equal transformers' hidden_states[i], which is the input of layer i."""
     theirs = saved(tmp_path, shape, torch.float64, randomise)
     ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
@@ -89,7 +89,7 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
 def test_a_field_that_is_read_wrongly_is_seen(
     variant: str, field: str, value: object, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
-    """Planted: the comparison above is fine enough for one field of config.json."""
+    """The comparison detects a wrong value of a single field of config.json."""
     theirs = saved(tmp_path, shape | VARIANTS[variant], torch.float64, randomise)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
@@ -100,7 +100,7 @@ def test_a_field_that_is_read_wrongly_is_seen(
 def test_configs_of_older_transformers_say_the_same(
     shape: dict[str, Any], randomise: Any, dense: Any, tmp_path: Path
 ) -> None:
-    """rope_theta beside rope_scaling, as in every checkpoint written before transformers 5."""
+    """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""
     saved(tmp_path, shape | VARIANTS["llama3-rope"], torch.float64, randomise)
     wanted = our_logits(load_llama(tmp_path, dtype=torch.float64, device=CPU), dense)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""One entry for all drafts, which says when a folder is of another method."""
+"""Tests of loading a draft by its method, including folders of another method."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_head_is_described_for_a_target_only(folders: Folders) -> None:
 
 
 def test_a_draft_is_judged_without_its_data(folders: Folders, target_folder: Path, target: Llama, load: Load) -> None:
-    """What reading the weights would show, the headers show; only their values are not seen."""
+    """`check_draft` finds every error of `load_draft` except invalid values of weights."""
     path = folders["eagle3"] / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"norm.weight": torch.full((32,), torch.nan)}, path)
@@ -129,7 +129,7 @@ def test_a_draft_model_speaks_the_targets_language(folders: Folders, load: Load,
 
 
 def test_heads_may_join_a_target_that_is_fused(folders: Folders, load: Load, target: Llama, dense: Any) -> None:
-    """As a swap does: the engine's target has been fused long ago."""
+    """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
     before = load("eagle", folders["eagle"])
     assert isinstance(before, EagleHead)

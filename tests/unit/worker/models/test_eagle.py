@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads against what SafeAILab's cnets1.py computes, written out with transformers' layers."""
+"""Tests of EAGLE-1 and EAGLE-2 heads against SafeAILab's cnets1.py, rebuilt with transformers' layers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def test_an_eagle_head_shares_the_target_and_reaches_as_far(
 
 @torch.inference_mode()
 def test_an_eagle_head_may_bring_copies(target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path) -> None:
-    """As SafeAILab's checkpoints bring embeddings, and speculators' both, under other names and a nested config."""
+    """A head may contain its own embedding and lm_head.
+
+    SafeAILab's checkpoints contain embeddings; those of speculators contain both, with other names and a nested config.
+    """
     tensors = eagle_tensors()
     own = {"embed_tokens.weight": noise(97, 32, seed=8), "lm_head.weight": noise(97, 32, seed=9)}
     plain = load(write(tmp_path / "a", eagle_shape(shape), tensors | own), target)

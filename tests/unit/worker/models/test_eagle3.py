@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against what vLLM computes, written out with transformers' layers."""
+"""Tests of EAGLE-3 heads against vLLM's computation, rebuilt with transformers' layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load3(folder: Path, target: Llama) -> Eagle3Head:
 def first_layer(
     tensors: dict[str, Tensor], embedding: Tensor, hidden: Tensor, residual: Tensor, tables: Any, dense: Any
 ) -> Tensor:
-    """SafeAILab's midlayer, by the book."""
+    """Compute SafeAILab's midlayer directly from its definition."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     def weight(name: str) -> Tensor:

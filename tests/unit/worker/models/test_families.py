@@ -1,4 +1,4 @@
-"""Families beside plain Llama against transformers: the same folder, the same logits, also once fused."""
+"""Tests of the other families against transformers: same folder, same logits, before and after fusion."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved(folder: Path, shape: dict[str, Any], variant: str, randomise: Any) -> Any:
-    """transformers' model, written as transformers writes it."""
+    """Return a random transformers model, saved to ``folder`` by transformers."""
     import transformers
 
     family, changes = VARIANTS[variant]
@@ -78,7 +78,7 @@ def test_logits_plain_and_fused(
 def test_bf16_with_biases_and_norms_is_packed(
     shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
-    """On a CPU that multiplies bf16: as near to fp32 as the plain network is."""
+    """On a CPU with bf16 support, a packed network is as close to fp32 as the plain one."""
     wanted = saved(tmp_path, shape, "qwen3-attention-bias", randomise)(TOKENS[None]).logits[0]
     ours = load_llama(tmp_path, dtype=torch.bfloat16, device=CPU)
     plain_error = (our_logits(ours, dense).float() - wanted).abs().mean()
@@ -101,7 +101,7 @@ def test_bf16_with_biases_and_norms_is_packed(
 def test_a_field_that_is_read_wrongly_is_seen(
     variant: str, changes: dict[str, Any], shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
-    """Planted: the comparison above is fine enough for one field."""
+    """Self-check of the comparison: it detects a wrong value of a single field."""
     wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))

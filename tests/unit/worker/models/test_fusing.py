@@ -1,4 +1,4 @@
-"""Fusing changes how networks compute, not what."""
+"""Tests that fusion and packing do not change the function that a network computes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_fused_head_says_the_same(
 @needs_bf16
 @pytest.mark.parametrize("rows", [1, 2, 4, 17, 64])
 def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
-    """As close to the exact product as rounding to bf16 lets it be, whatever the number of rows."""
+    """The error of a packed matrix is within bf16 rounding, for every number of rows."""
     generator = torch.Generator().manual_seed(rows)
     plain = nn.Linear(96, 80, bias=False).bfloat16().requires_grad_(False)
     x = torch.randn(rows, 96, generator=generator).bfloat16()
@@ -85,7 +85,7 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(rows: int) -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether blocks run natively; the other way is that of machines without a compiler."""
+    """Return whether the compiled kernels are used; if not, as on a machine without a compiler."""
     if request.param == "torch":
         monkeypatch.setattr(compiled_cpu, "library", lambda: None)
     elif library() is None:
@@ -98,7 +98,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_packing_bf16_costs_no_accuracy(
     shape: dict[str, Any], head_dim: int, compiled: bool, randomise: Any, dense: Any
 ) -> None:
-    """Held against fp64 on the same rounded weights, the packed networks are as near as the plain ones."""
+    """Packed networks are as close to an fp64 run of the same bf16 weights as the plain networks are."""
     shape |= {"head_dim": head_dim}
     target = Llama(llama_config(shape)).requires_grad_(False)
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
@@ -136,7 +136,7 @@ def test_only_bf16_is_packed(target: Llama) -> None:
 def test_parts_in_another_order_are_seen(
     order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: queries, keys and values joined in a wrong order."""
+    """Self-check of the comparison: it detects queries, keys and values joined in a wrong order."""
     right = fusion._joined
     names = ("q_proj", "k_proj", "v_proj")
 

@@ -1,4 +1,4 @@
-"""Broken folders of every kind: what loads runs, and everything else is a ModelError that says something."""
+"""Fuzz tests of model folders: a folder either loads and runs, or raises a ModelError that names the problem."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One sound folder of each kind; examples break copies of them."""
+    """Write one valid folder of each kind. Examples break copies of them."""
     base = tmp_path_factory.mktemp("whole")
     one = SHAPE | {"num_hidden_layers": 1}
     model = Llama(llama_config(SHAPE)).requires_grad_(False)
@@ -98,7 +98,11 @@ def copied(folder: Path) -> Iterator[Path]:
 
 
 def loads(kind: str, folder: Path, whole: Path) -> bool:
-    """Whether the folder loads; what loads also runs, and what its headers say agrees."""
+    """Return whether the folder loads.
+
+    Assert that a folder that loads also runs and passes `describe` and `check_draft`, and that an error names a field
+    or file.
+    """
     target = load_llama(whole / "target", dtype=torch.float32, device=CPU)
     try:
         if kind == "target":
@@ -179,7 +183,7 @@ WRONG: list[Any] = [
 
 @pytest.mark.parametrize("field", [*FIELDS, *(f"rope_scaling.{name}" for name in SCALES)])
 def test_every_field_takes_every_wrong_value(field: str) -> None:
-    """Read, or refused with the field's name or what it broke: nothing else, whichever network it is read for."""
+    """Every wrong value of a field is either accepted or raises a ModelError, for each kind of network."""
     target = llama_config(SHAPE)
     for value in WRONG:
         for kind in ("linear", "llama3", "yarn"):
@@ -256,7 +260,7 @@ def test_harmed_tensors(
 @few
 @given(data=st.data())
 def test_harmed_files(kind: str, data: st.DataObject, whole: Path) -> None:
-    """Cut off, or with other bytes in the header."""
+    """Truncated files and changed bytes in the header raise a ModelError or load a network that runs."""
     with copied(whole / kind) as folder:
         path = folder / "model.safetensors"
         found = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Headers are read strictly and without the data."""
+"""Tests that tensor headers are read strictly and without the data."""
 
 from __future__ import annotations
 

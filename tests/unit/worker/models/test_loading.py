@@ -1,4 +1,4 @@
-"""Strict loading: what is missing, extra or misshapen is refused by name, for the target and for the head."""
+"""Tests of strict loading: a missing, extra or misshapen tensor of a target or a head is refused by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def head_folder(target: Llama, shape: dict[str, Any], randomise: Any, tmp_path: 
 
 
 def change(folder: Path, **changed: Tensor | None) -> None:
-    """Replaces tensors of a folder, or takes them out."""
+    """Replace tensors of a folder; None removes a tensor."""
     tensors = load_file(folder / "model.safetensors") | {name: t for name, t in changed.items() if t is not None}
     save_file(
         {name: t for name, t in tensors.items() if changed.get(name, t) is not None}, folder / "model.safetensors"
@@ -185,7 +185,7 @@ def test_a_head_for_another_target_is_refused(
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "midlayer.0."])
 def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: Llama) -> None:
-    """speculators', NeMo's and TensorRT-LLM's names for the one layer; t2d repeats d2t."""
+    """Layer names of speculators, NeMo and TensorRT-LLM load; a ``t2d`` that agrees with ``d2t`` is accepted."""
     wanted = load_head(head_folder, target).state_dict()
     tensors = load_file(head_folder / "model.safetensors")
     renamed = {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
@@ -195,7 +195,7 @@ def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, tar
 
 
 def known(d2t: Tensor) -> Tensor:
-    """t2d as checkpoints have it beside this d2t."""
+    """Return the ``t2d`` mask that matches ``d2t``."""
     found = torch.zeros(97, dtype=torch.bool)
     found[torch.arange(len(d2t)) + d2t] = True
     return found

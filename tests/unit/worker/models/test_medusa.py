@@ -1,4 +1,4 @@
-"""Medusa's heads against what FasterDecoding's medusa_model.py computes."""
+"""Tests of Medusa heads against the arithmetic of FasterDecoding's medusa_model.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdecode_worker.models.transforms.fusion import fuse
 
 
 def vllms(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """vLLM's names, as its converters write them."""
+    """Rename the tensors to vLLM's names, as its converters write them."""
     found = {}
     for name, tensor in tensors.items():
         h, i, kind = name.split(".", 2)

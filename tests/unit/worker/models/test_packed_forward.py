@@ -1,4 +1,4 @@
-"""The packed forward over a paged cache, in chunks, single tokens and trees, against one dense pass over all tokens."""
+"""Tests of the packed forward over a paged cache (chunks, single tokens, trees) against one dense pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 40
 
 @dataclass
 class Sequence:
-    """All of its tokens, how far they stand in the cache, and its blocks."""
+    """One sequence: all of its tokens, the number of them in the cache, and its blocks."""
 
     tokens: list[int]
     blocks: tuple[int, ...]
@@ -66,7 +66,7 @@ def batch(*, scattered: bool) -> list[Sequence]:
 
 
 def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> Packed:
-    """One pass: each sequence's next tokens, a causal run or a tree's nodes."""
+    """Return the packed batch of one pass: for each sequence a causal run, or the nodes of a tree."""
     counts = tuple(len(tokens) for _, tokens, _ in parts)
     sequence_T, row_T = spread(counts, CPU)
     length_B = torch.tensor([sequence.cached for sequence, *_ in parts])
@@ -89,7 +89,7 @@ def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> Packed:
 
 
 def run(target: Llama, cache: PagedCache, parts: list[tuple[Sequence, list[int], Tree | None]]) -> list[Tensor]:
-    """Hidden states of every part, in order."""
+    """Return the hidden states of each part, in order."""
     packed = packed_of(parts)
     hidden = target(packed.tokens_T, packed.positions_T, cache.attend(packed)).hidden_TE
     return list(hidden.split(packed.query_counts))
@@ -100,7 +100,7 @@ def dense_hidden(target: Llama, tokens: list[int], dense: Any) -> Tensor:
 
 
 def prefill(target: Llama, cache: PagedCache, sequences: list[Sequence], chunks: tuple[int, ...]) -> None:
-    """Chunk sizes go round, so that a pass holds pieces of different lengths at different positions."""
+    """Prefill with cycling chunk sizes, so that a pass mixes lengths and positions."""
     turn = 0
     while waiting := [s for s in sequences if s.cached < len(s.tokens)]:
         parts: list[tuple[Sequence, list[int], Tree | None]] = []
@@ -128,7 +128,7 @@ def test_chunks_say_what_one_pass_says(
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 def test_every_node_sees_its_own_path(target: Llama, cache: PagedCache, dense: Any, scattered: bool) -> None:
-    """A tree, a chain, a chunk and a plain token in one pass: each node as if its path had been the text."""
+    """In a pass with a tree, a chain, a chunk and a plain token, each node gets the state of its own path."""
     sequences = batch(scattered=scattered)
     prefill(target, cache, sequences[:3], (23,))
     trees = [tree_of(TreeShape.parse(text)) for text in ("tree:3,2,1", "chain:4", "none")]
@@ -148,7 +148,7 @@ def test_every_node_sees_its_own_path(target: Llama, cache: PagedCache, dense: A
 
 
 def test_a_lost_key_is_seen(target: Llama, cache: PagedCache, dense: Any) -> None:
-    """Planted: one key of one layer, far back, is another's."""
+    """Self-check of the comparison: it detects one wrong key of one layer early in the text."""
     sequence = batch(scattered=True)[0]
     sequence.tokens, last = sequence.tokens[:-1], sequence.tokens[-1]
     prefill(target, cache, [sequence], (30,))

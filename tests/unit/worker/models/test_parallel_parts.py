@@ -1,4 +1,7 @@
-"""A target's parts against the whole, family by family; the ranks are threads, and their sums go through memory."""
+"""Tests that the parts of a split target together compute the whole, for each family.
+
+The ranks are threads, and their collectives exchange tensors in memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """Collectives of threads: each leaves its tensor, all meet, each takes what is its."""
+    """Collectives between threads: each thread stores its tensor, waits for all others and reads every tensor."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""What is quantised of targets and drafts, what stays, and that both ways of keeping it compute the same."""
+"""Tests of quantized layers of targets and drafts, and that stored and dequantized weights compute the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> Llama:
-    """Biases where there can be some."""
+    """Return a target with all optional biases."""
     config = llama_config(shape | {"tie_word_embeddings": request.param, "attention_bias": True, "mlp_bias": True})
     model = Llama(config).requires_grad_(False)
     randomise(model, 1)
@@ -91,7 +91,7 @@ def test_a_drafts_mlps_and_head(head: Eagle3Head, kind: Kind, dense: Any) -> Non
 
 
 def test_embeddings_that_are_a_head_too_stay(target: Llama) -> None:
-    """A draft model may be tied."""
+    """A tied embedding is not quantized with the lm_head of a draft model."""
     embedding = target.model.embed_tokens.weight.clone()
     quantise_draft(target, "int4")
     assert torch.equal(target.model.embed_tokens.weight, embedding)
@@ -111,7 +111,7 @@ def test_int4_leaves_the_head_eight_bits(head: Eagle3Head) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_bytes_are_foretold(target: Llama, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
-    """Of a target, of a head, and of a draft model, whose tied matrix becomes its own."""
+    """`added_bytes` is exact for a target, a head and a draft model, including a tied matrix that is duplicated."""
     on_gpu = device == CUDA
     for model, draft in ((copy.deepcopy(target), False), (head, True), (target, True)):
         before = state_bytes(model)

@@ -1,4 +1,4 @@
-"""What drafts read of the target: order, the final state, and several drafts over one pass."""
+"""Tests of the target states that drafts read: order, final state, several drafts per pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that read text as different tokens do not draft for each other."""
+"""Tests that a draft model is refused if its tokenizer differs from the target's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_token_that_one_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_rules_that_differ_show_on_the_probe_text(tmp_path: Path) -> None:
-    """The same tokens under the same ids, put together otherwise."""
+    """Tokenizers with equal vocabularies but different normalizers or merges are refused."""
     target = saved(tmp_path / "a", tokenizer())
     lowered = saved(tmp_path / "b", tokenizer(lowercase=True))
     with pytest.raises(VocabularyMismatch, match="token 0 of the probe text is 'the' to the draft and 'T' to"):

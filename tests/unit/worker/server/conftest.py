@@ -1,4 +1,4 @@
-"""A tokenizer small enough to read, in Hugging Face's layout."""
+"""Fixtures with a minimal tokenizer in Hugging Face's folder layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, so that every character beyond ASCII spans tokens; 256 and 257 are special."""
+    """Build a tokenizer with one token per byte.
+
+    Every character beyond ASCII therefore needs several tokens. Tokens 256 and 257 are special.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

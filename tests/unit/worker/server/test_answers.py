@@ -1,4 +1,4 @@
-"""OpenAI's objects, read by OpenAI's own client library."""
+"""Tests of response objects, parsed by OpenAI's own client library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def head(tokenizer: Tokenizer, *, logprobs: bool = False) -> Head:
 
 
 def scored(tokenizer: Tokenizer, text: str) -> tuple[Scored, ...]:
-    """Every token of ``text``, less likely than two others."""
+    """Return every token of ``text`` with two other tokens that are more likely."""
     ids = tokenizer.encode(text)
     return tuple(Scored(i, at, Logprobs(i, -3.0, 3, (ids[0], 0), (-1.0, -math.inf))) for at, i in enumerate(ids))
 

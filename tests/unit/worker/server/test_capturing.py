@@ -1,4 +1,4 @@
-"""What no replay could check is not captured."""
+"""Tests of request capture: text that a replay cannot reproduce is not captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each state of a worker's life means, and the way out."""
+"""Tests of the states of a worker's life cycle and of its shutdown."""
 
 from __future__ import annotations
 

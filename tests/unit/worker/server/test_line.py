@@ -1,4 +1,4 @@
-"""The waiting line: who is let in, and when the others are told to come back."""
+"""Tests of admission: the limit on waiting requests, and the Retry-After time of rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/metrics, read back by Prometheus' own parser."""
+"""Tests of /metrics, parsed by the Prometheus client library."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ REPORT = Report(
 
 
 def still() -> Counts:
-    """Counts at a time that stands."""
+    """Return counts with a clock that does not advance."""
     return Counts(lambda: 0.0)
 
 
 def samples(counts: Counts | None = None, report: Report = REPORT) -> dict[str, float]:
+    """Return the value of each sample, keyed by name and label values."""
     found = {}
     for family in text_string_to_metric_families(render(report, counts or still()).decode()):
         for sample in family.samples:
@@ -82,7 +83,7 @@ def samples(counts: Counts | None = None, report: Report = REPORT) -> dict[str, 
 
 
 def seen(counts: Counts, task: str, *sums: tuple[int, int, int]) -> None:
-    """A request of ``task`` whose messages carried these (drafts, draft tokens, accepted) so far."""
+    """Count a request of ``task`` with messages of these cumulative (drafts, draft tokens, accepted)."""
     observer = counts.observer(task, 7)
     for drafts, draft_tokens, accepted in sums:
         observer.take(Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted))

@@ -1,4 +1,4 @@
-"""Tokens to text, with the log-probabilities of what is shown and of nothing else."""
+"""Tests of the answer reader: text of tokens, and log-probabilities of the visible text only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scope
 
 
 def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: Reading) -> list[Piece]:
-    """The pieces of ``ids`` and an end token, that come in steps between ``cuts``."""
+    """Return the pieces of ``ids`` and an end token, received in steps that are split at ``cuts``."""
     ids = [*ids, END]
     reader = AnswerReader(tokenizer, [], reading)
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]

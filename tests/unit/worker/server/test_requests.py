@@ -1,4 +1,4 @@
-"""Requests as clients write them."""
+"""Tests of request bodies in the forms that clients send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds of choices."""
+"""Tests of the seeds of the choices of a request."""
 
 from __future__ import annotations
 

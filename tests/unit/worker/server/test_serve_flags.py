@@ -1,4 +1,4 @@
-"""Flags and environment of `serve` become one config."""
+"""Tests of the configuration that `serve` builds from flags and environment."""
 
 from __future__ import annotations
 

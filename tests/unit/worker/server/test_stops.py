@@ -1,4 +1,4 @@
-"""Stop strings over pieces: the same cut however the text is split."""
+"""Tests of stop strings: the cut is the same for every split of the text into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Last words, where Kubernetes looks for them."""
+"""Tests of the termination message of a pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back: what a client sees of an answer while it is still coming."""
+"""Tests of tokenization, chat templates and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_garbage_does_not_wait_for_ever(tokenizer: Tokenizer) -> None:
 
 
 def test_spaces_that_depend_on_what_stands_before_are_kept() -> None:
-    # Llama 2's tokenizer drops the space of the first word it decodes.
+    # Llama 2's tokenizer drops the space before the first word that it decodes.
     words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     words.decoder = decoders.Metaspace()
     for prompt, expected in (([0], [" b", " a", " b"]), ([], ["b", " a", " b"])):

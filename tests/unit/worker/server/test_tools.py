@@ -1,4 +1,4 @@
-"""Calls of tools out of the text of an answer, however it is cut."""
+"""Tests of tool call parsing: the result is the same for every split of the text into pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
 def read(name: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
-    """(what is said, [(function, arguments)])"""
+    """Return the text and the (function, arguments) of each call."""
     parser = parser_for(name, FUNCTIONS)
     deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)] + parser.end()
     said, calls = "", []

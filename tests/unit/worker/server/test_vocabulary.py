@@ -1,4 +1,4 @@
-"""Single tokens as bytes, in both ways in which vocabularies write them."""
+"""Tests of the bytes of single tokens, for byte-level and SentencePiece vocabularies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A busy machine is no failure of the code: hypothesis gets no deadline."""
+"""Hypothesis profile for these tests.
+
+It sets no deadline, because a busy machine must not make a test fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance against the same walk written by hand: what comes out, which nodes stay, which ranks are counted."""
+"""Tests of acceptance against a simple Python implementation: emitted tokens, accepted nodes and ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [TreeShape.parse(t) for t in ("none", "chain:1", "chain:4", "tree:3", "
 
 @dataclass(frozen=True)
 class Case:
-    """Trees, the draft's orderings at every node (those of children first), and the target's choices."""
+    """Trees, the draft's ordering at every node, best first, and the target's choice after every verified node."""
 
     trees: list[Tree]
     ranked: list[list[list[int]]]
@@ -31,11 +31,12 @@ class Case:
         return forest_of(tuple(self.trees), CPU)
 
     def tokens(self, b: int) -> list[int]:
-        """A child's token is its parent's ordering at the child's rank; the root's is never looked at."""
+        """Return the tokens of the nodes: the parent's ordering at the child's rank. The root's token is never read."""
         tree = self.trees[b]
         return [-2, *(self.ranked[b][tree.parents[n]][tree.ranks[n]] for n in range(1, len(tree.parents)))]
 
     def run(self, kept: list[int] | None = None) -> Outcome:
+        """Return the outcome of `accept`."""
         widest, all_nodes = max(t.verified for t in self.trees), max(len(t.parents) for t in self.trees)
         ranked_BNK = torch.full((len(self.trees), all_nodes, MAX_RANKS), -1)
         tokens_BN = torch.full((len(self.trees), widest), -2)
@@ -48,7 +49,7 @@ class Case:
         return accept(self.forest, tokens_BN, chosen_BN, ranked_BNK, None if kept is None else torch.tensor(kept))
 
     def by_hand(self, b: int) -> tuple[list[int], list[int], list[int]]:
-        """(emitted, path, ranks)."""
+        """Return the expected emitted tokens, path and ranks of one tree."""
         tree, tokens, node = self.trees[b], self.tokens(b), 0
         emitted, path, ranks = [], [], []
         while True:
@@ -66,10 +67,11 @@ class Case:
 
 @st.composite
 def cases(draw: Any) -> Case:
+    """Draw a batch of trees with orderings and choices."""
     trees = draw(st.lists(st.builds(tree_of, st.sampled_from(SHAPES), st.integers(0, 5)), min_size=1, max_size=3))
     ordering = st.permutations(range(WORDS)).map(lambda words: list(words[:MAX_RANKS]))
     ranked = [[draw(ordering) for _ in tree.parents] for tree in trees]
-    # Mostly the draft's first tokens, so that walks go deep; now and then one that it did not rank.
+    # The choices are mostly the draft's best tokens, so that paths are long. None is a token that it did not rank.
     place = st.sampled_from([0, 0, 0, 1, 1, 2, 5, 7, None])
     chosen = []
     for b, tree in enumerate(trees):
@@ -80,6 +82,7 @@ def cases(draw: Any) -> Case:
 
 
 def unpadded(row: torch.Tensor, pad: int = -1) -> list[int]:
+    """Return the row without its padding."""
     return [value for value in row.tolist() if value != pad]
 
 

@@ -1,4 +1,7 @@
-"""Coupled choice: it depends on the request's own law, position and logits, and on nobody beside it."""
+"""Tests of coupled sampling.
+
+A choice depends on the request's own sampling parameters, position and logits, and not on other requests.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,15 @@ def logits(rows: int, seed: int = 0) -> Tensor:
 
 
 def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
-    """Rows for every (sequence, depth)."""
+    """Return the sequence and the depth of one row for every (sequence, depth)."""
     return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
 
 
 def coupling_of(laws: list[Law], roots: list[int], depth: int) -> Coupling:
-    """A step of trees of ``depth``; no law here asks what stands in the texts, or how the trees branch."""
+    """Build the sampler of a step with trees of ``depth``.
+
+    None of the sampling parameters here depends on the texts or on the branches of the trees.
+    """
     roots_B = torch.tensor(roots)
     tokens_SP = torch.zeros(len(laws), max(roots) + depth + 2, dtype=torch.int64)
     texts = Texts(tokens_SP, torch.arange(len(laws)), roots_B, max(roots) + 1)
@@ -39,6 +45,7 @@ def coupling_of(laws: list[Law], roots: list[int], depth: int) -> Coupling:
 
 
 def chosen(laws: list[Law], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
+    """Return the choices at every (sequence, depth)."""
     batch_R, depth_R = grid(len(laws), depth)
     return coupling_of(laws, roots, depth).choose(logits_RV, batch_R, depth_R, depth_R)
 
@@ -60,7 +67,7 @@ def test_a_choice_is_the_same_alone_and_in_a_batch(laws: list[Law]) -> None:
 
 @pytest.mark.parametrize("law", [FREE, WARM, CUT])
 def test_noise_belongs_to_the_absolute_position(law: Law) -> None:
-    """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of one position."""
+    """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
     logits_RV = logits(60)
     none, two = torch.zeros(60).long(), torch.full((60,), 2)
     deep = coupling_of([law], [5], 2).choose(logits_RV, none, two, two)
@@ -88,7 +95,7 @@ def test_what_top_k_cuts_is_never_chosen() -> None:
 
 @pytest.mark.parametrize("laws", MIXES, ids=len)
 def test_a_perfect_draft_proposes_what_the_target_chooses(laws: list[Law]) -> None:
-    """Greedy or sampled: with the target's own logits the first proposal is the target's token, always."""
+    """With the target's own logits, the first proposal is always the target's token, greedy or sampled."""
     batch_R, depth_R = grid(len(laws), 30)
     coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
     logits_RV = logits(len(batch_R))
@@ -99,7 +106,7 @@ def test_a_perfect_draft_proposes_what_the_target_chooses(laws: list[Law]) -> No
 
 @pytest.mark.parametrize("laws", MIXES, ids=len)
 def test_a_draft_of_fewer_words_proposes_target_ids(laws: list[Law]) -> None:
-    """Its column i is the target's token ids[i]: noise must be read there, and proposals named so."""
+    """Column i of the draft is the target's token ids[i]: its noise is read there, and proposals are target ids."""
     ids = torch.arange(0, V, 2)
     batch_R, depth_R = grid(len(laws), 30)
     coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
@@ -132,7 +139,7 @@ BIASED = [Law(seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7,
 def test_kernels_are_asked_for_the_same(
     laws: list[Law], mapped: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where kernels pick, they get what says the same of each row as the noise and the processors say elsewhere."""
+    """The arguments of the GPU kernels describe each row as the noise and logits processing of other devices do."""
     roots, depth = list(range(5, 5 + len(laws))), 3
     batch_R, depth_R = grid(len(laws), depth)
     ids_V = torch.arange(0, V, 2) if mapped else None
@@ -145,6 +152,6 @@ def test_kernels_are_asked_for_the_same(
         return proposed, coupling.choose(logits_RV, batch_R, depth_R, depth_R)
 
     wanted = found()
-    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # of float64, operations run their references
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # On float64 input the operations run their references.
     for one, other in zip(found(), wanted, strict=True):
         assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Dispatch: the plan's row and no other, buckets with inclusive edges, plans that are refused."""
+"""Tests of plan dispatch: row selection, buckets with inclusive edges and hysteresis, and refused plans."""
 
 from __future__ import annotations
 

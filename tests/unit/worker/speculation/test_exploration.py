@@ -1,4 +1,4 @@
-"""Exploration: within its share of the time, within the plan's depth, least known shapes first."""
+"""Tests of exploration: its share of the time, the depth limit of the plan, and the order of shapes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ RUNNING = CHAIN(2)
 
 
 def cost(depth: int) -> tuple[float, float]:
-    """(seconds, tokens per sequence) of a step of this depth."""
+    """Return the duration in seconds and the tokens per sequence of a step of this depth."""
     return SECONDS.get(depth, 0.03), 1 + 0.5 * depth if depth <= 2 else 2.0
 
 
 def run(
     steps: int, share: float, running: TreeShape = RUNNING, max_depth: int = 5
 ) -> tuple[Exploration, list[Burst], float]:
-    """The account, its bursts, and the share of all seconds that they lost, one burst's worth aside."""
+    """Simulate ``steps`` steps with exploration.
+
+    Returns:
+        The exploration state, its bursts, and the share of all seconds lost by bursts, without the worst loss of one
+        burst.
+    """
     account, bursts, lost, total = Exploration(), [], 0.0, 0.0
     usual = cost(running.depth)[0] / cost(running.depth)[1]
     for _ in range(steps):
@@ -129,7 +134,10 @@ def test_a_gain_is_no_credit(payments: list[float]) -> None:
 
 
 def test_a_burst_waits_until_what_it_may_lose_is_saved() -> None:
-    """Half of its steps, at half of the share: a worker that has just started explores nothing on users' time."""
+    """A burst starts once half of the share covers the expected loss of its steps.
+
+    A worker that has just started therefore does not explore.
+    """
     account, share, steps = Exploration(), 0.1, 0
     while account.burst_for(0, RUNNING, RUNNING, 5, share) is None:
         account.passed(0, 0.01, 1.0, explores=False)

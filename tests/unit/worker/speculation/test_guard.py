@@ -1,4 +1,4 @@
-"""The guard: it stops what loses, probes again, and starts afresh with a new plan."""
+"""Tests of the guard: stops, confirmations, probes, and plans that drop a shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
 
 
 def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: float = 1.0, cell: int = 0) -> int:
-    """Steps in which ``shape`` was allowed; plain ones of 1 s take their place in the others."""
+    """Return in how many of ``steps`` steps ``shape`` was allowed.
+
+    Every other step is a plain step of one second.
+    """
     ran = 0
     for _ in range(steps):
         if guard.allows(cell, 0, shape):
@@ -34,6 +37,7 @@ def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: floa
 
 
 def losing() -> Guard:
+    """Return a guard with a stopped shape CHAIN."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     run(guard, CHAIN, ENOUGH, 1.8, 1.5)
@@ -41,7 +45,7 @@ def losing() -> Guard:
 
 
 def rest(guard: Guard) -> int:
-    """Plain steps until CHAIN is probed."""
+    """Return the number of plain steps until CHAIN is probed."""
     steps = 0
     while not guard.allows(0, 0, CHAIN):
         guard.measured(0, 0, PLAIN, 1.0, 1.0)
@@ -68,7 +72,7 @@ def test_what_loses_is_stopped_and_reported_once_that_is_borne_out() -> None:
 
 
 def test_what_loses_little_is_stopped_behind_many_steps() -> None:
-    """The more steps, the less noise: 5 % is told from nothing behind LOSES[0][0] of them."""
+    """A loss of 5 % is distinguished from noise after LOSES[0][0] steps."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     assert run(guard, CHAIN, PROBE_EVERY, 1.05 * 1.5, 1.5) == LOSES[0][0]
@@ -110,7 +114,7 @@ def test_a_probe_that_loses_by_far_ends_early() -> None:
 
 @pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, BY_FAR[1][0])])
 def test_what_loses_by_far_is_stopped_early(seconds: float, steps: int) -> None:
-    """The further, the earlier: these bring 1.5 tokens a step."""
+    """A larger loss is stopped sooner. These steps emit 1.5 tokens per sequence."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     assert run(guard, CHAIN, 100, seconds, 1.5) == steps
@@ -118,7 +122,7 @@ def test_what_loses_by_far_is_stopped_early(seconds: float, steps: int) -> None:
 
 @pytest.mark.parametrize(("seconds", "lost"), [(1.65, PROBE_STEPS * 0.1), (1.8, PROBE_STEPS * 0.2), (4.5, 4 * 2)])
 def test_what_loses_much_is_probed_the_later(seconds: float, lost: float) -> None:
-    """A probe may lose half a percent of the steps that lie between."""
+    """A probe may lose at most PROBE_SHARE (half a percent) of the steps between probes."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     run(guard, CHAIN, ENOUGH, seconds, 1.5)
@@ -173,7 +177,7 @@ def test_exploration_is_not_judged() -> None:
 
 
 def test_a_machine_that_became_slower_is_no_reason_to_stop() -> None:
-    """Plain decoding is timed right behind the stop: it takes twice as long now, too."""
+    """Plain decoding is timed directly after the stop. It also takes twice as long now, so the stop is revoked."""
     guard = Guard()
     run(guard, PLAIN, ENOUGH, 1.0)
     run(guard, CHAIN, ENOUGH, 1.2, 1.5)

@@ -1,4 +1,4 @@
-"""Multi-round sampling as a sampler: what it draws, what it remembers, and greedy requests beside sampled ones."""
+"""Tests of the multi-round sampler: draws, stored proposals, and batches of greedy and sampled requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def roots(batch: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_siblings_are_drawn_without_replacement() -> None:
-    """The first has the draft's law, the second that law without the first."""
+    """The first child follows the draft's distribution, the second that distribution without the first child."""
     batch = 4000
     laws = [replace(FREE, seed=seed) for seed in range(batch)]
     q = torch.softmax(logits(1)[0], -1)
@@ -74,7 +74,7 @@ def test_greedy_requests_behave_as_under_coupling() -> None:
 
 
 def test_what_is_certain_is_accepted_and_a_draft_that_is_right_always_is() -> None:
-    """p equal to q: the first child is taken with chance p/q = 1."""
+    """If p equals q, the first child is accepted with probability p/q = 1."""
     batch = 200
     laws = [replace(FREE, seed=seed) for seed in range(batch)]
     chain = forest_of((tree_of(TreeShape.chain(1)),) * batch, CPU)

@@ -1,4 +1,4 @@
-"""Step times as if a bucket were full."""
+"""Tests of the scaling of step times to the edge of a bucket."""
 
 from __future__ import annotations
 

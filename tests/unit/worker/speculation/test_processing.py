@@ -1,5 +1,8 @@
-"""Processors along a tree: every node sees its own path, rows that ask for nothing are left alone, a draft of fewer
-words is held to the target's."""
+"""Tests of logits processing along a tree.
+
+Every node uses the tokens on its own path, rows without adjustments are unchanged, and a draft with a smaller
+vocabulary is processed like the target.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ SHAPES = [TreeShape.parse(text) for text in ("none", "chain:3", "tree:2,2", "0,0
 
 
 class Case:
-    """Sequences with prompts and answers of their own, a tree behind each root."""
+    """Sequences with their own prompts and answers, and a tree at the end of each."""
 
     def __init__(self, laws: list[Law], trees: list[Tree], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +66,7 @@ class Case:
         return Processing(self.laws, self.texts, self.forest, V)
 
     def answer(self, row: int) -> list[int]:
-        """By hand: up to the root, then from parent to child."""
+        """Return the expected answer of a row: the answer up to the root, then the path in the tree."""
         b, node = int(self.at.batch_R[row]), int(self.at.node_R[row])
         said, root = self.tokens[self.slots[b]].tolist(), int(self.roots[b])
         path = []
@@ -73,6 +76,7 @@ class Case:
         return said[self.laws[b].prompt_tokens : root + 1] + path[::-1]
 
     def wanted(self, row: int) -> Tensor:
+        """Return the expected logits of a row."""
         law = self.laws[int(self.at.batch_R[row])]
         answer = self.answer(row)
         prompt = self.tokens[self.slots[self.at.batch_R[row]]].tolist()[: law.prompt_tokens]
@@ -94,11 +98,13 @@ class Case:
 
 
 def sized(draw: st.DrawFn, items: list[Any], count: int) -> list[Any]:
+    """Draw ``count`` items."""
     return draw(st.lists(st.sampled_from(items), min_size=count, max_size=count))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    """Draw a batch of sequences with trees."""
     count = draw(st.integers(1, 5))
     trees = [tree_of(shape, draw(st.integers(0, 4))) for shape in sized(draw, SHAPES, count)]
     return Case(sized(draw, LAWS, count), trees, draw(st.integers(0, 999)))
@@ -112,7 +118,7 @@ def test_every_node_counts_its_own_path(case: Case) -> None:
 
 @given(cases())
 def test_a_mask_gives_what_looking_gives(case: Case) -> None:
-    """On an accelerator nobody looks which rows are meant: all do the work, and the same comes out."""
+    """The mask that selects rows on an accelerator gives the same result as row indices."""
     right = Group.of
     found = Coupling(case.laws, case.texts, case.forest, V)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
@@ -154,7 +160,7 @@ def test_a_choice_is_the_same_alone_and_in_a_batch(case: Case, dtype: torch.dtyp
 
 
 def test_a_batch_that_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No buffer, no cast, no look at the texts: the first argmax of the logits as they came."""
+    """A batch with default greedy parameters takes the argmax of the given logits without copies, casts or counts."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("nobody asked for it")

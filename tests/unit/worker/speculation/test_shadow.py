@@ -1,4 +1,4 @@
-"""Shadow scores: the same ranks that a walk would have counted, without verifying anything."""
+"""Tests of shadow scores: they equal the ranks that acceptance would count, without verification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.speculation.shadow_scores import Score, Shadow, scores
 
 TOKENS = [9, 8, 1, 2, 3, 4, 5]
-"""The root is at index 1; what comes out behind it is 1, 2, 3, 4, 5."""
+"""Tokens of a sequence. The root is at index 1; the tokens emitted after it are 1, 2, 3, 4, 5."""
 
 
 def shadow(*ranked: tuple[int, ...], verified: int = 0, kept: int = 99) -> Shadow:

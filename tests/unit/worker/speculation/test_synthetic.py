@@ -1,4 +1,4 @@
-"""Synthetic knobs: acceptance is only ever truncated, steps are only ever padded."""
+"""Tests of the synthetic knobs: accepted paths are only shortened, and steps are only lengthened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees: topology that agrees with the shape, shadows behind the main path, levels that draft every node once."""
+"""Tests of draft trees: topology of a shape, shadow nodes, and levels that draft each node once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def shapes(draw: Any, most: int = 14) -> TreeShape:
+    """Draw a shape of at most ``most`` nodes."""
     parents: list[int] = []
     for node in range(1, draw(st.integers(0, most)) + 1):
         parents.append(draw(st.integers(parents[-1] if parents else 0, node - 1)))
@@ -27,6 +28,7 @@ TREES = st.builds(tree_of, shapes(), st.integers(0, 8))
 
 
 def path_to(tree: Tree, node: int) -> set[int]:
+    """Return the nodes on the path from the root to ``node``."""
     return {node} | (path_to(tree, tree.parents[node]) if node else set())
 
 

@@ -1,4 +1,4 @@
-"""Makes the stand-in hub importable by name."""
+"""Import path of the local test hub."""
 
 import sys
 from pathlib import Path

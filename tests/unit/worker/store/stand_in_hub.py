@@ -1,4 +1,4 @@
-"""A hub on loopback that speaks as the public one does, and misbehaves on request."""
+"""Local test hub with the API of the Hugging Face hub, which can simulate failures."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ LARGE = ".safetensors"
 
 @dataclass
 class Repository:
-    """``files`` of org/model. The rest is how it misbehaves."""
+    """The ``files`` of org/model, and the failures to simulate."""
 
     files: Mapping[str, bytes]
     token: str | None = None
-    """Needed to read anything."""
+    """Token required for every request."""
     cut_after: int | None = None
-    """Large files break off after so many bytes of every answer."""
+    """Number of bytes after which every response with a large file is cut off."""
     ignores_range: bool = False
     tampered: str = ""
-    """Sends other bytes of this file than it announces."""
+    """Name of a file to send with content that differs from its announced hash."""
     busy: int = 0
-    """So many answers are 503 first."""
+    """Number of initial requests to answer with 503."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    """(method, path, Range) of what was asked."""
+    """(method, path, Range) of every request received."""
 
 
 class StandInHub:
-    """Use as a context manager; ``url`` is the endpoint."""
+    """HTTP server of the test hub. Use it as a context manager; ``url`` is the endpoint."""
 
     def __init__(self, repository: Repository) -> None:
         handler = type("Handler", (_Handler,), {"repository": repository})
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in hub.files or COMMIT not in self.path:
             return self._answer(404, b"no such file")
         if self.path.startswith("/storage/"):
-            # Large files lie elsewhere: another host must never see the token.
+            # Large files are served by another host, which must never receive the token.
             assert "Authorization" not in self.headers
             return self._content(name)
         if name.endswith(LARGE):

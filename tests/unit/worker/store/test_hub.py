@@ -1,4 +1,4 @@
-"""`pull` against a stand-in hub: what comes is complete and right, or nothing counts as there."""
+"""Tests of `pull` against a local test hub: a folder counts as present only if it is complete and verified."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_gated_model_without_a_token_says_which_secret(pull: Pull) -> None:
 
 
 def test_a_token_opens_and_stays_with_the_hub(pull: Pull) -> None:
-    # The stand-in's storage is another host, and fails when it sees the token.
+    # The test hub redirects large files to another host name, which fails if it receives the token.
     assert (pull(Repository(FILES, token="secret"), token="secret") / "model.safetensors").is_file()
 
 
@@ -170,7 +170,7 @@ def test_a_disk_that_is_really_full(pull: Pull, tmp_path: Path, monkeypatch: pyt
     if os.system(f"mount -t tmpfs -o size=256k tmpfs {tmp_path}") != 0:
         pytest.skip("no mounts here")
     try:
-        monkeypatch.setattr(hub, "_SPARE_BYTES", -len(WEIGHTS))  # so that the check before does not see it coming
+        monkeypatch.setattr(hub, "_SPARE_BYTES", -len(WEIGHTS))  # so that the check before the download passes
         with pytest.raises(DiskFull, match="is full"):
             pull(Repository(FILES))
     finally:
@@ -235,7 +235,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ended]]:
-    """`specdecode-worker pull ...` against a stand-in hub."""
+    """Return a function that runs `specdecode-worker pull ...` against the test hub."""
     with StandInHub(Repository(FILES)) as stand_in:
         monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
         monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -1,4 +1,4 @@
-"""URIs to folders."""
+"""Tests of the resolution of model URIs to folders."""
 
 from __future__ import annotations
 

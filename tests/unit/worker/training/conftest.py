@@ -1,4 +1,4 @@
-"""A small random Llama, a head for it, and conversations that it recorded."""
+"""Fixtures for the training tests: a small random Llama, a head for it, and conversations recorded from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def target() -> Llama:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=8,  # at fewer, two of the three aux layers would be one
+        num_hidden_layers=8,  # with fewer layers, two of the three aux layers would coincide
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -38,7 +38,10 @@ def target() -> Llama:
 
 @pytest.fixture
 def head(target: Llama) -> Eagle3Head:
-    """Knows every other token; its weights are shaken, so that no half of any matrix is zero."""
+    """Return a head with every other token in its vocabulary.
+
+    Noise is added to its weights, so that no half of a matrix is zero.
+    """
     found = new_head(target, torch.arange(0, VOCABULARY, 2))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -49,6 +52,7 @@ def head(target: Llama) -> Eagle3Head:
 
 @pytest.fixture
 def conversations(target: Llama) -> list[Conversation]:
+    """Return six random conversations of two domains with the target's states, half of them greedy."""
     generator = torch.Generator().manual_seed(2)
     found = []
     for i, length in enumerate((17, 23, 9, 30, 12, 26)):

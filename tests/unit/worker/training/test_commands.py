@@ -1,4 +1,4 @@
-"""``train`` and ``eval`` as a user runs them, on a small random model with a tokenizer of one token a byte."""
+"""The ``train`` and ``eval`` commands on a small random model with a tokenizer of one token per byte."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     torch.manual_seed(0)
     weights = Llama(llama_config(CONFIG)).state_dict()
-    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would say itself again
+    weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
     save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
     return folder
 

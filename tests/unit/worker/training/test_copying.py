@@ -1,4 +1,4 @@
-"""Copiers: they look at what came next where the text stood before, say nothing at first, and run in the engine."""
+"""Copy heads attend to what followed earlier occurrences of the text, start with zero output and run in the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PERIOD = 20
 
 @pytest.fixture
 def wide(target: Llama) -> Llama:
-    """Wide enough to tell its tokens apart in a few dimensions."""
+    """Return a target that is wide enough to distinguish its tokens in a few dimensions."""
     torch.manual_seed(0)
     config = replace(
         target.config,
@@ -39,6 +39,7 @@ def wide(target: Llama) -> Llama:
 
 
 def said(target: Llama, tokens: Tensor) -> Conversation:
+    """Return ``tokens`` as a conversation with the target's states."""
     return Conversation(tokens.int(), *read_states(target, tokens), answer_start=1, temperature=0.0, domain="code")
 
 
@@ -49,7 +50,7 @@ def recorded(wide: Llama) -> list[Conversation]:
 
 
 class Weights(UnrolledAttention):
-    """Keeps the attention weights of the last query head."""
+    """Attention that stores the attention weights of the last query head."""
 
     seen_LL: Tensor
 
@@ -61,7 +62,7 @@ class Weights(UnrolledAttention):
 
 
 def looked_at(head: Eagle3Head, text: Conversation) -> Tensor:
-    """[slots, slots]: how much the last head looks from where to where. Slot s has token s + 1."""
+    """Return the attention weights of the last query head, [slots, slots]. Slot s holds token s + 1."""
     tokens_L = text.tokens_N[1:].long()
     attend = Weights(torch.arange(len(tokens_L))[None])
     head(head.fuse(text.aux_NA[:-1].float()), tokens_L, torch.arange(len(tokens_L)) + 1, attend)
@@ -95,7 +96,7 @@ def test_where_nothing_came_back_they_look_at_nothing_much(wide: Llama, recorded
 
 
 def test_they_say_nothing_at_first(wide: Llama, recorded: list[Conversation]) -> None:
-    """Their output is zero: what is drafted is what it was, but for the directions of the state that they took."""
+    """The output of copy heads starts at zero: drafts change only through the replaced directions of the state."""
     head = new_head(wide, torch.arange(96))
     wider = with_copiers(head, wide, recorded, 2)
     assert (wider.config.num_attention_heads, wider.config.num_key_value_heads) == (6, 3)

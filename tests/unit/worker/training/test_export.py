@@ -1,4 +1,4 @@
-"""What training writes loads by name: three families of EAGLE-3 heads, EAGLE-1, Medusa and a draft model."""
+"""Exported drafts load with their tensor names: three families of EAGLE-3 heads, EAGLE-1, Medusa and a draft model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL at random moments ends with the weights of a run that was not: real processes."""
+"""A run killed with SIGKILL at random moments ends with the weights of an uninterrupted run, in real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdecode_worker.training.data.shards import Conversation, write_shard
 
 SCRIPT = Path(__file__).parent / "support" / "train_small.py"
 KILLS = 10
-# A checkpoint every other step, so that kills find them half written.
+# A checkpoint every other step, so that some kills interrupt its writing.
 FLAGS = ("--steps", "80", "--validate-steps", "2")
 
 

@@ -1,4 +1,4 @@
-"""The losses against plain formulas: overlap, expected tokens of a root, and their sum over the batches of a step."""
+"""The losses against plain formulas: overlap, expected tokens per step, and their sum over the batches of a step."""
 
 from __future__ import annotations
 

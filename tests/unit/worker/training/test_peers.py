@@ -1,4 +1,4 @@
-"""Two ranks learn what one learns that takes all their batches: real processes over gloo on loopback."""
+"""Two ranks train the same weights as one rank with all batches, in real processes over gloo on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "support" / "train_small.py"
 
 
 def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Weights of a run of six steps of two batches each."""
+    """Return the weights and loss of a run of six steps of two batches on ``ranks`` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Training prompts are many and different, and never those that drafts are judged on."""
+"""Training prompts are numerous and distinct and never overlap with the held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD_OUT = Path(__file__).parents[4] / "benchmarks" / "prompts" / "heldout.jsonl
 
 
 class Letters:
-    """A Chat of one token a letter."""
+    """Chat with one token per letter."""
 
     def ask(self, messages: list[dict[str, str]]) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
@@ -53,7 +53,7 @@ def test_prompts_are_many() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]
     assert len({prompt.text for prompt in drawn}) > 2500
-    # JSON and quoted code have braces; a word that was not filled in would stand in them alone.
+    # JSON and quoted code contain braces. Only an unfilled placeholder is a known word alone in braces.
     unfilled = re.compile(r"\{(" + "|".join(sorted(words_of_prompts())) + r")\}")
     assert not any(unfilled.search(prompt.text) for prompt in drawn)
     assert {prompt.domain for prompt in drawn} >= {"code", "sql", "json", "tools", "technical", "summary", "chat"}

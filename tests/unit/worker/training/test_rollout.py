@@ -1,4 +1,4 @@
-"""Rollouts: what is recorded is what the target would say and think, and loops are cut."""
+"""Rollouts record the text and states that the target itself produces, and cut loops."""
 
 from __future__ import annotations
 

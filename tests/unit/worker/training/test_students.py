@@ -1,4 +1,4 @@
-"""Drafts of every method: what training sees of them is what drafting token by token gives, and they learn."""
+"""Drafts of every method: the unrolled pass equals drafting token by token, and training reduces the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METHODS = ("eagle3", "two layers", "eagle", "medusa", "draft-model")
 
 
 class Growing:
-    """A naive Attend of several layers: every query over every key its layer was ever given, in order."""
+    """Naive attention of several layers: every query attends to all keys that its layer has received, in order."""
 
     def __init__(self) -> None:
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -77,7 +77,7 @@ def shaken(draft: Draft) -> Draft:
 
 
 def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]:
-    """Logits by depth of a chain from slot ``root``, fed with the text's own tokens."""
+    """Return the logits by depth of a chain from slot ``root``, fed with the text's own tokens."""
     tokens, end = conversation.tokens_N.long(), min(root + DEPTH, len(conversation.tokens_N))
     if isinstance(draft, MedusaHeads):
         return list(draft.logits(conversation.hidden_NE[root - 1 : root]).flatten(0, 1)[: end - root])

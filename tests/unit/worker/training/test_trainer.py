@@ -1,4 +1,4 @@
-"""Training: it learns, it goes on exactly after a kill, and what it writes loads strictly."""
+"""The trainer reduces the loss, resumes exactly after a kill and writes drafts that load strictly."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_draft_that_knows_agrees_uncalibrated() -> None:
     logits, noise = 3 * torch.randn(400, 30, generator=generator), torch.randn(400, 30, generator=generator)
     drawn, ids = (logits + noise).argmax(dim=-1), torch.arange(30)
     assert draft_calibration._hits(logits, noise, ids, drawn)[FACTORS.index(1.0)] == 400
-    # A draft of half the target's logits is put right by a factor of two.
+    # A factor of two corrects a draft with half the target's logits.
     assert int(draft_calibration._hits(logits / 2, noise, ids, drawn).argmax()) == FACTORS.index(2.0)
 
 

@@ -1,4 +1,4 @@
-"""The unrolled pass and the replay on it against drafting token by token, as an engine does."""
+"""The unrolled pass and acceptance replay against drafting token by token as an engine does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEPTH = 4
 
 
 class Growing:
-    """A naive Attend: one query at a time over every key it was ever given, in order."""
+    """Naive attention: one query at a time attends to all keys received so far, in order."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -37,7 +37,7 @@ class Growing:
 
 
 def drafted(head: Eagle3Head, conversation: Conversation, root: int) -> list[Tensor]:
-    """States by depth of a chain from slot ``root``, fed with the text's own tokens; true slots come first."""
+    """Return the states by depth of a chain from slot ``root``, fed with the text's own tokens after its true slots."""
     attend, tokens = Growing(), conversation.tokens_N.long()
     slots = torch.arange(1, root + 1)
     state = head(head.fuse(conversation.aux_NA[slots - 1]), tokens[slots], slots, attend)[-1:]
@@ -109,7 +109,7 @@ def test_a_shape_accepts_along_its_ranks(shape: str, ranks_of_path: list[int], e
 def test_a_walk_drafts_again_behind_what_was_accepted() -> None:
     tally = Tally()
     tally.walk(torch.tensor([[0, 0, 8], [8, 8, 8], [8, 8, 8], [0, 8, 8], [8, 8, 8]]), TreeShape.chain(3))
-    # From 0: two accepted; from 3: one; the text ends there.
+    # The step from slot 0 accepts two tokens, the one from slot 3 accepts one and reaches the end of the text.
     assert (tally.steps, tally.tokens) == (2, 5)
     assert tally.acceptance == [1.0, 0.5, 0.0]
     assert tally.tokens_per_step == 2.5

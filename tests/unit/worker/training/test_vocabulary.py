@@ -1,4 +1,4 @@
-"""The draft's vocabulary is chosen for the domain that it covers worst."""
+"""The draft vocabulary is chosen for the domain that it covers worst."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_masses_are_the_targets_probabilities_by_domain(
 
 
 def test_no_domain_pays_for_another() -> None:
-    # Eight domains of the same words, and one with words of its own, which a mean would leave out.
+    # Eight domains share their tokens. The ninth has tokens of its own, which a choice by the mean leaves out.
     common, special = torch.zeros(400, dtype=torch.float64), torch.zeros(400, dtype=torch.float64)
     common[:200], special[200:] = 1 / torch.arange(1, 201), 1 / torch.arange(1, 201)
     masses = {f"common {i}": common / common.sum() for i in range(8)} | {"special": special / special.sum()}
@@ -35,6 +35,6 @@ def test_no_domain_pays_for_another() -> None:
     assert len(chosen) == 100
     lacking, before = uncovered(masses, chosen), uncovered(masses, by_mean)
     assert max(before.values()) > 0.4
-    # Fair is half of the tokens each.
+    # The fair choice gives half of the vocabulary to each of the two sets of tokens.
     fair = 1 - float((common / common.sum())[:50].sum())
     assert max(lacking.values()) == pytest.approx(fair, abs=0.02)

@@ -1,1 +1,1 @@
-"""Code that several commands share."""
+"""Code shared by several commands."""

@@ -1,4 +1,4 @@
-"""What `bench` found: as a table for people, as files for the repository, as a plot."""
+"""Output of ``bench``: text tables, files and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADER = "  at once   plain tok/s   spec tok/s   ratio   tok/step   plain ms   s
 
 
 def tables(document: dict[str, Any]) -> Iterator[str]:
-    """A table for every variant, then which of them was fastest at each concurrency."""
+    """Yield a heading, a table for each variant, and the fastest variant at each concurrency."""
     yield (
         f"{document['model']}, {document['dtype']}, {document['instruction_set']}, {document['threads']} threads, "
         f"{document['machine']}, {document['date']}"
@@ -26,6 +26,7 @@ def tables(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _row(count: int, row: dict[str, Any]) -> str:
+    """Format the results at one concurrency."""
     plain, speculative = row["plain"], row["speculative"]
     return (
         f"  {count:7}   {plain['tokens_per_second']:11.1f}   {speculative['tokens_per_second']:10.1f}   "
@@ -35,6 +36,7 @@ def _row(count: int, row: dict[str, Any]) -> str:
 
 
 def _winners(variants: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each concurrency with the fastest variant."""
     yield "fastest at each concurrency (ratio to plain)"
     for count in next(iter(variants.values())):
         ratios = {name: rows[count]["ratio"] for name, rows in variants.items()}
@@ -44,7 +46,7 @@ def _winners(variants: dict[str, Any]) -> Iterator[str]:
 
 
 def write_files(document: dict[str, Any], stem: Path, text: str) -> None:
-    """STEM.json, STEM.md and STEM.png. Raises OSError."""
+    """Write STEM.json, STEM.md and STEM.png. Raise OSError if that fails."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     stem.with_suffix(".md").write_text(f"```\n{text}\n```\n")
@@ -52,7 +54,7 @@ def write_files(document: dict[str, Any], stem: Path, text: str) -> None:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Ratio to plain decoding over concurrency, a line for every variant."""
+    """Plot the ratio to plain decoding over concurrency, with a line for each variant."""
     import matplotlib
 
     matplotlib.use("Agg")

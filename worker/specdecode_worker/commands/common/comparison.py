@@ -1,4 +1,7 @@
-"""Variants of speculation against plain decoding, interleaved: what drifts meanwhile falls on all of them."""
+"""Comparison of speculation variants with plain decoding.
+
+The runs are interleaved, so that a change in the speed of the machine affects all variants equally.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,27 @@ from specdecode_worker.contract import TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A shape, drafted by the draft of this name (the first is nameless). ``text`` is how the user wrote it."""
+    """Shape and draft to measure.
+
+    ``draft`` is the name of a draft, empty for the first one. ``text`` is the spelling of the user.
+    """
 
     shape: TreeShape
     draft: str = ""
     text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
+        """Return the spelling of the user, or a canonical one."""
         return self.text or (f"{self.draft}/{self.shape}" if self.draft else str(self.shape))
 
 
 PLAIN = Variant(TreeShape(()))
+"""Plain decoding, without a draft."""
 
 
 @dataclass(slots=True)
 class Side:
-    """Sums over the runs of one variant, and the answers of the last one."""
+    """Sums over the runs of one variant, and the answers of the last run."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -44,19 +52,25 @@ class Side:
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, pace: Pace) -> None:
+        """Add the sums of one run."""
         self.seconds += pace.seconds
         self.tokens += pace.tokens
         self.steps += pace.steps
 
     @property
     def pace(self) -> Pace:
+        """Time, tokens and steps of all runs."""
         return Pace(self.seconds, self.tokens, self.steps)
 
 
 def compare(
     engine: LocalEngine, prompts: Sequence[Prompt], together: int, variants: Sequence[Variant], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """By variant: plain and speculative pace, their ratio, tokens per step. Runs there and back again."""
+    """Measure every variant and plain decoding, and return the results by variant.
+
+    Each round runs the variants in order and then in reverse order. A result holds the speed of plain decoding and of
+    the variant, their ratio, and the tokens per step.
+    """
     sides = {variant: Side() for variant in (PLAIN, *variants)}
     for variant in sides:
         _warm(engine, prompts[:together], variant, args)
@@ -74,7 +88,7 @@ def compare(
 def _waves(
     engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, side: Side
 ) -> list[Answer]:
-    """Answers to all prompts, ``together`` at a time; an incomplete last wave is left out."""
+    """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
     answers: list[Answer] = []
     for start in range(0, len(prompts) - together + 1, together):
         wave = range(start, start + together)
@@ -85,12 +99,14 @@ def _waves(
 
 
 def _warm(engine: LocalEngine, prompts: Sequence[Prompt], variant: Variant, args: argparse.Namespace) -> None:
+    """Run a few tokens of a variant before anything is timed."""
     engine.run_shape(variant.shape, variant.draft)
     short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
     engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
 def _comparison(plain: Side, speculative: Side) -> dict[str, Any]:
+    """Return the results of one variant as a dictionary."""
     drafted = speculative.answers
     drafts = sum(answer.drafts for answer in drafted)
     same = sum(a.tokens == b.tokens for a, b in zip(plain.answers, drafted, strict=True))
@@ -106,4 +122,5 @@ def _comparison(plain: Side, speculative: Side) -> dict[str, Any]:
 
 
 def _pace(pace: Pace) -> dict[str, float]:
+    """Return the speed of a run as a dictionary."""
     return {"tokens_per_second": pace.tokens_per_second, "step_milliseconds": pace.step_milliseconds}

@@ -1,4 +1,4 @@
-"""Flags that mean the same in every command."""
+"""Command-line flags that have the same meaning in several commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model --draft --method --dtype --quantization --draft-quantization --device --threads --cache-dir."""
+    """Add --model, --draft, --method, --device and the other flags that select models and how they are loaded."""
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     parser.add_argument("--draft", metavar="URI", help="draft; default: the embedded head for the embedded target")
     parser.add_argument("--method", choices=get_args(Method), help="default: eagle3 with a draft, else none")
@@ -25,13 +25,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:
-    """--depth N | --tree SHAPE, both into ``args.shape`` (a TreeShape, or None when neither is given)."""
+    """Add --depth N and --tree SHAPE, which both set ``args.shape`` (a TreeShape, None if neither is given)."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
     which.add_argument("--tree", dest="shape", type=_shape, metavar="SHAPE", help="chain:5, tree:4,2,1 or 0,0,1")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add the flags of the sampling parameters."""
     parser.add_argument("--max-tokens", type=int, default=max_tokens)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -40,12 +41,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> N
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --prompts and --json."""
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"messages": [...]} or {"prompt": "..."}')
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
 def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
-    """(method, draft URI) after defaults. Raises ValueError when the two contradict each other."""
+    """Return the speculation method and the draft URI, with defaults applied.
+
+    Raises:
+        ValueError: The two flags contradict each other.
+    """
     draft = args.draft
     if draft is None and args.method in (None, "eagle3") and args.model == EMBEDDED_TARGET:
         draft = EMBEDDED_DRAFT
@@ -58,10 +64,12 @@ def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _chain(text: str) -> TreeShape:
+    """Parse the depth of a chain. Raise ArgumentTypeError for other text."""
     return _shape(f"chain:{text}")
 
 
 def _shape(text: str) -> TreeShape:
+    """Parse a shape. Raise ArgumentTypeError for other text."""
     try:
         return TreeShape.parse(text)
     except ValueError:

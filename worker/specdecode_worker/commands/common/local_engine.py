@@ -1,4 +1,4 @@
-"""An engine in this process, for the commands that need no server: built from flags, fed with prompts."""
+"""Engine in the process of a command that needs no server, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from specdecode_worker.server.text.tokenizer import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
 NGRAM = "ngram"
-"""Name of a draft that is always there: it has no weights."""
+"""Name of the n-gram draft, which is always available because it has no weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of a prompts file, tokenized."""
+    """Tokenized prompt of one line of a prompts file, and its domain."""
 
     tokens: tuple[int, ...]
     domain: str = "other"
@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """What came out for one prompt, and the request's own speculation sums."""
+    """Answer to one prompt, with the sums of its speculation statistics."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
@@ -53,6 +53,7 @@ class Answer:
     accepted: int = 0
 
     def take(self, new: Tokens) -> None:
+        """Append new tokens and update the statistics."""
         self.tokens += new.tokens
         self.finish = new.finish or ""
         self.drafts, self.draft_tokens, self.accepted = new.drafts, new.draft_tokens, new.accepted
@@ -60,7 +61,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a run of requests took, from the first token on: prompts are not what is compared."""
+    """Duration of a run of requests, with its tokens and steps.
+
+    It starts at the first tokens of the answers, because prefill is not compared.
+    """
 
     seconds: float
     tokens: int
@@ -68,15 +72,17 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
+        """Emitted tokens per second, over all requests."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def step_milliseconds(self) -> float:
+        """Mean duration of a step in milliseconds."""
         return 1000 * self.seconds / self.steps if self.steps else 0.0
 
 
 class LocalEngine:
-    """An engine, its tokenizer, and a plan that it is told to run."""
+    """Engine with its tokenizer and a plan that is set by the caller."""
 
     def __init__(self, config: WorkerConfig, cache_dir: Path) -> None:
         self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
@@ -85,7 +91,7 @@ class LocalEngine:
         self._plans = 0
 
     def run_shape(self, shape: TreeShape, draft: str = "") -> None:
-        """Every step from now on runs ``shape`` with the draft of this name: no guard, no exploration."""
+        """Run ``shape`` with the named draft in all further steps, without guard and exploration."""
         self._plans += 1
         first = self.engine.draft.hash
         tasks = (TaskMatch(name=OTHER_TASK, draft=draft),) if draft else ()
@@ -93,7 +99,11 @@ class LocalEngine:
         self.engine.set_plan(plan)
 
     def prompt(self, line: dict[str, Any]) -> Prompt:
-        """Raises ValueError for a line with neither messages nor prompt."""
+        """Tokenize one line of a prompts file.
+
+        Raises:
+            ValueError: The line has neither messages nor a prompt.
+        """
         domain = str(line.get("domain", "other"))
         if "messages" in line:
             return Prompt(tuple(self.tokenizer.chat(line["messages"])), domain)
@@ -102,6 +112,7 @@ class LocalEngine:
         raise ValueError('a line of a prompts file is {"messages": [...]} or {"prompt": "..."}')
 
     def prompts(self, path: Path) -> list[Prompt]:
+        """Read and tokenize a prompts file."""
         return [self.prompt(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
 
     def answer(
@@ -110,7 +121,11 @@ class LocalEngine:
         sampling: Sequence[Sampling],
         on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
     ) -> tuple[list[Answer], Pace]:
-        """Runs all prompts together. The pace counts from when the last prompt has given its first token."""
+        """Run all prompts together and return the answers and the pace.
+
+        The pace is measured from the step in which the last prompt has its first token. ``on_tokens`` is called with
+        the index of the prompt for all new tokens.
+        """
         answers = [Answer() for _ in prompts]
         for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
             self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how))
@@ -129,7 +144,12 @@ class LocalEngine:
 
 
 def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:
-    """From the flags of ``add_model_flags``. Raises ValueError, ModelError."""
+    """Load the engine described by the flags of ``add_model_flags``.
+
+    Raises:
+        ValueError: The flags contradict each other.
+        ModelError: A model cannot be fetched or loaded.
+    """
     method, draft = method_and_draft(args)
     config = WorkerConfig(
         model=ModelConfig(uri=args.model, served_name=args.model, dtype=args.dtype, quantization=args.quantization),
@@ -148,7 +168,7 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
 
 
 def sampling_of(args: argparse.Namespace, index: int) -> Sampling:
-    """From the flags of ``add_sampling_flags``; every prompt has a seed of its own."""
+    """Return the sampling parameters given by the flags of ``add_sampling_flags``, with a seed for each prompt."""
     return Sampling(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -159,7 +179,10 @@ def sampling_of(args: argparse.Namespace, index: int) -> Sampling:
 
 
 def distinct_4grams(answers: Sequence[Sequence[int]]) -> float:
-    """Share of 4-grams that are the first of their kind in their answer: looping text flatters acceptance."""
+    """Return the share of 4-grams that are distinct within their answer.
+
+    Repetitive text has a low share and overstates acceptance.
+    """
     seen = total = 0
     for tokens in answers:
         grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]

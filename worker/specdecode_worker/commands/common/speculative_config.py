@@ -1,4 +1,4 @@
-"""vLLM's ``--speculative-config`` as our flags."""
+"""Translation of vLLM's ``--speculative-config`` into the flags of this worker."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 from specdecode_worker.contract import TreeShape
 
-# vLLM writes the method of two models with an underscore.
+# vLLM spells the name of this method with an underscore.
 _METHODS = {"draft_model": "draft-model"}
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _SAID = _LOOKUP | {"quantization"}
-"""Fields of DraftConfig that are called the same."""
+"""Fields that have the same name in DraftConfig."""
 _FIELDS = frozenset({"method", "model", "num_speculative_tokens"}) | _SAID
 
 
 def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Sets ``method``, ``draft`` and ``shape`` of ``args``; returns what else it says of the draft.
+    """Set ``method``, ``draft`` and ``shape`` of ``args``, and return the other fields for DraftConfig.
 
-    Raises ValueError that names the field."""
+    Raises:
+        ValueError: The JSON is invalid or contradicts other flags; the message names the field.
+    """
     found = _read(args.speculative_config)
     if unknown := sorted(found.keys() - _FIELDS):
         raise ValueError(f"--speculative-config: {unknown[0]} is not supported")
@@ -27,7 +29,7 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
     method, args.draft = found.get("method"), found.get("model")
     if method == "ngram" and args.draft == "ngram":
-        args.draft = None  # vLLM lets it stand there too
+        args.draft = None  # vLLM also accepts "ngram" as the model.
     args.method = _METHODS.get(method, method) if isinstance(method, str) else method
     if "num_speculative_tokens" in found:
         args.shape = _chain(found["num_speculative_tokens"])
@@ -35,6 +37,7 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(text: str) -> dict[str, Any]:
+    """Parse the JSON object. Raise ValueError for anything else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -45,6 +48,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _chain(count: Any) -> TreeShape:
+    """Return the chain of ``count`` drafted tokens. Raise ValueError if the count is not valid."""
     if type(count) is not int or count < 1:
         raise ValueError(
             f"--speculative-config: num_speculative_tokens must be a whole number from 1 on, got {count!r}"

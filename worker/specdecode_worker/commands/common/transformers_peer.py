@@ -1,4 +1,7 @@
-"""transformers' own generate, for ``bench``: the same prompts, greedy, one at a time. A development dependency."""
+"""Speed of ``generate`` in transformers, as a reference for ``bench``.
+
+The same prompts run greedily, one at a time. transformers is a development dependency.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ import torch
 
 
 def is_installed() -> bool:
+    """Return whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def transformers_tokens_per_second(
     folder: Path, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Tokens a second behind the first token of each prompt. Raises ValueError where transformers is missing."""
+    """Return the tokens per second after the first token of each prompt.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
     try:
         from transformers import LlamaForCausalLM
     except ImportError:
@@ -34,6 +42,7 @@ def transformers_tokens_per_second(
 
 
 def _seconds(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[float, int]:
+    """Return the duration in seconds and the number of generated tokens."""
     ids = torch.tensor([list(prompt)])
     began = time.monotonic()
     with torch.inference_mode():

@@ -1,1 +1,1 @@
-"""Drafts: each method is a file with a Drafter; the roster holds those that are loaded and asks the right one."""
+"""Draft models: one Drafter for each speculation method, and the registry of the loaded drafts."""

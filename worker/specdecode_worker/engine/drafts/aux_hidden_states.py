@@ -1,4 +1,4 @@
-"""The target's states that the loaded drafts read: all of them are kept together, each draft takes its own columns."""
+"""Target hidden states that the loaded drafts read. They are stored together; each draft selects its columns."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from specdecode_worker.models.configs.target_states import NOTHING, Reads
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which of the kept states, each ``size`` wide, a draft reads; None is all of them as they are."""
+    """Indices of the stored states that a draft reads, each of width ``size``; None for all, in stored order."""
 
     picks: tuple[int, ...] | None = None
     size: int = 0
 
     def of(self, aux_TA: Tensor) -> Tensor:
+        """Select the states of the draft from the stored ones, [tokens, width]."""
         if self.picks is None:
             return aux_TA
         return aux_TA.view(len(aux_TA), -1, self.size)[:, list(self.picks)].flatten(1)
 
 
 def joined(reads: Iterable[Reads]) -> Reads:
-    """All that some draft reads, each state once. What a single draft reads keeps its order, and needs no picking."""
+    """Return the union of the states that several drafts read.
+
+    If all drafts read the same states, their order is preserved, so that no selection is needed.
+    """
     found = {one for one in reads if one}
     return found.pop() if len(found) == 1 else reduce(Reads.__or__, found, NOTHING)
 
 
 def columns(one: Reads, among: Reads, size: int) -> Columns:
-    """Where ``one``'s states stand among the kept ones."""
+    """Return the columns of the states ``one`` among the stored states ``among``."""
     return Columns() if one == among else Columns(among.picks(one), size)

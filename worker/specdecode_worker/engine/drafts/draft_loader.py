@@ -1,4 +1,4 @@
-"""From a draft's config to a draft that can run: weights, cache, calibration. At start, and again for a swap."""
+"""Loader of drafts: weights, KV cache and calibration of a DraftConfig, at start and for a draft swap."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from specdecode_worker.models.transforms.fusion import fuse
 from specdecode_worker.models.transforms.quantization import quantise_draft
 
 Resolve = Callable[[str], Path]
-"""Model URI -> folder."""
+"""Callable that returns the local folder of a model URI."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLoader:
-    """Loads drafts for one target, into caches of as many blocks as the target's. Touches nothing that runs."""
+    """Loader of drafts for one target.
+
+    Their caches have as many blocks as the target's. Loading does not affect drafts that are in use.
+    """
 
     target: Llama
     target_folder: Path
@@ -45,10 +48,10 @@ class DraftLoader:
     blocks: int
     resolve: Resolve
     foresees: bool
-    """Nothing is launched ahead: see NgramDrafter."""
+    """True if no step is launched before the previous one is collected; see NgramDrafter."""
 
     def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
-        """Raises ModelError for a draft that does not fit its target."""
+        """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
         if config.method == "ngram":
             return self._ngram(config, name)
         assert config.method != "none", "nothing is loaded for it"
@@ -105,10 +108,11 @@ class DraftLoader:
 
 
 CachedConfig = LlamaConfig | Eagle3Config | EagleConfig
-"""Shapes of networks that keep keys and values."""
+"""Configuration of a network that has a KV cache."""
 
 
 def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
+    """Create a paged KV cache of ``blocks`` blocks for ``layers`` layers of a network."""
     return PagedCache(
         layers=layers,
         blocks=blocks,
@@ -121,7 +125,14 @@ def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dty
 
 
 def read_sharpness(folder: Path) -> tuple[float, ...]:
-    """Factors on the draft's logits by depth, from ``calibration.json`` beside the weights; absent means none."""
+    """Read the factors on the draft's logits from ``calibration.json`` in the folder of the weights.
+
+    Returns:
+        One factor for each depth, from depth 1 on; empty if the file does not exist.
+
+    Raises:
+        ModelError: The file is malformed.
+    """
     path = folder / "calibration.json"
     if not path.exists():
         return ()

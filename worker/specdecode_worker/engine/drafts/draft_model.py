@@ -1,7 +1,8 @@
-"""A second, smaller model as the draft: it reads tokens alone, so it can always catch up.
+"""Drafter of the method draft-model: a second, smaller language model.
 
-Draft slot i holds the keys of token i. The slots that the last steps accepted are run again in one pass that ends at
-the root: a chain's keys stand there already, a tree's do not, and one pass costs what a single token does.
+It reads tokens only, no target states, so it can always catch up. Draft slot i holds the keys of token i. In each step
+the slots of recently accepted tokens run again, in one pass that ends at the root. The keys of an accepted chain would
+already be in place, but those of a tree are not; and one pass costs about as much as a single token.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 LONGEST_CATCH_UP = 1024
-"""A draft that did not run for longer begins anew with as many last tokens: no step shall wait for a long prompt."""
+"""Maximum number of tokens that the draft catches up with in one step.
+
+A draft that lags further restarts with the last tokens of the text, so that no step waits for a long prompt.
+"""
 
 
 class ModelDrafter(PagedDrafter):
-    """Drafter of method draft-model; both models share one vocabulary, which loading has checked."""
+    """Drafter of the method draft-model. Both models have the same vocabulary; the loader checks that."""
 
     def __init__(
         self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
-        """``vocab_size`` is the target's: embeddings padded beyond it are never proposed."""
+        """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
         self.reads, self.columns = Reads(), Columns()
         self._model, self._cache, self._state = model, cache, state
         self._vocab_size = vocab_size
@@ -43,17 +47,20 @@ class ModelDrafter(PagedDrafter):
         self._ranking = Ranking(None, sharpness)
 
     def ready(self, request: Request) -> bool:
+        """Return whether the request is still within the positions that the draft model supports."""
         return request.cached_least <= self.last_position
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
         first_B = to_device([row.start for row in rows], self._state.length_S.device)
         self._run([row.request for row in rows], [row.count for row in rows], first_B)
         for row in rows:
-            if row.request.draft.lag > 1:  # it did not follow the prompt so far
+            if row.request.draft.lag > 1:  # the draft has not run over the prompt so far
                 row.request.draft.start = row.start if row.start == 0 else max(row.start, 2)
             row.request.draft.lag = 1
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
+        """Catch up to the root, then draft the trees of the forest."""
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
@@ -70,25 +77,30 @@ class ModelDrafter(PagedDrafter):
         return grow(rows, forest, self._state, expand)
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows with a tree to draft."""
         return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
 
     def behind(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, at most LONGEST_CATCH_UP."""
         return [min(request.unseen(0), LONGEST_CATCH_UP) for request in requests]
 
     def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the draft runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
             if request.unseen(0) > count:
-                request.draft.start = max(request.cached_least + 1 - count, 2)  # 1 would show slot 0
+                request.draft.start = max(request.cached_least + 1 - count, 2)  # a start of 1 or less means slot 0 too
             request.draft.reached_root(len(request.in_flight))
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+        """Return the draft's hidden states [T, E] at committed slots."""
         return self._forward(packed)
 
     def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
-        """It reads tokens alone."""
+        """Return the draft's hidden states [R, E] at tree nodes. ``hidden_RE`` is not used; the model reads tokens."""
         return self._forward(packed)
 
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._model.logits(hidden_RE)[:, : self._vocab_size], at, depth, sampler)
 
     def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
@@ -99,7 +111,7 @@ class ModelDrafter(PagedDrafter):
         return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
 
     def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
-        """Hidden states [T, E] of ``counts[b]`` slots from ``first_B[b]`` on."""
+        """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
         return self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=0))
 
     def _forward(self, packed: Packed | Tables) -> Tensor:

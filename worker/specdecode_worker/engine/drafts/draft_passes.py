@@ -1,7 +1,7 @@
-"""The two kinds of passes of a draft with a cache of its own: runs of consecutive slots, and levels of trees.
+"""Passes of a draft with a KV cache of its own: runs of consecutive slots, and levels of trees.
 
-Draft slot i is about token i and proposes token i + 1. A tree's keys stand behind the root's, as in the target's
-cache, and are rewritten once accepted.
+Draft slot i belongs to token i and proposes token i + 1. The keys of a tree follow those of the root, as in the
+target's cache. They are rewritten once their tokens are accepted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,22 @@ def causal_pass(
     *,
     first_slot: int,
 ) -> Packed:
-    """``counts[b]`` consecutive slots from ``first_B[b]`` on; the draft's own slots begin at ``first_slot``."""
+    """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
+
+    Args:
+        state: Device state of the running requests.
+        requests: Requests of the pass, B of them.
+        counts: Number of slots of each request.
+        first_B: First slot of each request, on the device.
+        last_position: Last position that the draft supports; later positions are clamped to it.
+        first_slot: First slot of the draft's cache that holds keys.
+    """
     device = first_B.device
     slots_B = to_device([request.slot for request in requests], device)
     sequence_T, row_T = spread(tuple(counts), device)
     index_T = first_B[sequence_T] + row_T
     table_BM = state.block_table_SM[slots_B]
-    # A prompt under way owns blocks for what was launched of it, and its last slot is that of the last such token.
+    # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
     bounds = tuple(
         min(max(request.cached_bound, request.prefilled) + 1, len(request.blocks) * BLOCK_SIZE) for request in requests
     )
@@ -64,7 +73,17 @@ def level_pass(
     *,
     first_slot: int,
 ) -> Packed:
-    """The nodes of one level of the trees."""
+    """Build the pass over the nodes of one level of the trees.
+
+    Args:
+        state: Device state of the running requests.
+        rows: Rows of the step.
+        level: Nodes to run.
+        depth: Depth of the level; the root has depth 0.
+        forest: Trees of the step.
+        last_position: Last position that the draft supports; later positions are clamped to it.
+        first_slot: First slot of the draft's cache that holds keys.
+    """
     running = [b for b, count in enumerate(level.counts) if count]
     requests = [rows[b].request for b in running]
     counts = tuple(level.counts[b] for b in running)
@@ -96,7 +115,11 @@ def _first_key(request: Request, first_slot: int) -> int:
 def catch_up_runs(
     state: DeviceState, requests: Sequence[Request], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the ``counts[b]`` slots that end at each root: (first slots [B], indices [T], sequences' slots [T])."""
+    """Locate the ``counts[b]`` draft slots that end at the root of each request.
+
+    Returns:
+        The first draft slot of each request [B], all draft slots [T], and the slot in DeviceState of each [T].
+    """
     slots_B = to_device([request.slot for request in requests], state.length_S.device)
     first_B = state.length_S[slots_B] + 1 - to_device(counts, slots_B.device)
     sequence_T, row_T = spread(tuple(counts), slots_B.device)
@@ -104,7 +127,7 @@ def catch_up_runs(
 
 
 def roots_of(out_TE: Tensor, counts: Sequence[int], drafting: Sequence[int], rows: int) -> Tensor:
-    """[B, E]: each drafting row's last state of a causal pass; zeros for rows that did not draft."""
+    """Return the last hidden state of each row of a causal pass, [B, E]; zeros for rows not in ``drafting``."""
     last = to_device(counts, out_TE.device).cumsum(0) - 1
     if len(drafting) == rows:
         return out_TE[last]

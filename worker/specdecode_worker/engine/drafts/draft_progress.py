@@ -1,4 +1,4 @@
-"""How far a draft has followed one request. Kept on the request, moved by the drafters and by what steps commit."""
+"""Progress of a draft through the text of one request, updated by the drafters and by committed steps."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DraftProgress:
-    """``lag`` bounds how many of the last positions ``draft`` has yet to see, the root's among them."""
+    """Progress of a draft through the text of one request.
+
+    ``lag`` is an upper bound on the number of positions up to the root, the root included, that the draft has not
+    processed yet.
+    """
 
     draft: str = ""
-    """Identity of the draft whose keys stand in the request's blocks."""
+    """Hash of the draft whose keys are in the blocks of the request."""
     lag: int = 1
     caught_up: int = 0
-    """The draft has caught up with this many of the steps in flight, the oldest: they bound its lag no more."""
+    """Number of steps in flight, the oldest ones, that the draft has already processed; they do not affect ``lag``."""
     start: int = 1
-    """The draft sees no key before this position; up to 1 it sees all that it has, slot 0 too if it has one."""
+    """First position whose keys the draft attends to. 0 and 1 mean all keys, including slot 0 if it exists."""
     features_from: int = 0
-    """The ring holds what this draft reads of the target from this position on."""
+    """First position from which the ring of DeviceState holds the target states that the draft reads."""
 
     def resume(self, prefix: int, drafted: int, *, has_state: bool) -> None:
-        """The request goes on behind ``prefix`` cached tokens; over the last ``drafted`` of them the draft's own keys
-        are valid. ``has_state``: the state of the prefix's last token was put into the ring."""
+        """Restart behind a cached prefix.
+
+        Args:
+            prefix: Length of the prefix, in tokens.
+            drafted: Number of tokens at the end of the prefix for which the draft's own keys are valid.
+            has_state: True if the target state of the prefix's last token is in the ring.
+        """
         self.lag, self.caught_up = 1, 0
         self.start = max(prefix - drafted, 1)
         self.features_from = max(prefix - 1, 0)
@@ -29,16 +38,16 @@ class DraftProgress:
             self.start = self.features_from = prefix + 1
 
     def launched(self, most: int) -> None:
-        """A step that the draft did not follow may commit ``most`` positions."""
+        """Record the launch of a step that may commit up to ``most`` positions, which the draft has not processed."""
         self.lag += most
 
     def collected(self, most: int, committed: int) -> None:
-        """The oldest step in flight could have committed ``most`` positions and did ``committed``."""
+        """Record that the oldest step in flight committed ``committed`` of at most ``most`` positions."""
         if self.caught_up:
             self.caught_up -= 1
         else:
             self.lag -= most - committed
 
     def reached_root(self, in_flight: int) -> None:
-        """The draft has run up to the root, behind whatever the steps in flight commit."""
+        """Record that the draft has run up to the root, which lies behind all that the steps in flight commit."""
         self.lag, self.caught_up = 0, in_flight

@@ -1,7 +1,7 @@
-"""The drafts that are loaded, and which of them follows which request.
+"""Registry of the loaded drafts, and the choice of the draft for each request.
 
-The first draft serves every task that names no other. All that some draft reads of the target is kept together; on a
-swap the kept states are remade when the new draft reads others, and requests go on from there.
+The default draft serves every task that has no draft of its own. The target states that the drafts read are stored
+together. If a new draft reads other states, that store is rebuilt empty, and drafts continue from the states to come.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 FIRST = ""
-"""Name of the draft that tasks use unless they name another."""
+"""Name of the default draft, used by tasks that have no draft of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft that can run, and who it is."""
+    """Draft that can run, and its state for the worker report."""
 
     drafter: Drafter
     state: DraftState
@@ -38,19 +38,21 @@ class LoadedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A draft that was asked for and cannot run; its state says why."""
+    """Configured draft that cannot run; its state holds the reason."""
 
     state: DraftState
 
 
 class LoadDraft(Protocol):
-    """Loads a draft beside those that run; see DraftLoader. Raises ModelError."""
+    """Callable that loads a draft while others run; see DraftLoader."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft: ...
+    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+        """Load the draft of ``config`` under ``name``. Raise ModelError on failure."""
+        ...
 
 
 class Roster:
-    """Drafts by name. Without any, everything is plain."""
+    """Loaded drafts by name. Without any draft, all rows decode plainly."""
 
     def __init__(self, drafts: Mapping[str, LoadedDraft | Misfit], state: DeviceState, hidden_size: int) -> None:
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
@@ -58,7 +60,7 @@ class Roster:
         self._state, self._size = state, hidden_size
         self._by_task: dict[str, str] = {}
         self.reads = Reads()
-        """What the target has to hand out."""
+        """Target states that the loaded drafts read, in total."""
         self._align()
         state.keep_states(self.reads.width(hidden_size))
 
@@ -69,31 +71,38 @@ class Roster:
         return len(self._drafts)
 
     def paged(self) -> PagedDrafter | None:
-        """The only draft there is, if graphs can hold its passes."""
+        """Return the only loaded draft if its passes can be captured in a graph, else None."""
         drafters = [loaded.drafter for loaded in self._drafts.values()]
         return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
 
     def state(self, name: str = FIRST) -> DraftState:
+        """Return the state of the draft of this name, loaded or not; an empty DraftState if there is none."""
         loaded = self._drafts.get(name)
         return loaded.state if loaded else self._misfits.get(name, DraftState())
 
     @property
     def named(self) -> tuple[DraftState, ...]:
-        """All but the first."""
+        """States of all drafts except the default one, sorted by name."""
         return tuple(self.state(name) for name in sorted({*self._drafts, *self._misfits} - {FIRST}))
 
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
-        """Which draft each task uses, by name."""
+        """Set the draft of each task, by draft name. Tasks without one use the default draft."""
         self._by_task = {task.name: task.draft for task in tasks if task.draft}
 
     def follow(self, request: Request) -> None:
-        """Names the draft of a request, so that what is found of it in the cache can be told to be that draft's."""
+        """Record the draft of a request.
+
+        A prefix found in the cache can then be matched with the draft whose keys it holds.
+        """
         loaded = self._of(request)
         if loaded is not None:
             self._follow(request, loaded.state.hash)
 
     def ready(self, request: Request) -> bool:
-        """Whether a draft can propose for it in the next step. A request that changed its draft is followed anew."""
+        """Return whether a draft can propose for the request in the next step.
+
+        If the draft of the request has changed, its progress restarts.
+        """
         loaded = self._of(request)
         if loaded is None:
             return False
@@ -101,7 +110,7 @@ class Roster:
         return loaded.drafter.ready(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
-        """Follows prefill chunks; ``aux_TA`` are their states, None when no draft reads any."""
+        """Run each draft over the prefill chunks of its rows. ``aux_TA`` is None if no draft reads target states."""
         states_TA = self._state.length_S.new_empty(sum(row.count for row in rows), 0) if aux_TA is None else aux_TA
         begins = [sum(row.count for row in rows[:b]) for b in range(len(rows))]
         for name, loaded in self._drafts.items():
@@ -115,7 +124,7 @@ class Roster:
                 loaded.drafter.prefill([rows[b] for b in mine], torch.cat(parts))
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """As Drafter.propose, each row by its own draft."""
+        """Draft the trees of all rows as `Drafter.propose` does, each row by its own draft."""
         names = [self._name(row.request) for row in rows]
         used = sorted(set(names) & self._drafts.keys())
         if len(used) == 1 and len(set(names)) == 1:
@@ -129,7 +138,7 @@ class Roster:
         return found
 
     def replace(self, name: str, loaded: LoadedDraft, requests: Iterable[Request]) -> None:
-        """Lets ``loaded`` take over between two steps; nothing may be in flight."""
+        """Replace the draft of this name by ``loaded``. No step may be in flight."""
         before = self.reads
         self._drafts[name] = loaded
         self._misfits.pop(name, None)
@@ -156,12 +165,12 @@ class Roster:
         if request.draft.draft == identity:
             return
         behind = max(request.cached_bound, request.prefilled) + 1
-        start = max(request.prefix, 1)  # behind it nothing of this draft's is known
+        start = max(request.prefix, 1)  # the prefix holds no keys of this draft
         request.draft = DraftProgress(identity, lag=behind, start=start, features_from=request.draft.features_from)
 
 
 def _merged(one: Tensor | None, two: Tensor | None) -> Tensor | None:
-    """Both drafts' orderings: a node has one of them, and -1 in the other."""
+    """Merge the ranked tokens of two drafts, [B, N, K]. Each node has tokens of one draft and -1 in the other."""
     if one is None or two is None:
         return one if two is None else two
     nodes = max(one.shape[1], two.shape[1])

@@ -1,7 +1,7 @@
-"""Swaps of drafts: the new one loads in a thread beside the steps, is looked over, and waits to be taken in.
+"""Draft swaps: loading of a new draft in a thread while the engine runs steps.
 
-The engine loop asks `finished` between two steps and lets the engine take over what has loaded; a draft that does not
-fit changes nothing and says why.
+The engine loop calls `Swaps.finished` between two steps and passes the loaded drafts to the engine. A draft that does
+not fit the target changes nothing; its swap holds the reason.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from specdecode_worker.contract import DraftConfig
 from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 
-if TYPE_CHECKING:  # the server's process imports this module's neighbours, and no torch
+if TYPE_CHECKING:  # imported in the server process, which must not import torch
     from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
 
 POLL_SECONDS = 0.05
-"""How often an idle loop asks whether a draft has loaded."""
+"""Interval at which an idle engine loop checks for a loaded draft, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A draft that has loaded under a name, or the reason why it has not."""
+    """Finished swap of the draft called ``name``. ``loaded`` is None on failure; ``problem`` is the reason."""
 
     call_id: int
     name: str
@@ -35,7 +35,7 @@ class Swap:
 
 
 class Swaps:
-    """Loads one draft after the other; nothing that runs is touched."""
+    """Queue of draft swaps. One thread loads the drafts one by one, without effect on drafts in use."""
 
     def __init__(self, load: LoadDraft | None) -> None:
         self._load = load
@@ -44,15 +44,17 @@ class Swaps:
 
     @property
     def pending(self) -> bool:
+        """True if a draft is loading or waits to be taken over."""
         return bool(self._under_way)
 
     def begin(self, message: SetDraft) -> None:
+        """Start or queue the loading of a draft."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self._under_way.append((message, self._worker.submit(self._loaded, message)))
 
     def finished(self) -> Iterator[Swap]:
-        """Those that are done, in the order in which they were asked for."""
+        """Yield the finished swaps in the order of their requests. Unexpected errors of the loader are raised."""
         while self._under_way and self._under_way[0][1].done():
             message, future = self._under_way.pop(0)
             error = future.exception()
@@ -64,6 +66,7 @@ class Swaps:
                 raise error
 
     def close(self) -> None:
+        """Cancel queued swaps, without waiting for the one that is loading."""
         if self._worker is not None:
             self._worker.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""What every method does for the engine, and the loop over a tree's levels that all of them share."""
+"""Interface of all draft methods, and the loop over the levels of a tree that they share."""
 
 from __future__ import annotations
 
@@ -22,88 +22,110 @@ from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 Expand = Callable[[int, Level], Tensor]
-"""(depth, level) -> [R, K] target ids proposed behind the level's nodes, best first, -1 for none."""
+"""Callable (depth, level) that returns the target ids proposed behind the nodes of a level, [R, K], best first.
+
+Missing proposals are -1.
+"""
 
 
 class Drafter(Protocol):
-    """One loaded draft. Nothing that it does can change the text: it decides how many tokens a step brings."""
+    """Interface of a loaded draft. A draft affects the number of tokens per step, never the text."""
 
     reads: Reads
-    """What it reads of the target."""
+    """Target states that the draft reads."""
     columns: Columns
-    """Where that stands in the states that are kept; the roster says."""
+    """Columns of those states among the stored target states; set by the Roster."""
 
     def ready(self, request: Request) -> bool:
-        """Whether it can propose anything for this request in the next step; if not, the row runs plainly."""
+        """Return whether the draft can propose tokens for this request in the next step; else it decodes plainly."""
         ...
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Follows prefill chunks, whose aux states are ``aux_TA`` [T, A]."""
+        """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
         ...
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Drafts the forest's trees and writes their tokens behind the roots in ``state.tokens_SP``.
+        """Draft the trees of the forest and write their tokens behind the roots in ``state.tokens_SP``.
 
-        [B, N, K]: the best target ids behind every node that was expanded, best first, -1 elsewhere; N counts
-        verified and shadow nodes. None when no tree has a node.
+        Returns:
+            The best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere. N counts verified and
+            shadow nodes. None if no tree has a node.
         """
         ...
 
 
 class PagedDrafter(ABC):
-    """A Drafter with a paged cache of its own, whose passes may be captured in a graph."""
+    """Drafter with a paged KV cache of its own, whose passes can be captured in a graph."""
 
     first_slot: int
-    """Of its cache."""
+    """First slot of its cache that holds keys: 0, or 1 for EAGLE heads."""
     last_position: int
-    """Beyond which its rotations know no place."""
+    """Last position that its position embedding supports; later positions are clamped to it."""
 
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
-        """Which rows it runs for in this step: those with something to draft, and who must catch up now."""
+        """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
 
     @abstractmethod
     def behind(self, requests: Sequence[Request]) -> list[int]:
-        """How many slots up to the root it has to run for each of them, and still can."""
+        """Return the number of slots up to the root that the draft must run for each request, and still can."""
 
     @abstractmethod
     def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Notes that it runs so many slots for them in this step."""
+        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
 
     def first_key(self, request: Request) -> int:
-        """The first slot that it sees."""
+        """Return the first slot of the request whose keys the draft attends to."""
         return request.draft.start if request.draft.start > 1 else self.first_slot
 
     @abstractmethod
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
-        """[T, E] behind the draft's slots ``index_T`` of the sequences in ``slots_T``, of committed text."""
+        """Return the draft's hidden states [T, E] at committed tokens.
+
+        Args:
+            slots_T: Slot of the request in DeviceState.
+            index_T: Draft slot, i.e. index of the token in the text.
+            packed: The pass over these draft slots.
+        """
 
     @abstractmethod
     def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
-        """[R, E] behind nodes of a tree, from the states of their parents."""
+        """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents."""
 
     @abstractmethod
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
-        """[R, K] target ids to come behind these states, best first."""
+        """Return the best target token ids behind these hidden states, [R, K], best first."""
 
 
 class Ranking:
-    """Ranks what a draft says behind a level's nodes, its logits sharpened by depth where sampled."""
+    """Ranking of the draft's tokens behind the nodes of a level. For sampled requests, logits are scaled by depth."""
 
     def __init__(self, target_ids: Tensor | None, sharpness: Sequence[float]) -> None:
-        """``target_ids`` maps the draft's vocabulary (None: the target's own). ``sharpness[d]`` multiplies the logits
-        of depth d + 1; the last entry repeats, none means 1."""
+        """Create a ranking.
+
+        Args:
+            target_ids: Target id of each token of the draft's vocabulary; None if the vocabularies are the same.
+            sharpness: Factors on the logits, ``sharpness[d]`` for depth d + 1. The last factor applies to all greater
+                depths; empty means 1.
+        """
         self._target_ids, self._sharpness = target_ids, tuple(sharpness) or (1.0,)
 
     def of(self, logits_RV: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
-        """[R, K] target ids, best first, of nodes of this depth."""
+        """Return the best target token ids behind nodes of this depth, [R, K], best first."""
         sharpness = self._sharpness[min(depth, len(self._sharpness) - 1)]
         k = min(MAX_RANKS, logits_RV.shape[-1])
         return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
 
 
 def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
-    """Expands level by level; children become tokens behind the root, where the next level reads them."""
+    """Draft the trees of the forest level by level.
+
+    The tokens of each level's children are written behind the root in ``state.tokens_SP``, where the next level reads
+    them.
+
+    Returns:
+        The ranked target ids behind every node, as `Drafter.propose` returns them.
+    """
     if not forest.levels:
         return None
     device = state.length_S.device
@@ -116,6 +138,6 @@ def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand
         slot_C = slots_B[level.child_batch_C]
         parent_C = level.node_R[level.child_source_C]
         token_C = ranked_BNK[level.child_batch_C, parent_C, level.child_rank_C]
-        # A node for which nothing was proposed holds some token all the same: it is right only if the target agrees.
+        # A node without a proposal (-1) gets token 0. This is harmless, since the target verifies every node.
         state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
     return ranked_BNK

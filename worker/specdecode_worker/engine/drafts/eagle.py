@@ -1,8 +1,9 @@
-"""EAGLE heads on a paged cache of their own: prompts beside the target's, then trees level by level.
+"""Drafter of EAGLE and EAGLE-3 heads, with a paged KV cache of its own.
 
-Draft slot i holds the pair (target's state h[i-1], embedding of token i); slot 0 does not exist. Every step first
-rewrites the slots that the last steps accepted from the target's true states (kept in the ring of state.py) and ends
-at the root; each further pass runs the newest level of the tree, whose states are the head's own.
+Draft slot i holds the pair (target's state h[i-1], embedding of token i); slot 0 does not exist. The head runs over
+the prompt along with the target. In each step, the first pass rewrites the slots of recently accepted tokens up to the
+root, from the target's states (stored in the ring of DeviceState). Each further pass runs the next level of the tree,
+from the head's own states.
 """
 
 from __future__ import annotations
@@ -31,17 +32,32 @@ from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 
 class Head(Protocol):
-    """What a head must do; Eagle3Head and EagleHead do. States are passed on as the head makes them."""
+    """Interface of a draft head, implemented by Eagle3Head and EagleHead.
+
+    A call returns the hidden states [T, E] of the head. They are the input of ``logits``, and of the next level's call
+    in place of the states that ``fuse`` makes from the target's.
+    """
 
     @property
-    def reads(self) -> Reads: ...
-    def fuse(self, aux_TA: Tensor) -> Tensor: ...
-    def logits(self, hidden_TE: Tensor) -> Tensor: ...
-    def __call__(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor: ...
+    def reads(self) -> Reads:
+        """Target states that the head reads."""
+        ...
+
+    def fuse(self, aux_TA: Tensor) -> Tensor:
+        """Combine the target states [T, A] of each token to input states [T, E]."""
+        ...
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Return the logits over the draft's vocabulary, [T, V]."""
+        ...
+
+    def __call__(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return the head's hidden states [T, E] for input states and tokens."""
+        ...
 
 
 class EagleDrafter(PagedDrafter):
-    """Drafter of methods eagle3 and eagle."""
+    """Drafter of the methods eagle3 and eagle."""
 
     def __init__(
         self,
@@ -52,7 +68,16 @@ class EagleDrafter(PagedDrafter):
         positions: int,
         sharpness: Sequence[float] = (),
     ) -> None:
-        """``target_ids`` and ``sharpness`` as for Ranking."""
+        """Create a drafter.
+
+        Args:
+            head: Draft head.
+            target_ids: As for Ranking.
+            cache: KV cache of the head.
+            state: Device state of the running requests.
+            positions: Number of positions that the head supports.
+            sharpness: As for Ranking.
+        """
         self.reads = head.reads
         self.columns = Columns()
         self.first_slot, self.last_position = 1, positions - 1
@@ -60,10 +85,14 @@ class EagleDrafter(PagedDrafter):
         self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
+        """Return whether the ring holds the target state that the head needs at the root."""
         return request.cached_least > request.draft.features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """The first slot of a chunk needs the state before the chunk, which the ring has kept."""
+        """Run the head over prefill chunks.
+
+        The first slot of a chunk needs the target state before the chunk, which is read from the ring.
+        """
         slots = to_device([row.request.slot for row in rows], aux_TA.device)
         starts = to_device([row.start for row in rows], aux_TA.device)
         before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
@@ -85,12 +114,15 @@ class EagleDrafter(PagedDrafter):
             )
             self._fused(torch.cat(parts), packed)
         for row in rows:
-            if row.request.draft.lag > 1:  # it did not follow the prompt so far
+            if row.request.draft.lag > 1:  # the head has not run over the prompt so far
                 row.request.draft.start = max(row.start, 1)
             row.request.draft.lag = 1
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
-        """Lagging drafts of rows that draft nothing catch up before the ring forgets what they need."""
+        """Draft the trees of the forest.
+
+        Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
+        """
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
@@ -107,28 +139,34 @@ class EagleDrafter(PagedDrafter):
         return grow(rows, forest, self._state, expand)
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows that draft or must catch up in this step."""
         return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
 
     def behind(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
         return [self._reachable(request) for request in requests]
 
     def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Record that the head runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
-            if request.unseen(1) > count:  # the ring has forgotten what lies between: the draft begins anew
+            if request.unseen(1) > count:  # the ring lost older states: restart the draft
                 request.draft.start = max(request.cached_least + 1 - count, 1)
             request.draft.reached_root(len(request.in_flight))
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
         return self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
     def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+        """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Sampler) -> Tensor:
+        """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
 
     def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
-        """Runs the slots up to the root, as many as the draft lags behind; the roots' hidden states [B, E]."""
+        """Run the slots up to the root that the draft lags behind, and return the hidden states [B, E] at the roots."""
         requests = [rows[b].request for b in drafting]
         counts = self.behind(requests)
         self.caught_up(requests, counts)
@@ -137,7 +175,7 @@ class EagleDrafter(PagedDrafter):
         return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
 
     def _reachable(self, request: Request) -> int:
-        """Slots up to the root that can be run from the states that the ring still holds."""
+        """Return the number of slots up to the root that can run from the states in the ring."""
         return min(request.unseen(1), RING, max(request.cached_least - request.draft.features_from, 1))
 
     def _runs_now(self, row: Row, tree: Tree) -> bool:

@@ -1,7 +1,8 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): every depth is proposed at once, from the state that chose the root.
+"""Drafter of Medusa heads (Cai et al., arXiv 2401.10774), which propose all depths in one pass.
 
-Head d reads the target's final state at the root's parent, whose own head chose the root, and proposes depth d + 1
-whatever was proposed before. So a tree costs one pass, and nodes of one depth have the same children.
+Head d reads the target's final hidden state at the token before the root, and proposes the tokens of depth d + 1
+independently of those of other depths. A tree therefore costs one pass, and all nodes of one depth have the same
+children.
 """
 
 from __future__ import annotations
@@ -25,32 +26,43 @@ from specdecode_worker.speculation.trees import Forest, Level
 
 
 class Heads(Protocol):
-    """Medusa's heads; ``logits`` is [heads, B, V] of the final states [B, E]."""
+    """Interface of Medusa heads."""
 
     @property
-    def reads(self) -> Reads: ...
-    def logits(self, hidden_BE: Tensor) -> Tensor: ...
+    def reads(self) -> Reads:
+        """Target states that the heads read: the final hidden state."""
+        ...
+
+    def logits(self, hidden_BE: Tensor) -> Tensor:
+        """Return the logits of every head, [heads, B, V], for final hidden states."""
+        ...
 
 
 class MedusaDrafter:
-    """Drafter of method medusa. Proposals are held to the target's own choice: typical acceptance loses the text."""
+    """Drafter of the method medusa.
+
+    Acceptance is exact, as for other methods; the typical acceptance of the paper would change the text.
+    """
 
     def __init__(
         self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
-        """``target_ids`` and ``sharpness`` as for Ranking."""
+        """Create a drafter. ``target_ids`` and ``sharpness`` are as for Ranking."""
         self.reads, self.columns = heads.reads, Columns()
         self._heads, self._state = heads, state
         self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
+        """Return whether the ring holds the target state that the heads need."""
         return request.cached_least > request.draft.features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Reset the lag of the rows; Medusa heads have no cache to fill."""
         for row in rows:
             row.request.draft.lag = 1
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
+        """Draft the trees of the forest from the target states at the tokens before the roots."""
         if not forest.levels:
             return None
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
@@ -61,7 +73,7 @@ class MedusaDrafter:
                 row.request.draft.reached_root(len(row.request.in_flight))
 
         def expand(depth: int, level: Level) -> Tensor:
-            if depth >= len(logits_DBV):  # a tree deeper than there are heads
+            if depth >= len(logits_DBV):  # the tree is deeper than the number of heads
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
             return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
 

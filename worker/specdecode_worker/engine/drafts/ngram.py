@@ -1,7 +1,8 @@
-"""Prompt lookup (Saxena, 2023; vLLM's ngram): what followed the last tokens when they stood in the text before.
+"""Drafter of the method ngram: prompt lookup (Saxena, 2023; method "ngram" of vLLM).
 
-Every node looks for the longest run of its own last tokens, drafted ones included, anywhere before; the later of equal
-matches wins, and other continuations are the siblings. On the device, since the host's copy of the text may lag.
+For each node, it searches the text for the longest earlier occurrence of the node's last tokens, drafted tokens
+included, and proposes the token that followed. Of equally long matches the latest wins; other continuations become
+siblings. The search runs on the device, since the host's copy of the text may lag.
 """
 
 from __future__ import annotations
@@ -24,17 +25,27 @@ from specdecode_worker.speculation.trees import Forest, Level, Tree
 
 
 class NgramDrafter:
-    """Drafter of method ngram: no weights, no cache, nothing to catch up with."""
+    """Drafter of the method ngram. It has no weights and no cache, and never needs to catch up."""
 
     def __init__(self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, foresees: bool) -> None:
-        """``foresees``: the host knows every token before the next step (nothing is launched ahead), so a request
-        without a match can be told beforehand and runs plainly instead of verifying nothing."""
+        """Create a drafter.
+
+        Args:
+            state: Device state of the running requests.
+            vocab_size: Vocabulary size of the target.
+            shortest: Minimum length of a match, in tokens.
+            longest: Maximum length of a match, in tokens.
+            foresees: True if the host knows every token before the next step, that is, no step is launched ahead. The
+                host can then detect a request without a match, which decodes plainly instead of verifying an empty
+                proposal.
+        """
         self.reads, self.columns = Reads(), Columns()
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
         self._foresees = foresees
 
     def ready(self, request: Request) -> bool:
+        """Return whether the last ``shortest`` tokens occur earlier in the text; always True without ``foresees``."""
         if not self._foresees:
             return True
         tokens, size = request.tokens, self._shortest
@@ -42,10 +53,12 @@ class NgramDrafter:
         return any(tokens[i : i + size] == last for i in range(len(tokens) - size))
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Reset the lag of the rows; there is nothing to compute."""
         for row in rows:
             row.request.draft.lag = 1
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Sampler) -> Tensor | None:
+        """Draft the trees of the forest by lookup in the text of each request."""
         if not forest.levels:
             return None
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
@@ -60,7 +73,7 @@ class NgramDrafter:
         return grow(rows, forest, self._state, expand)
 
     def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
-        """[R, longest] the last tokens behind each node, itself last; positions before the text repeat its first."""
+        """Return the last tokens up to each node, [R, longest]. Positions before the text repeat its first token."""
         back = [
             _back(trees[b], node, self._longest)
             for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
@@ -71,7 +84,7 @@ class NgramDrafter:
 
 
 def _back(tree: Tree, node: int, count: int) -> list[int]:
-    """Where the last ``count`` tokens of a node's path stand, from the root's index on; negative is before it."""
+    """Return the offsets from the root's index of the last ``count`` tokens up to a node, in order of the text."""
     path = []
     while node > 0:
         path.append(node)
@@ -81,16 +94,24 @@ def _back(tree: Tree, node: int, count: int) -> list[int]:
 
 
 def lookup(text_RP: Tensor, known_R: Tensor, suffix_RN: Tensor, shortest: int, vocab_size: int) -> Tensor:
-    """[R, 8] what followed earlier occurrences of the suffix, longest match first, then latest; -1 for none.
+    """Return the tokens that followed earlier occurrences of the suffix, longest match first, then latest.
 
-    ``known_R`` counts the tokens of each text that are committed; what stands behind them is noise.
+    Args:
+        text_RP: Text of each row, [rows, positions].
+        known_R: Number of committed tokens of each text; later positions are ignored.
+        suffix_RN: Suffix to search for, [rows, longest match].
+        shortest: Minimum length of a match, in tokens.
+        vocab_size: Vocabulary size of the target.
+
+    Returns:
+        [R, MAX_RANKS] token ids, -1 where there are no more matches.
     """
     rows, length = text_RP.shape
     longest = suffix_RN.shape[1]
     position_P = torch.arange(length, device=text_RP.device)
     matched_RP = torch.zeros(rows, length, dtype=torch.int64, device=text_RP.device)
     going_RP = torch.ones(rows, length, dtype=torch.bool, device=text_RP.device)
-    for back in range(longest):  # matched[p] counts equal tokens of the suffix and of the text before position p
+    for back in range(longest):  # matched_RP[r, p]: number of tokens before position p equal to the suffix
         before_RP = text_RP.roll(back + 1, dims=1)
         going_RP &= (before_RP == suffix_RN[:, longest - 1 - back, None]) & (position_P > back)
         matched_RP += going_RP

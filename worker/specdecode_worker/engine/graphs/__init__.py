@@ -1,1 +1,1 @@
-"""Whole decode steps, captured once and replayed: draft, verify, accept and keep over static tensors."""
+"""Decode steps captured as CUDA graphs: draft, verify, accept and commit over static tensors."""

@@ -1,4 +1,7 @@
-"""What a step is captured with: a CUDA graph, or nothing at all, which runs the same calls over the same tensors."""
+"""Backends that make a step repeatable: CUDA graphs, or eager execution.
+
+The eager backend runs the same calls over the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,54 +13,62 @@ from typing import Protocol
 import torch
 
 Work = Callable[[], None]
-"""Queues a step; it reads and writes tensors that stay where they are, and returns nothing."""
+"""Callable that queues a step. It reads and writes tensors at fixed addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """``replay`` queues the work again. ``seconds`` is what it took when it was captured, 0 where nobody measured."""
+    """Captured work. ``replay`` queues it again; ``seconds`` is its time measured at capture, 0 if not measured."""
 
     replay: Work
     seconds: float = 0.0
 
 
 class Runner(Protocol):
-    """Makes work repeatable."""
+    """Backend that captures work for replay."""
 
     def capture(self, work: Work) -> Captured:
-        """``work`` may be run some times while it is captured, so it must do no harm then."""
+        """Capture ``work``, which may run several times meanwhile and must be harmless then."""
         ...
 
     def forget(self) -> None:
-        """All that was captured is gone."""
+        """Release what is shared by earlier captures; none of them is replayed again."""
         ...
 
 
 class EagerRunner:
-    """Runs work again each time: the path of graphs where there are none to be had, and in tests."""
+    """Backend without capture: every replay runs the work again. Used in tests."""
 
     def capture(self, work: Work) -> Captured:
+        """Return ``work`` itself, untimed."""
         return Captured(work)
 
     def forget(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing, since eager execution shares no state between captures."""
 
 
 class CudaRunner:
-    """All graphs share one pool of memory: no two run at once, and what one leaves there nobody reads."""
+    """Backend that captures CUDA graphs.
+
+    All graphs share one memory pool. This is safe because no two graphs run at once and none reads intermediate
+    results of another.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, work: Work) -> Captured:
-        """The first run compiles kernels and makes the workspaces of libraries, which a capture must not."""
+        """Run ``work`` once, capture it in a CUDA graph and time one replay.
+
+        The first run compiles kernels and allocates library workspaces, which is not possible during a capture.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may load a draft meanwhile: what they do is no part of this, and must not break it.
+        # thread_local: CUDA calls of a thread that loads a draft meanwhile must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
         graph.replay()
@@ -68,5 +79,8 @@ class CudaRunner:
         return Captured(graph.replay, time.monotonic() - began)
 
     def forget(self) -> None:
-        """What libraries keep of the pool may outlive its last graph, and such a pool takes no other."""
+        """Start a new memory pool for the graphs to come.
+
+        Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph.
+        """
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,7 +1,8 @@
-"""The step that is captured: draft, verify, accept, keep, over tables whose sizes follow from a key alone.
+"""One decode step that can be captured in a CUDA graph: draft, verify, accept and commit over fixed-size tables.
 
-It does what launcher.py and the drafters do for decoding rows, in the same terms. No call here may wait for the
-device, read a value of it, or let a size depend on one: tests/unit/worker/engine/test_capturable.py watches.
+The graph key alone determines the size of every tensor. The step is equivalent to the eager path of the step launcher
+and the drafters for decoding rows. No call here may wait for the device, read a device value on the host, or make a
+size depend on a device value; tests/unit/worker/engine/test_capturable.py checks this.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from specdecode_worker.speculation.trees import Forest
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a step runs on. ``drafter`` is None where nothing is drafted."""
+    """Models and device state that a captured step uses. ``drafter`` is None for a step without draft passes."""
 
     target: Target
     drafter: PagedDrafter | None
@@ -39,7 +40,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """[B + 1] where the rows stand, the last one nobody: slots, roots (0 where nobody is) and blocks."""
+    """Slot, root index and block table of every row, [B + 1]. Row B is padding; the root index of padding is 0."""
 
     slots_B1: Tensor
     roots_B1: Tensor
@@ -47,8 +48,15 @@ class Standing:
 
 
 class Step:
-    """``laws`` and ``floats`` lay out what `rows_of` and `floats_of` say. ``out`` [B, 3 D + 3] is emitted tokens
-    (D + 1), path (D), ranks (D + 1), and how many nodes were accepted; ``ranked_BNK`` as drafters return it."""
+    """Decode step of one graph key, with the static tensors that it reads and writes.
+
+    The host writes the integer tables (`tree_tables.topology`, then `row_tables.rows_of`, laid out by ``laws``) to
+    ``whole_numbers`` and the float tables (`row_tables.floats_of`, laid out by ``floats``) to ``fractions``.
+
+    ``out`` [B, 3 D + 3], with D draft passes, holds the columns of an Outcome side by side: emitted tokens (D + 1),
+    path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
+    each node as `Drafter.propose` returns them; it is None for a key without draft passes.
+    """
 
     def __init__(self, key: Key, parts: Parts) -> None:
         device = parts.state.length_S.device
@@ -68,10 +76,10 @@ class Step:
         self.ranked_BNK = torch.full(shape, -1, device=device) if key.passes else None
 
     def run(self) -> None:
-        """Queues the step of whatever the tables say."""
+        """Queue the step that the static tables describe, and write its results to ``out`` and ``ranked_BNK``."""
         at, state = self._at, self._parts.state
         slots_B1 = at["slot"]
-        # Who is not there stands at 0 for ever: its length is overwritten by every step, and read by none.
+        # Every step overwrites the length of the padding slot, so the root index of padding rows is forced to 0.
         standing = Standing(slots_B1, state.length_S[slots_B1] * at["live"], state.block_table_SM[slots_B1])
         sampler = TableSampler(
             at["temperature"],
@@ -104,7 +112,7 @@ class Step:
         return ranked_BNK.copy_(ranked_B1NK[: self.key.rows])
 
     def _root_states(self, drafter: PagedDrafter, standing: Standing) -> Tensor:
-        """[T, E]: the draft catches up with what the steps before have committed."""
+        """Run the draft over the slots that earlier steps committed, and return its hidden states [T, E]."""
         at, sequence_T = self._at, self._at["catch_sequence"]
         first_B1 = standing.roots_B1 + 1 - at["count"]
         index_T = first_B1[sequence_T] + at["catch_row"]
@@ -122,7 +130,11 @@ class Step:
         return drafter.root_states(slots_T, index_T, packed)
 
     def _level(self, drafter: PagedDrafter, standing: Standing, depth: int, hidden_RE: Tensor) -> tuple[Tensor, Nodes]:
-        """A pass over the nodes of one depth, behind their parents' states."""
+        """Run the draft pass over the nodes of one depth, starting from the hidden states of their parents.
+
+        Returns:
+            The hidden states [R, E] and the nodes that they belong to.
+        """
         sequence_R, node_R, ancestors_R, source_R = (
             self._at[f"level_{name}"][depth - 1] for name in ("sequence", "node", "ancestors", "source")
         )
@@ -142,7 +154,10 @@ class Step:
         )
 
     def _write_children(self, standing: Standing, depth: int, ranked_B1NK: Tensor) -> None:
-        """What was proposed behind nodes of this depth becomes tokens behind the roots; other columns go to nobody."""
+        """Write the tokens proposed behind the nodes of ``depth`` to ``tokens_SP``, behind the roots.
+
+        Columns that belong to other depths are written to the scratch position.
+        """
         at, state = self._at, self._parts.state
         rows_B1 = torch.arange(self.key.rows, device=ranked_B1NK.device)[:, None]
         node_N = torch.arange(NODES, device=ranked_B1NK.device)
@@ -151,7 +166,7 @@ class Step:
         state.tokens_SP[standing.slots_B1[:-1, None], place_BN] = token_BN
 
     def _verified(self, standing: Standing) -> Tables:
-        """Trees read their tokens from behind the root, the root itself too."""
+        """Return the tables of the verification pass. Its tokens, the root included, are read from ``tokens_SP``."""
         at, sequence_T = self._at, self._at["token_sequence"]
         root_T = standing.roots_B1[sequence_T]
         index_T = root_T + at["token_node"]

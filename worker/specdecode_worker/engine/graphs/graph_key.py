@@ -1,4 +1,8 @@
-"""Which steps share a graph: those of the same buckets. Topology, laws and lengths are data, and no part of a key."""
+"""Keys of CUDA graphs: the size buckets of a decode step.
+
+Steps with the same key share a graph. Tree topology, sampling parameters and lengths are inputs of the graph and no
+part of the key.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,19 @@ from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.speculation.trees import Tree
 
 NODES = MAX_NODES + 1
-"""Of the widest tree, its root included: columns of the tables of trees."""
+"""Number of columns of the tree tables: nodes of the widest tree, its root included."""
 TOKENS_PER_ROW = (*range(1, 10), 12, 16, 24, 32, 48, NODES)
 ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """``rows`` sequences of which each verifies, and lets its draft catch up with, at most ``tokens_per_row``; the
-    draft makes ``passes``, behind the first over at most ``width`` nodes of each. ``cuts``: some law has top-k, top-p
-    or min-p."""
+    """Size buckets of a decode step.
+
+    Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
+    The draft runs ``passes`` passes; those after the first run over at most ``width`` nodes of each sequence. ``cuts``
+    is set if some request samples with top-k, top-p or min-p.
+    """
 
     rows: int
     tokens_per_row: int
@@ -29,16 +36,20 @@ class Key:
 
     @property
     def tokens(self) -> int:
+        """Number of packed tokens of the step, padding included."""
         return self.rows * self.tokens_per_row
 
     @property
     def level_rows(self) -> int:
+        """Number of rows of each draft pass after the first, padding included."""
         return self.rows * self.width
 
 
 def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool) -> Key | None:
-    """The key of a step of such trees in a bucket of ``rows``; None when a draft has more to catch up with than any
-    graph holds."""
+    """Return the key of a step of ``trees`` in a bucket of ``rows``.
+
+    Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row.
+    """
     tokens = at_least(max(longest_catch_up, *(tree.verified for tree in trees)), TOKENS_PER_ROW)
     passes = max(tree.drafted_depth for tree in trees)
     if tokens is None:
@@ -50,13 +61,15 @@ def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: boo
 
 
 def at_least(count: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket that holds ``count``."""
+    """Return the smallest of the ascending ``buckets`` that holds ``count``, or None if none does."""
     index = bisect_left(buckets, count)
     return buckets[index] if index < len(buckets) else None
 
 
 def row_buckets(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for, rising: 1, 2, 4, and then every eighth, as vLLM has them, or those
-    that are wanted; up to as many as may run."""
+    """Return the numbers of rows to capture graphs for, ascending and at most ``max_num_seqs``.
+
+    The default is vLLM's: 1, 2, 4, every multiple of 8, and ``max_num_seqs``. ``wanted`` replaces the default.
+    """
     usual = (1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs)
     return tuple(sorted({rows for rows in wanted or usual if 0 < rows <= max_num_seqs}))

@@ -1,4 +1,7 @@
-"""Coupled choice by tables: what Coupling does for laws that move no single tokens, of tensors alone."""
+"""Coupled sampling from static tensors, for use in a captured step.
+
+It is equivalent to Coupling for requests without logits processors (penalties, logit bias, minimum length).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from specdecode_worker.speculation.trees import Forest
 
 @dataclass(frozen=True, slots=True)
 class TableSampler:
-    """A `Sampler` (see speculation/sampler.py) of one captured step. Row B of every [B + 1] is for padding, and so are
-    those that ``accept`` leaves out of its outcome. ``truncation`` is (top-k, top-p, min-p), None where nobody cuts."""
+    """`Sampler` (see speculation/sampling/sampler.py) of one captured step.
+
+    Row B of every [B + 1] tensor is padding; ``accept`` leaves it out of its outcome. ``truncation`` holds top-k, top-p
+    and min-p, each [B + 1]; it is None if no request of the step truncates its distribution.
+    """
 
     temperature_B1: Tensor
     seed_B1: Tensor
@@ -34,6 +40,7 @@ class TableSampler:
         sharpness: float,
         k: int,
     ) -> Tensor:
+        """Return the ``k`` best target token ids for each row of ``logits_RV``, best first: [R, k]."""
         return top_k(
             logits_RV,
             k,
@@ -57,6 +64,7 @@ class TableSampler:
         ranked_BNK: Tensor | None,
         kept_depth_B: Tensor | None,
     ) -> Outcome:
+        """Sample the target's token behind every packed node, and walk each tree along the tokens that match."""
         position_R = self.roots_B1[batch_R] + 1 + depth_R
         seed_R, temperature_R = self.seed_B1[batch_R], self.temperature_B1[batch_R]
         chosen_R = choose(logits_RV, temperature_R, seed_R, position_R, self._cuts(batch_R))

@@ -1,4 +1,4 @@
-"""The rows of a step as tables: their slots and laws, and what their draft has to catch up with."""
+"""Tables of the rows of a step: slots, sampling parameters, and the slots that the draft must catch up with."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ FLOATS = ("temperature", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """By row of the step: how many slots up to the root the draft runs (0 where it does not draft), and which is the
-    first that it sees."""
+    """Catch-up of the draft for each row of a step.
+
+    ``counts`` is the number of draft slots up to the root to run, 0 for a row without a draft. ``key_starts`` is the
+    first draft slot whose keys are visible.
+    """
 
     counts: tuple[int, ...] = ()
     key_starts: tuple[int, ...] = ()
 
 
 def shapes(key: Key) -> Shapes:
-    """[B + 1], of which the last is nobody: slot, whether somebody is there, seed, top-k, how deep an accepted path may
-    stay. Of a draft: [B + 1] slots to catch up with and the first to see, the packed slots [T] of that pass, and which
-    of them are the roots [B]."""
+    """Return the shapes of the integer row tables of ``key``, by name. Row B of a [B + 1] table is padding.
+
+    - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``kept_depth`` (maximum accepted
+      depth): [B + 1].
+    - With draft passes: ``count`` (slots to catch up with), ``key_start`` (first visible draft slot) and
+      ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and ``catch_row`` of the packed slots of
+      the catch-up pass: [T]; ``catch_last``, the packed index of each root: [B].
+    """
     rows = key.rows + 1
     found: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "kept_depth"), (rows,))
     if key.passes:
@@ -35,10 +43,12 @@ def shapes(key: Key) -> Shapes:
 
 
 def float_shapes(key: Key) -> Shapes:
+    """Return the shapes of the float row tables of ``key``, by name; row B is padding."""
     return dict.fromkeys(FLOATS, (key.rows + 1,))
 
 
 def floats_of(requests: Sequence[Request], key: Key) -> dict[str, list[float]]:
+    """Return the values of the float row tables, padded with greedy sampling without truncation."""
     laws, more = [request.law for request in requests], key.rows + 1 - len(requests)
     return {
         "temperature": [law.temperature for law in laws] + [0.0] * more,
@@ -50,7 +60,15 @@ def floats_of(requests: Sequence[Request], key: Key) -> dict[str, list[float]]:
 def rows_of(
     requests: Sequence[Request], key: Key, catch_up: CatchUp, kept_depths: Sequence[int] | None, nobody: int
 ) -> dict[str, list[int]]:
-    """``kept_depths`` None: accepted paths are cut nowhere. ``nobody`` is the slot of padding."""
+    """Return the values of the integer row tables of ``shapes``, flat and padded.
+
+    Args:
+        requests: Requests of the step, in row order.
+        key: Key of the graph that runs the step.
+        catch_up: Catch-up of the draft; ignored for a key without draft passes.
+        kept_depths: Maximum accepted depth of each row; None for no limit.
+        nobody: Slot of padding rows.
+    """
     more = key.rows + 1 - len(requests)
     kept = [NODES] * len(requests) if kept_depths is None else list(kept_depths)
     found = {

@@ -1,7 +1,7 @@
-"""What a graph reads and the host writes before each replay: two static tensors, cut into named tables.
+"""Static input tensors of a graph, split into named tables, which the host writes before each replay.
 
-The host writes into memory that the device copies from by itself; two such copies take turns, so that the next step
-can be written while the one before is still being copied.
+The host writes to pinned memory, from which the copy to the device is asynchronous. Two pinned buffers alternate, so
+that the host can write the next step while the previous one is still being copied.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Layout:
-    """Named tables behind each other in one flat tensor."""
+    """Layout of named tables, concatenated in one flat tensor. ``size`` is the total number of elements."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = dict(shapes)
         self.size = sum(prod(shape) for shape in self.shapes.values())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return a view of ``flat`` for each table, in the shape of the table."""
         parts = torch.split(flat, [prod(shape) for shape in self.shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def flat(self, values: Mapping[str, Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """On the host."""
+        """Return ``values`` of all tables as one flat tensor on the host."""
         for name, shape in self.shapes.items():
             assert len(values[name]) == prod(shape), f"{name} has {len(values[name])} values of {shape}"
         return torch.tensor([value for name in self.shapes for value in values[name]], dtype=dtype)
 
 
 class Staged:
-    """A static tensor on the device, written by the host."""
+    """Static tensor on the device (``device_copy``) with two host buffers to write it from."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -45,11 +46,11 @@ class Staged:
         self._turn = 0
 
     def write(self, parts: Sequence[Tensor]) -> None:
-        """Queues the copy of these parts, which fill it, behind each other."""
+        """Concatenate ``parts``, which must fill the tensor, in a host buffer and queue its copy to the device."""
         self._turn = 1 - self._turn
         half, copied = self._halves[self._turn], self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # two steps ago: over, unless the host is far ahead
+            copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
         torch.cat(list(parts), out=half)
         self.device_copy.copy_(half, non_blocking=True)
         if self.device_copy.is_cuda:

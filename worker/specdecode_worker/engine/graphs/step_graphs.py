@@ -1,4 +1,7 @@
-"""Which steps are replayed, and the graphs that replay them. What no graph holds runs eagerly, and is counted."""
+"""Selection, capture and replay of CUDA graphs for decode steps.
+
+Steps that no graph can run are executed eagerly by the caller; they are counted by reason.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,16 @@ from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""A key that is asked for so often is captured while requests wait: that takes about as long as as many eager steps."""
+"""Number of steps with the same key after which it is captured while serving. A capture costs about 3 eager steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A step and what repeats it. It was timed when nobody was there: the weights are read all the same."""
+    """Decode step and its captured form.
+
+    The time of the step was measured on padding rows alone. It is still a fair estimate, because padding rows also
+    read all weights.
+    """
 
     step: Step
     captured: Captured
@@ -43,7 +50,10 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A step that is queued, its results on their way to the host."""
+    """Queued step whose results are being copied to the host.
+
+    ``draft_seconds`` is the estimated time of its draft passes.
+    """
 
     outcome: Outcome
     ranked_BNK: Tensor | None
@@ -52,7 +62,11 @@ class Replayed:
 
 
 class Graphs:
-    """One per engine. ``replayed`` and ``eager`` count decode steps, the latter by why no graph ran them."""
+    """All CUDA graphs of one engine.
+
+    ``replayed`` counts the steps that a graph ran. ``eager`` counts the steps that no graph ran, by reason: "prefill",
+    "processors", "logprobs", "size", "draft", "catch-up" or "new" (not captured yet).
+    """
 
     def __init__(
         self,
@@ -65,7 +79,17 @@ class Graphs:
         most_tokens: int,
         patience: int = PATIENCE,
     ) -> None:
-        """``rows`` are buckets as of `row_buckets`; ``most_tokens`` bounds the packed tokens of a graph."""
+        """Create an empty set of graphs.
+
+        Args:
+            target: Target model that verifies the drafts.
+            drafts: Loaded drafts.
+            state: Device state of the running requests.
+            runner: Backend that captures steps.
+            rows: Numbers of rows to capture, as from `row_buckets`.
+            most_tokens: Maximum number of packed tokens of one graph.
+            patience: Number of steps with the same key after which it is captured while serving.
+        """
         self._target, self._drafts, self._state, self._runner = target, drafts, state, runner
         self._rows, self._most_tokens, self._patience = tuple(rows), most_tokens, patience
         self._graphs: dict[Key, Graph] = {}
@@ -78,15 +102,21 @@ class Graphs:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Drafts or kept states have changed, and with them the tensors that graphs were made over."""
+        """Discard all graphs.
+
+        Call this after the drafts or the stored target states have changed, since graphs refer to their tensors.
+        """
         self._graphs.clear()
         self._runner.forget()
         self._asked.clear()
         self._drafter = None
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
-        """Captures what steps of these shapes and plain ones will ask for, the largest first: so the others fit into
-        the memory that it leaves. Where that is too much, plain steps come first, and laws that cut last."""
+        """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
+
+        Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
+        MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
+        """
         drafter = self._drafts.paged()
         trees = {PLAIN, *(tree_of(shape) for shape in wanted if drafter is not None)}
         found = {
@@ -106,8 +136,13 @@ class Graphs:
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
     def launch(self, rows: Sequence[Row], kept_depths: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
-        """Queues a step of these rows; None when no graph may or can run it: then nothing has been done.
-        ``kept_depths`` as in `rows_of`; ``ranked``: the draft's orderings are asked for."""
+        """Queue a step of ``rows`` by a graph. Return None, without side effects, if no graph can run it.
+
+        Args:
+            rows: Decoding rows of the step.
+            kept_depths: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
+            ranked: Copy the ranked draft tokens to the host too.
+        """
         found = self._planned(rows)
         if isinstance(found, str):
             self._missed(found)
@@ -128,7 +163,7 @@ class Graphs:
         return self._replayed(graph, len(rows), ranked=ranked)
 
     def _planned(self, rows: Sequence[Row]) -> tuple[Key, CatchUp, PagedDrafter | None] | str:
-        """What would run these rows, or why no graph does."""
+        """Return the key, catch-up and drafter for ``rows``, or the reason why no graph can run them."""
         if reason := _unfit(rows):
             return reason
         bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
@@ -161,7 +196,7 @@ class Graphs:
         return graph
 
     def _capture(self, key: Key, drafter: PagedDrafter | None) -> Graph:
-        """While it is captured a step runs of which nobody is part."""
+        """Capture a graph for ``key``. The step that runs during the capture has padding rows only."""
         assert self._drafter is None or drafter is self._drafter, "graphs are forgotten when drafts change"
         self._drafter = drafter
         step = Step(key, Parts(self._target, drafter if key.passes else None, self._state, self._drafts.reads))
@@ -184,7 +219,7 @@ class Graphs:
         fractions.write((step.floats.flat(floats_of(requests, key), fractions.dtype),))
 
     def _replayed(self, graph: Graph, rows: int, *, ranked: bool) -> Replayed:
-        """Results are copied before the next step may overwrite them."""
+        """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
         step, depth = graph.step, graph.step.key.passes
         results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
         (out, *more), arrival = to_host(results, overwritten=True)
@@ -193,7 +228,10 @@ class Graphs:
         return Replayed(outcome, more[0][:rows] if more else None, arrival, self._draft_seconds(graph))
 
     def _draft_seconds(self, graph: Graph) -> float:
-        """What a step takes beyond a plain one of as many rows; too much, where there is no such graph."""
+        """Return the measured time of the step minus that of a plain step with as many rows, in seconds.
+
+        This overestimates the draft time if no graph of the plain step exists.
+        """
         key = graph.step.key
         plain = self._graphs.get(Key(key.rows, 1, cuts=key.cuts))
         beside = plain.captured.seconds if plain is not None else 0.0
@@ -206,7 +244,7 @@ class Graphs:
 
 
 def _unfit(rows: Sequence[Row]) -> str:
-    """Why no graph could ever run such rows; "" when one could."""
+    """Return the reason why no graph can run ``rows``, or "" if one can."""
     if any(row.is_chunk for row in rows):
         return "prefill"
     if any(row.request.law.adjusts for row in rows):

@@ -1,6 +1,7 @@
-"""The trees of a step as tables: who is whose parent, which node runs in which draft pass. Made once per combination.
+"""Integer tables of the trees of a step: parents, depths, and the nodes of each draft pass.
 
-Packed tokens and rows of levels that are padding belong to row ``rows``, behind the last: it is nobody's.
+The tables are computed once for each combination of trees and graph key. Padding among the packed tokens and the nodes
+of a level belongs to row ``key.rows``, the padding row behind the last row.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from specdecode_worker.engine.graphs.static_inputs import Layout, Shapes
 from specdecode_worker.speculation.trees import Tree
 
 NOBODY = Tree((-1,), 0)
-"""In place of a tree where a row is padding: nothing of it is verified."""
+"""Tree of a padding row; none of its nodes is verified."""
 OF_NODES = ("verified_parent", "parent", "rank", "depth")
 
 
 def shapes(key: Key) -> Shapes:
-    """Of packed tokens [T]: sequence, node, depth, ancestors. Of nodes [B, N]: ``OF_NODES``; depths of padding are -1.
-    Of draft passes behind the first [D - 1, R]: sequence, node, ancestors, and the row of the pass before that holds
-    the parent's state; ``first_sequence`` [B] is who drafts at all."""
+    """Return the shapes of the tree tables of ``key``, by name.
+
+    - ``query_start`` [B + 1], ``root_row`` [B]: packed tokens of each row, and the packed index of its root.
+    - ``token_*`` [T]: sequence, node, depth and ancestors of each packed token.
+    - ``node_*`` [B, N]: ``OF_NODES`` of each node; the depth of padding is -1.
+    - ``first_sequence`` [B]: row index where the row drafts, else ``key.rows``.
+    - ``level_*`` [D - 1, R]: sequence, node and ancestors of the nodes of each draft pass after the first, and the row
+      of the previous pass that holds the parent's hidden state (``source``). ``level_start`` is [D - 1, B + 1].
+    """
     rows, tokens = key.rows, key.tokens
     found: dict[str, tuple[int, ...]] = {
         "query_start": (rows + 1,),
@@ -42,7 +49,7 @@ def shapes(key: Key) -> Shapes:
 
 @lru_cache(maxsize=256)
 def topology(trees: tuple[Tree, ...], key: Key) -> Tensor:
-    """[...] int64 on the host: the tables of ``shapes``, flat, of these rows and padding behind them."""
+    """Return the tables of ``shapes`` as one flat int64 tensor on the host, padded to the rows of ``key``."""
     padded = trees + (NOBODY,) * (key.rows - len(trees))
     counts = [tree.verified for tree in padded]
     starts = list(accumulate(counts, initial=0))

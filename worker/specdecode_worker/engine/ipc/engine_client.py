@@ -1,7 +1,8 @@
-"""The server's side of the engine process: starts it, hands it requests, and fans its tokens out to their streams.
+"""Client of the engine process in the server process: process start, requests, and one token stream per request.
 
-One reader task decodes what arrives and routes it by request id. A process that dies, however it dies, ends every
-open stream with EngineGone; nothing here restarts it, for a pod that lost its engine should be replaced.
+One reader task decodes the messages of the engine and routes them by request id. If the engine process ends for any
+reason, every open stream ends with EngineGone. The client does not restart the engine, since a pod that lost its
+engine should be replaced.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ _EXIT_SECONDS = 5.0
 
 
 class Stream:
-    """The tokens of one request, in order. Close it when nobody listens any more: an unfinished one is aborted.
+    """Token stream of one request, in order. Closing a stream before its end aborts the request.
 
-    with client.submit(request) as stream:
-        async for tokens in stream: ...
+    Example:
+        with client.submit(request) as stream:
+            async for tokens in stream: ...
     """
 
     def __init__(self, client: EngineClient, request_id: str) -> None:
@@ -57,13 +59,14 @@ class Stream:
         self._over = False
 
     def deliver(self, item: Tokens | EngineGone) -> None:
+        """Append tokens, or the error that ends the stream."""
         self._queue.put_nowait(item)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Tokens:
-        """Raises EngineGone when the engine dies first."""
+        """Return the next tokens. Raise EngineGone if the engine ends before the request does."""
         if self._over:
             raise StopAsyncIteration
         item = await self._queue.get()
@@ -74,7 +77,7 @@ class Stream:
         return item
 
     def close(self) -> None:
-        """May be called twice. Who still waits for tokens gets EngineGone."""
+        """Abort the request if it is unfinished; a pending read raises EngineGone. May be called twice."""
         self._client._forget(self._request_id, abort=not self._over)
         if not self._over:
             self.deliver(EngineGone("nobody listens any more"))
@@ -89,7 +92,10 @@ class Stream:
 
 
 class EngineClient:
-    """One engine process. ``loaded`` and ``gone`` are futures that resolve at most once."""
+    """Client of one engine process.
+
+    ``loaded`` resolves once the engine accepts requests, ``gone`` once it has ended; each resolves at most once.
+    """
 
     def __init__(
         self,
@@ -102,8 +108,8 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[Loaded] = loop.create_future()
         self.gone: asyncio.Future[str] = loop.create_future()
-        """Why the engine is gone; never resolves after ``close``."""
-        self._folder = tempfile.mkdtemp(prefix="specdecode-")  # mode 0700: nobody else can connect
+        """Reason why the engine ended. It never resolves after ``close``."""
+        self._folder = tempfile.mkdtemp(prefix="specdecode-")  # mode 0700: other users cannot connect
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -120,16 +126,17 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not finished."""
+        """Number of requests that are submitted and not finished."""
         return len(self._streams)
 
     @property
     def pid(self) -> int:
+        """Process id of the engine process."""
         assert self._process.pid is not None
         return self._process.pid
 
     def submit(self, request: Submit) -> Stream:
-        """Hands a request over. Raises EngineGone."""
+        """Submit a request and return its token stream. Raise EngineGone if the engine has ended."""
         self._check_alive()
         assert request.request_id not in self._streams, "request ids are unique"
         stream = self._streams[request.request_id] = Stream(self, request.request_id)
@@ -137,35 +144,50 @@ class EngineClient:
         return stream
 
     async def set_plan(self, plan: Plan) -> None:
-        """Raises CallRefused, EngineGone."""
+        """Set the plan of the engine.
+
+        Raises:
+            CallRefused: The engine refused the plan; the previous one stays in force.
+            EngineGone: The engine has ended.
+        """
         await self._call(lambda call_id: SetPlan(call_id, plan.model_dump_json().encode()))
 
     async def set_draft(self, draft: DraftConfig, name: str = "") -> None:
-        """Returns once ``draft`` has taken over from the one of that name. Raises CallRefused, EngineGone."""
+        """Replace the draft of this name, and return once ``draft`` is in use. The default draft has an empty name.
+
+        Raises:
+            CallRefused: The engine could not load the draft; the previous one stays in use.
+            EngineGone: The engine has ended.
+        """
         body = draft.model_dump_json(exclude={"name"}).encode()
         await self._call(lambda call_id: SetDraft(call_id, body, name))
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Raises CallRefused, EngineGone."""
+        """Set the synthetic knobs of the engine; None clears them.
+
+        Raises:
+            CallRefused: The engine refused the knobs; the previous ones stay in force.
+            EngineGone: The engine has ended.
+        """
         body = b"null" if knobs is None else knobs.model_dump_json().encode()
         await self._call(lambda call_id: SetSynthetic(call_id, body))
 
     async def report(self) -> Report:
-        """Raises EngineGone."""
+        """Return the worker report of the engine. Raise EngineGone if the engine has ended."""
         return Report.model_validate_json(await self._call(GetReport))
 
     def end_streams(self, reason: str) -> None:
-        """Ends every open stream with EngineGone, the engine alive or not."""
+        """End every open stream with EngineGone, even if the engine is still running."""
         for stream in self._streams.values():
             stream.deliver(EngineGone(reason))
 
     async def close(self) -> None:
-        """Ends the process; what still runs in it is lost."""
+        """End the engine process. Unfinished requests are lost."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
-        # While it loads it reads no messages.
+        # The engine reads no messages while it loads, so Shutdown would have no effect then.
         if self._process.is_alive() and self.loaded.done():
             self._send(Shutdown())
             await asyncio.to_thread(self._process.join, _EXIT_SECONDS)
@@ -180,7 +202,7 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
-        # Leaves at once (there is no high-water mark) or, before the engine has connected, waits inside the socket.
+        # This never blocks: without a high-water mark, messages queue in the socket until the engine has connected.
         self._socket.send(self._encoder.encode([message]))
 
     async def _call(self, make: Callable[[int], ToEngine]) -> bytes:
@@ -222,7 +244,7 @@ class EngineClient:
 
     def _process_ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        # Its last words may still be on their way through the socket.
+        # A Crashed message may still be in transit; it has the better reason.
         asyncio.get_running_loop().call_later(0.2, self._lose_silently)
 
     def _lose_silently(self) -> None:

@@ -1,7 +1,8 @@
-"""The engine loop, in a process of its own: messages in, steps, tokens out.
+"""Main loop of the engine process: receive messages, run steps, send tokens.
 
-``client`` starts it and is its only peer. No Python of the HTTP path ever holds up a step: the two share nothing but
-a pair of sockets. The loop sleeps on its socket while there is nothing to compute, and ends when its parent does.
+EngineClient starts the process and is its only peer. The engine has a process of its own so that the Python code of
+the HTTP server never delays a step; the two share only a pair of sockets. The loop sleeps on its socket while there is
+nothing to compute, and ends when its parent process does.
 """
 
 from __future__ import annotations
@@ -43,48 +44,60 @@ from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.termination import write_termination_message
 
-if TYPE_CHECKING:  # the server's process imports this module, and no torch
+if TYPE_CHECKING:  # the server process imports this module and must not import torch
     from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft
 
 
 CALIBRATION_SECONDS = 5.0
-"""Most time that a start is delayed for it, and once more for shapes."""
+"""Time limit of the calibration of plain steps at start, in seconds; calibration of tree shapes has the same limit."""
 PADDED_CALIBRATION_SECONDS = 60.0
-"""The same where knobs pad steps: what a proof's worker knows of loads is as much as others know."""
+"""CALIBRATION_SECONDS for a worker with synthetic knobs. It is longer because the knobs may pad every step."""
 
 
 class Engine(Calibrated, Protocol):
-    """What the loop needs of an engine; ``engine.engine.Engine`` is the one."""
+    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute until the next message."""
+        """True if there is nothing to compute until the next message."""
         ...
 
-    def report(self) -> Report: ...
+    def report(self) -> Report:
+        """Return the worker report."""
+        ...
 
-    def set_plan(self, plan: Plan) -> None: ...
+    def set_plan(self, plan: Plan) -> None:
+        """Replace the plan."""
+        ...
 
-    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None: ...
+    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
+        """Replace the synthetic knobs; None clears them."""
+        ...
 
     @property
     def load_draft(self) -> LoadDraft | None:
-        """Loads a draft beside those that run, in a thread of its own; None where none can be."""
+        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
         ...
 
-    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]: ...
+    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
+        """Replace the draft of this name. Return the tokens of the steps that were in flight."""
+        ...
 
 
 Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
-"""Loads the models. Runs in the engine's process, where torch may be imported."""
+"""Callable that loads the models. It runs in the engine process, which may import torch."""
 
 
 class EnginePort:
-    """The engine's end of the sockets; every message is a msgpack list, so that a step's tokens travel as one."""
+    """Engine's end of the socket pair.
+
+    Every wire message is a msgpack list of messages, so that all tokens of a step travel together.
+    """
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        # Tokens must never be dropped and a slow reader must never stop a step; requests in flight bound the queue.
+        # No high-water mark: tokens are never dropped, and a slow reader never blocks a step. The number of requests in
+        # flight bounds the queue.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
@@ -98,8 +111,14 @@ class EnginePort:
             self._poller.register(self._parent, zmq.POLLIN)
 
     def receive(self, patience_seconds: float | None) -> list[ToEngine]:
-        """All messages that are there; sleeps for as long until there is one, None for ever. A dead parent means
-        Shutdown."""
+        """Return all pending messages.
+
+        Args:
+            patience_seconds: Maximum time to wait for the first message, in seconds; None waits without limit.
+
+        Returns:
+            The messages, which may be none; a Shutdown if the parent process has ended.
+        """
         events = dict(self._poller.poll(None if patience_seconds is None else int(1000 * patience_seconds)))
         if self._parent in events:
             return [Shutdown()]
@@ -110,15 +129,17 @@ class EnginePort:
         return found
 
     def send(self, messages: Sequence[FromEngine]) -> None:
+        """Send the messages as one wire message; do nothing if there are none."""
         if messages:
             self._socket.send(self._encoder.encode(messages))
 
     def close(self) -> None:
+        """Close the socket; unsent messages have one second to leave."""
         self._socket.close()
 
 
 class EngineLoop:
-    """Drains messages, steps, sends; until Shutdown."""
+    """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
     def __init__(self, engine: Engine, port: EnginePort) -> None:
         self._engine = engine
@@ -127,6 +148,7 @@ class EngineLoop:
         self._running = True
 
     def run(self) -> None:
+        """Run until a Shutdown message arrives."""
         while self._running:
             for message in self._port.receive(self._patience()):
                 self._port.send(self._take(message))
@@ -137,7 +159,7 @@ class EngineLoop:
         self._swaps.close()
 
     def _patience(self) -> float | None:
-        """Seconds to wait for a message: none while there is something to compute."""
+        """Return how long to wait for a message, in seconds: 0 while there is work, None for no limit."""
         if not self._engine.idle:
             return 0
         return POLL_SECONDS if self._swaps.pending else None
@@ -169,7 +191,7 @@ class EngineLoop:
         return []
 
     def _answer(self, call: SetPlan | SetSynthetic | GetReport) -> Done:
-        """A call that fails is answered so; only a failing step ends the engine."""
+        """Execute a call and return its answer, which holds the error of a failed call. The engine continues."""
         try:
             return Done(call_id=call.call_id, body=self._call(call))
         except Exception as error:
@@ -190,7 +212,7 @@ class EngineLoop:
 
 
 def warm_up(engine: Engine) -> None:
-    """A request through the whole path, so that the first user does not pay for what only the first one costs."""
+    """Run one request to its end, so that one-time costs do not delay the first request of a client."""
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
     while not engine.idle:
@@ -200,8 +222,18 @@ def warm_up(engine: Engine) -> None:
 def main(
     address: str, config_json: str, plan_json: str | None, knobs_json: str | None, build: Build | None = None
 ) -> None:
-    """Entry of the process. Exits 0 after Shutdown, 1 after a Crashed message."""
-    # Ctrl-C reaches the whole process group; the parent drains first and then says Shutdown.
+    """Run the engine process: load the models, warm up, calibrate, send Loaded, then run the loop.
+
+    The process exits with code 0 after Shutdown, and with code 1 after it has sent a Crashed message.
+
+    Args:
+        address: ZeroMQ address of the client's socket.
+        config_json: WorkerConfig as JSON.
+        plan_json: Initial Plan as JSON, if any.
+        knobs_json: Initial SyntheticKnobs as JSON, if any.
+        build: Loads the engine; tests replace it.
+    """
+    # Ctrl-C reaches the whole process group. The parent drains its requests first and then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     port = EnginePort(address)
@@ -210,7 +242,7 @@ def main(
         if plan_json is not None:
             engine.set_plan(Plan.model_validate_json(plan_json))
         if knobs_json is not None:
-            # Before anything is timed: what is told of steps then is what they will take.
+            # Set before the calibration, so that the calibrated step times include the padding of the knobs.
             engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
         warm_up(engine)
         calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
@@ -226,7 +258,10 @@ def main(
 
 
 def _last_words(error: Exception) -> str:
-    """What a user named wrongly needs no traceback; everything else is a bug and gets one in the log."""
+    """Return the reason of a crash.
+
+    A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.
+    """
     if isinstance(error, ModelError | RankLost):
         return str(error)
     traceback.print_exc()
@@ -234,7 +269,7 @@ def _last_words(error: Exception) -> str:
 
 
 def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
-    from specdecode_worker.engine.factory import load_engine  # imports torch, which the parent must not
+    from specdecode_worker.engine.factory import load_engine  # imports torch, which the parent process must not do
 
     engine = load_engine(config, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
     report = engine.report()

@@ -1,7 +1,7 @@
-"""What crosses between the HTTP server and the engine process: msgspec structs, msgpack on the wire.
+"""Messages between the HTTP server and the engine process: msgspec structs, sent as msgpack.
 
-The server tokenizes, detokenizes and finds stop strings; the engine knows token ids alone. Reports, plans and knobs
-travel as the JSON of their contract classes, unread by the transport.
+The server tokenizes, detokenizes and finds stop strings; the engine handles token ids only. Reports, plans and knobs
+travel as the JSON of their contract classes; the transport does not parse them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 cut nothing.
-    Penalties are vLLM's: presence and frequency look at the answer, repetition at prompt and answer.
+    """Sampling parameters of one request.
 
-    ``seed`` is always set: the server draws one for requests that name none.
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable truncation. Penalties are those of
+    vLLM: presence and frequency penalties count tokens of the output, the repetition penalty those of prompt and
+    output. ``seed`` is always set: the server draws one for a request without a seed.
     """
 
     max_tokens: int
@@ -31,17 +32,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
-    """Until so many tokens are out, no stop token can be chosen."""
+    """Number of output tokens before a stop token can be chosen."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None asks for none; else how many of the most likely tokens are told beside the chosen one."""
+    """Number of most likely tokens to return with each chosen token; None for no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same for every token of the prompt; a request that asks for them reuses no prefix."""
+    """Same as ``logprobs``, for every token of the prompt. Such a request does not reuse a cached prefix."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request. ``arrival_seconds`` is CLOCK_MONOTONIC, which both processes share."""
+    """New request. ``arrival_seconds`` is a reading of CLOCK_MONOTONIC, which both processes share."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -51,21 +52,24 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request and free its blocks within one step. Unknown ids are ignored."""
+    """Cancellation of a request. Its blocks are freed within one step; unknown ids are ignored."""
 
     request_id: str
 
 
 class SetPlan(msgspec.Struct, frozen=True, tag=True):
-    """Take a plan (contract.Plan as JSON, already validated). Answered by Done."""
+    """Call that sets the plan (contract.Plan as JSON, already validated). Answered by Done."""
 
     call_id: int
     plan_json: bytes
 
 
 class SetDraft(msgspec.Struct, frozen=True, tag=True):
-    """Load another draft (contract.NamedDraft or DraftConfig as JSON) in place of the one of that name, the first if
-    it has none, and let it take over between two steps. Answered by Done once it has; an error changes nothing."""
+    """Call that loads a draft (contract.NamedDraft or DraftConfig as JSON) and replaces the draft of that name.
+
+    An empty name means the default draft. The new draft takes over between two steps; Done is sent after that. On an
+    error the previous draft stays in use.
+    """
 
     call_id: int
     draft_json: bytes
@@ -73,25 +77,28 @@ class SetDraft(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetSynthetic(msgspec.Struct, frozen=True, tag=True):
-    """Set or clear the synthetic knobs (contract.SyntheticKnobs as JSON). Answered by Done."""
+    """Call that sets or clears (JSON null) the synthetic knobs (contract.SyntheticKnobs). Answered by Done."""
 
     call_id: int
     knobs_json: bytes
 
 
 class GetReport(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Done with the JSON of a contract.Report."""
+    """Call for the worker report. Answered by Done with a contract.Report as JSON."""
 
     call_id: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Leave the loop once the running step is collected."""
+    """Request to leave the engine loop after the running step."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of one emitted token, from the target's raw logits: its own, its rank (1 is the most likely), and the most
-    likely ones beside it, best first."""
+    """Log probabilities at one token, from the raw logits of the target.
+
+    ``rank`` is the rank of ``token``, 1 for the most likely. ``top_tokens`` and ``top_logprobs`` are the most likely
+    tokens, best first.
+    """
 
     token: int
     logprob: float
@@ -101,7 +108,11 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """New tokens of one request; ``finish`` closes it. ``drafts`` and ``accepted`` are the request's sums so far."""
+    """New tokens of one request.
+
+    ``finish`` is set in the last message of the request. ``drafts``, ``draft_tokens`` and ``accepted`` are totals of
+    the request so far.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -111,14 +122,14 @@ class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_tokens: int = 0
     accepted: int = 0
     logprobs: tuple[Logprobs, ...] = ()
-    """One for each of ``tokens`` where the request asked."""
+    """Log probabilities of each of ``tokens``, if the request has ``logprobs``."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    """With the first token, for the prompt's second token and all behind it, where the request asked."""
+    """Log probabilities of the prompt from its second token on, sent with the first token if requested."""
     error: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to a call. ``error`` says why it was refused; nothing changed then."""
+    """Answer to a call. ``error`` is the reason of a refusal, after which nothing has changed; empty for success."""
 
     call_id: int
     body: bytes = b""
@@ -126,7 +137,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine is ready to take requests."""
+    """Notice that the engine accepts requests, with the properties of the loaded models."""
 
     max_model_len: int
     target: str
@@ -136,7 +147,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Crashed(msgspec.Struct, frozen=True, tag=True):
-    """The engine's last words."""
+    """Last message of an engine process that ends with an error."""
 
     reason: str
 

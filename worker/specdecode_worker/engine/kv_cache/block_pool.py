@@ -1,6 +1,7 @@
-"""Who owns which block of the paged caches. Target and draft caches share one numbering.
+"""Allocator of the blocks of the paged caches. Target and draft caches share one block numbering.
 
-A block is owned (by one request, or by several that begin alike), cached (nobody's, kept for who comes next), or free.
+A block is owned (by one request, or by several that share a prefix), cached (without an owner, kept for prefix reuse)
+or free.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from specdecode_worker.engine.kv_cache.prefix_index import PrefixIndex
 
 BLOCK_SIZE = 16
+"""Number of tokens per block."""
 PADDING_BLOCK = 0
-"""Absorbs what padding writes; never owned."""
+"""Block that absorbs the writes of padding; it is never owned."""
 
 _FREE = b"\x00"
 _TAKEN = b"\x01"
@@ -21,17 +23,20 @@ _GAPS = re.compile(rb"\x00+")
 
 
 def blocks_for(keys: int) -> int:
-    """Blocks that hold so many keys."""
+    """Return the number of blocks that hold ``keys`` keys."""
     return -(-keys // BLOCK_SIZE)
 
 
 class BlockPool:
-    """Hands out blocks so that a sequence's blocks lie behind each other where they can: attention then reads them in
-    place. A sequence grows into the block behind its last; a new one starts in the middle of the widest gap, so that
-    its neighbour can grow too. Cached blocks are given up when free ones run out, never before."""
+    """Reference-counted block allocator that keeps the blocks of a sequence contiguous where possible.
+
+    Attention reads contiguous blocks in place, without a copy. A sequence grows into the block after its last one. A
+    new sequence starts in the middle of the widest gap, so that the sequence before the gap can grow too. Cached blocks
+    are evicted only when no free block is left.
+    """
 
     def __init__(self, count: int) -> None:
-        """``count`` includes the padding block."""
+        """Start with all blocks free. ``count`` is their number, including the padding block."""
         self.total = count - 1
         self.free = count - 1
         self.prefixes = PrefixIndex()
@@ -40,22 +45,26 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
+        """Number of blocks without an owner that are kept for prefix reuse."""
         return self.prefixes.resting
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken."""
+        """Number of blocks that can be taken: free and cached ones."""
         return self.free + self.cached
 
     @property
     def used(self) -> int:
-        """Blocks that somebody owns."""
+        """Number of blocks with an owner."""
         return self.total - self.available
 
     def take(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
-        """``count`` blocks, best right behind block ``after``; None, and nothing taken, when there are too few.
+        """Take ``count`` blocks; return None, and take none, if fewer are available.
 
-        ``room`` is how many the sequence will come to need, for a good place to start.
+        Args:
+            count: Number of blocks.
+            after: Block that the new blocks should directly follow, if possible.
+            room: Number of blocks that the sequence is expected to need, used to choose where it starts.
         """
         if count > self.available:
             return None
@@ -75,14 +84,17 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner for blocks that the index has found."""
+        """Add an owner to blocks that were found in the prefix index."""
         for block in blocks:
             if not self._owners[block]:
                 self.prefixes.wake(block)
             self._owners[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One owner less. The last ones of a text rest before those that they continue, and so go before them."""
+        """Remove an owner from blocks; blocks without owners become cached if the index holds them, else free.
+
+        The blocks are processed in reverse, so that the end of a text is evicted before its beginning.
+        """
         for block in reversed(blocks):
             assert block != PADDING_BLOCK, "the padding block has no owner"
             assert self._owners[block] > 0, f"block {block} is given back twice"
@@ -95,20 +107,27 @@ class BlockPool:
                 self._free(block)
 
     def register(self, block: int, digest: bytes, parent: bytes) -> None:
-        """The owned ``block`` now holds the text of ``digest``, and nobody will write to it again. Where another block
-        holds it already, that one stays known."""
+        """Add a full block to the prefix index; the block must have an owner and must not be written again.
+
+        If another block is already registered for the same text, that block stays registered.
+
+        Args:
+            block: Number of the block.
+            digest: Digest of all tokens up to the end of the block.
+            parent: Digest of the block before.
+        """
         assert self._owners[block] > 0, f"block {block} has no owner"
         if self.prefixes.holder(digest) is None:
             self.prefixes.add(block, digest, parent)
 
     def let_go(self, block: int) -> None:
-        """Forgets what a resting block holds."""
+        """Evict a cached block: remove it from the prefix index and free it."""
         assert self.prefixes.rests(block), f"block {block} is no cached one"
         self.prefixes.drop(block)
         self._free(block)
 
     def check(self, owned: Sequence[int]) -> None:
-        """The books balance: every block is free, cached, or in ``owned`` as often as it has owners."""
+        """Check that every block is free, cached, or occurs in ``owned`` as often as it has owners."""
         self.prefixes.check()
         owners = Counter(owned)
         assert all(self._owners[block] == owners[block] for block in range(self.total + 1)), (
@@ -127,7 +146,11 @@ class BlockPool:
         return block < len(self._map) and self._map[block] == 0
 
     def _gap(self, count: int) -> int:
-        """Where a run starts: in the middle of the widest gap, or at its beginning when it is small."""
+        """Return the block where a run of ``count`` blocks starts.
+
+        This is the middle of the widest gap if the run fits after it, else the beginning of that gap. A gap at the
+        start of the pool has no sequence before it that could grow, so that it is used from its beginning.
+        """
         if self.free == 1:
             return self._map.index(0)
         first, end = max((gap.span() for gap in _GAPS.finditer(self._map)), key=lambda span: span[1] - span[0])

@@ -1,5 +1,4 @@
-"""What the device learns before a step, and what stays of it: accepted keys, tokens and states move to where they
-belong, lengths advance."""
+"""Transfer of request state to the device before a step and commit of accepted keys, tokens and states after it."""
 
 from __future__ import annotations
 
@@ -20,17 +19,19 @@ from specdecode_worker.speculation.acceptance import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where rows that chose stand: their slots and blocks, the index of their last committed token, and which packed
-    token of the pass it was."""
+    """Roots (last committed tokens) of the C rows that choose a token."""
 
     slots_C: Tensor
+    """Slots in the device state."""
     block_table_CM: Tensor
     index_C: Tensor
+    """Index of the root in its sequence."""
     packed_rows_C: Tensor
+    """Index of the root among the packed tokens of the pass."""
 
 
 def tell_rows(state: DeviceState, rows: Sequence[Row]) -> None:
-    """Tokens and prefix of requests that begin, and blocks that were taken since."""
+    """Copy the tokens and prefixes of newly admitted requests and all newly taken blocks to the device state."""
     for row in rows:
         request = row.request
         if row.begins:
@@ -41,7 +42,10 @@ def tell_rows(state: DeviceState, rows: Sequence[Row]) -> None:
 
 
 def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Tensor | None) -> None:
-    """Prefill chunks: their keys are in place, their last aux states are kept for the draft."""
+    """Commit prefill chunks: advance their lengths and store their last auxiliary states for the draft.
+
+    The keys of a chunk are already at their final slots.
+    """
     for begin, row in zip(step.packed.query_start, rows, strict=False):
         if row.is_chunk:
             end = row.start + row.count
@@ -54,8 +58,16 @@ def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Ten
 def keep_paths(
     state: DeviceState, cache: PagedCache, roots: Roots, outcome: Outcome, aux_TA: Tensor | None, *, in_place: bool
 ) -> None:
-    """Rows that chose: the accepted path's keys and aux states, the emitted tokens, the new length. ``in_place``: all
-    trees are chains, whose keys stand where they belong."""
+    """Commit the rows that chose a token: accepted keys, auxiliary states, emitted tokens and new lengths.
+
+    Args:
+        state: Device state of the requests.
+        cache: The target's cache.
+        roots: Roots of the rows.
+        outcome: Result of verification.
+        aux_TA: Auxiliary states of all packed tokens; None if no draft reads any.
+        in_place: All trees are chains, so that accepted keys are already at their final slots.
+    """
     if not in_place:
         _move_keys(cache, roots.block_table_CM, roots.index_C, outcome.path_BD)
     if aux_TA is not None:
@@ -64,12 +76,19 @@ def keep_paths(
 
 
 def _move_keys(cache: PagedCache, block_table_BM: Tensor, roots_C: Tensor, path_CD: Tensor) -> None:
-    """Where nothing but first children was accepted no key moves."""
+    """Move the keys and values of accepted nodes to the slots directly after the roots.
+
+    Args:
+        cache: The target's cache.
+        block_table_BM: Block tables; the first rows are those of the roots.
+        roots_C: Index of each root in its sequence.
+        path_CD: Accepted nodes in path order, -1 as padding.
+    """
     row_CD = torch.arange(len(path_CD), device=path_CD.device)[:, None].expand_as(path_CD)
     target_CD = roots_C[:, None] + 1 + torch.arange(path_CD.shape[1], device=path_CD.device)
     source = slots_of(block_table_BM, row_CD, roots_C[:, None] + path_CD.clamp(min=0))
     target = slots_of(block_table_BM, row_CD, target_CD.expand_as(path_CD))
-    # A pair that does nothing points into the padding block.
+    # Padding pairs copy slot 0 of the padding block onto itself.
     moves = path_CD > 0
     source, target = torch.where(moves, source, 0), torch.where(moves, target, 0)
     cache.keep(source.flatten(), target.flatten(), group=path_CD.shape[1])

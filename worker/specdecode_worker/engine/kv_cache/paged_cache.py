@@ -1,4 +1,4 @@
-"""The paged cache of keys and values, and the attention that models run on it."""
+"""Paged cache of keys and values, and the attention that models run on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from specdecode_worker.models.networks.rope import Turns
 
 
 class PagedCache:
-    """Keys and values ``[layer, 2, block, 16, kv_head, head_dim]``, zeroed: masked keys must be finite."""
+    """Paged keys and values of one network: ``[layer, 2, block, 16, kv_head, head_dim]``.
+
+    The cache starts with zeros because masked keys, too, must be finite.
+    """
 
     def __init__(
         self,
@@ -31,12 +34,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Allocate the cache. ``blocks`` includes the padding block; ``heads`` is the number of query heads."""
         self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=dtype, device=device)
         self._groups = heads // kv_heads
         self._natively = attends(dtype, device, head_dim)
 
     def attend(self, packed: Packed | Tables) -> Attend:
-        """The attention of one pass, for all of its layers."""
+        """Return the attention function for all layers of one pass."""
         if isinstance(packed, Tables):
             return self._attending(packed.slots_T, self._prepared(packed))
         if self._natively:
@@ -58,7 +62,13 @@ class PagedCache:
         return self._attending(packed.slots_T, prepared)
 
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
-        """Moves accepted nodes' keys and values to the slots that their positions own; ``group`` as in kv_keep."""
+        """Copy keys and values from source to target slots in all layers.
+
+        Args:
+            source_slots: Slots of the accepted nodes.
+            target_slots: Slots of their final positions.
+            group: Length of the runs of pairs within which sources and targets may overlap; see ``kv_keep``.
+        """
         kv_keep(self.data, source_slots, target_slots, group=group)
 
     def _prepared(self, tables: Tables) -> Prepared:
@@ -79,7 +89,7 @@ class PagedCache:
 
 
 class PagedAttend:
-    """models.layers.Attend: writes this pass's keys and values to their slots, then attends over the paged keys."""
+    """``Attend`` that writes the keys and values of the pass to their slots, then attends over the paged keys."""
 
     def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared) -> None:
         self._layers = data.unbind(0)
@@ -95,16 +105,17 @@ class PagedAttend:
 
 
 class TurningPagedAttend(PagedAttend, TurningAttend):
-    """The same where a kernel rotates too, while it writes the keys."""
+    """``PagedAttend`` for GPUs, where one kernel applies the rotary embedding and writes keys and values."""
 
     def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+        """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
         cache = self._layers[layer]
         turned_THD = rope_cache(q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache)
         return attend(turned_THD, cache, self._prepared)
 
 
 class NativeAttend:
-    """The same in one compiled call a layer."""
+    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer."""
 
     def __init__(self, data: Tensor, packed: Packed) -> None:
         self._layers = data.flatten(2, 3).unbind(0)

@@ -1,7 +1,8 @@
-"""Which blocks hold which text: full blocks by the hash of all tokens up to their end, the least recently used first.
+"""Index of full cache blocks by the hash of all tokens up to their end, with least-recently-used eviction order.
 
-A block is told apart by the hash of (the block before it, its tokens), so that two requests that begin alike find each
-other's blocks. Drafts leave a mark on blocks that hold valid keys of theirs too. Who owns a block is blocks.py's.
+The digest of a block is the hash of the digest of the block before it and of its own tokens, so that requests with the
+same prefix find the same blocks. Marks record which drafts have valid keys in a block. Owners are counted in
+block_pool.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from hashlib import blake2b
 
 
 def root_digest(salt: str) -> bytes:
-    """What the first block of a text follows; ``salt`` names the target whose keys these are."""
+    """Return the parent digest of the first block of every text. ``salt`` identifies the target."""
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], count: int, root: bytes, block_size: int) -> None:
-    """Appends the digests of the next full blocks of ``tokens``, until there are ``count``. Each is made once."""
+    """Append digests of full blocks of ``tokens`` to ``digests`` until there are ``count``.
+
+    Args:
+        digests: Digests of the first blocks, extended in place; these are not computed again.
+        tokens: Tokens of the request.
+        count: Number of full blocks to cover.
+        root: Parent digest of the first block.
+        block_size: Tokens per block.
+    """
     for block in range(len(digests), count):
         packed = array("q", tokens[block * block_size : (block + 1) * block_size]).tobytes()
         digests.append(blake2b((digests[-1] if digests else root) + packed, digest_size=16).digest())
@@ -27,13 +36,18 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], count: int, root
 
 @dataclass(slots=True)
 class _Entry:
+    """Index entry of one block: its digest, that of the block before, and a bit mask of marks."""
+
     digest: bytes
     parent: bytes
     marks: int = 0
 
 
 class PrefixIndex:
-    """Blocks by digest. A block that nobody owns rests here until it is found again or its place is needed."""
+    """Mapping from digests to blocks.
+
+    A block without an owner rests in the index until a request finds it again or it is evicted.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
@@ -50,14 +64,15 @@ class PrefixIndex:
 
     @property
     def resting(self) -> int:
-        """Blocks that nobody owns."""
+        """Number of blocks without an owner."""
         return len(self._resting)
 
     def rests(self, block: int) -> bool:
+        """Return whether the block is in the index and has no owner."""
         return block in self._resting
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known beginning."""
+        """Return the blocks of the longest indexed prefix of ``digests``."""
         found = []
         for digest in digests:
             block = self._blocks.get(digest)
@@ -67,9 +82,11 @@ class PrefixIndex:
         return found
 
     def holder(self, digest: bytes) -> int | None:
+        """Return the block that is registered for ``digest``, or None."""
         return self._blocks.get(digest)
 
     def add(self, block: int, digest: bytes, parent: bytes) -> None:
+        """Register an owned block under ``digest``; ``parent`` is the digest of the block before."""
         assert digest not in self._blocks, "two blocks hold the same text"
         assert block not in self._entries, f"block {block} holds a text already"
         self._blocks[digest] = block
@@ -77,6 +94,7 @@ class PrefixIndex:
         self._children[parent] += 1
 
     def drop(self, block: int) -> None:
+        """Remove a block from the index."""
         entry = self._entries.pop(block)
         del self._blocks[entry.digest]
         self._resting.pop(block, None)
@@ -85,17 +103,18 @@ class PrefixIndex:
             del self._children[entry.parent]
 
     def rest(self, block: int) -> None:
-        """Its last owner is gone."""
+        """Record that the block lost its last owner, as the most recently used one."""
         self._resting[block] = None
 
     def wake(self, block: int) -> None:
-        """It has an owner again."""
+        """Record that a block without an owner has an owner again."""
         del self._resting[block]
 
     def oldest(self) -> int:
-        """The block to do without: the one that rests longest of those that nothing known continues.
+        """Return the block to evict: the least recently used one without an indexed successor.
 
-        Where all are continued (by a text whose owner computed the beginning for itself) it is the oldest of all.
+        If all have successors, it is the least recently used one. That happens when the owner of a successor computed
+        the blocks before it for itself.
         """
         for block in self._resting:
             if self._entries[block].digest not in self._children:
@@ -103,24 +122,25 @@ class PrefixIndex:
         return next(iter(self._resting))
 
     def mark(self, block: int, draft: str) -> None:
-        """``draft`` has written valid keys of its own for all of the block. Nothing for a block that is not known."""
+        """Record that ``draft`` has valid keys for the whole block. No effect on a block outside of the index."""
         entry = self._entries.get(block)
         if entry is not None:
             entry.marks |= 1 << self._bits.setdefault(draft, len(self._bits))
 
     def is_marked(self, block: int, draft: str) -> bool:
+        """Return whether the block carries the mark of ``draft``."""
         entry, bit = self._entries.get(block), self._bits.get(draft)
         return entry is not None and bit is not None and bool(entry.marks >> bit & 1)
 
     def forget_marks(self, draft: str) -> None:
-        """The keys of ``draft`` are gone, or its cache is another's now."""
+        """Remove the marks of ``draft`` from all blocks, because its keys are no longer in the cache."""
         bit = self._bits.get(draft)
         if bit is not None:
             for entry in self._entries.values():
                 entry.marks &= ~(1 << bit)
 
     def check(self) -> None:
-        """The index agrees with itself."""
+        """Check that the tables of the index are consistent."""
         assert {entry.digest: block for block, entry in self._entries.items()} == self._blocks, "a digest is astray"
         assert self._children == Counter(entry.parent for entry in self._entries.values()), "a child is miscounted"
         assert self._resting.keys() <= self._entries.keys(), "a block rests that holds no text"

@@ -1,7 +1,8 @@
-"""Prefix reuse: which blocks an arriving request finds, and which it leaves for others.
+"""Prefix reuse: lookup of cached blocks for a new request and publication of its own full blocks.
 
-A block becomes known once the step that fills it is launched: what reads it is launched later, and the device runs in
-order. A known block is never written to again. So the last prompt token, whose logits are needed, is never reused.
+A block is published once the step that fills it has been launched, which is safe because the device runs steps in order
+and readers are launched later. A published block is never written again. The block with the last prompt token is never
+reused, because the logits of that token are needed.
 """
 
 from __future__ import annotations
@@ -13,53 +14,61 @@ from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_
 from specdecode_worker.engine.request import Hit, Request
 
 _STATES = "states"
-"""Mark of blocks whose last token's states are kept; no draft's identity, which is a hash."""
+"""Mark of blocks with stored hidden states of their last token. It cannot collide with a draft's mark, a hash."""
 _FOLLOWED = "followed"
-"""Mark of blocks that some draft has followed, be it gone since."""
+"""Mark of blocks that any draft has processed, even one that was replaced since."""
 
 
 class Reuse:
-    """One per scheduler. ``salt`` names the target whose keys are cached; disabled, nothing is found or kept."""
+    """Prefix reuse of one scheduler. If disabled, no block is found or published."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, salt: str) -> None:
+        """Work on the blocks of ``pool``. ``salt`` identifies the target that computes the keys."""
         self.enabled = enabled
         self._pool, self._index = pool, pool.prefixes
         self.drafting = False
-        """Whether drafts follow prompts. Then what was computed while none did is computed again, once, rather than
-        hide a beginning from the draft for ever."""
+        """True if drafts process prompts.
+
+        If they do, prefixes that were cached while no draft ran are computed once more; otherwise the draft could never
+        see these prefixes.
+        """
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
 
     def begin_step(self) -> None:
+        """Start collecting the blocks that the chunks of a new step fill."""
         self._filling.clear()
 
     def find(self, request: Request) -> Hit:
-        """The blocks that a request begins with, but for the last token of what it is to prefill."""
+        """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
         most = self._most(request)
         found = self._index.find(self._digests(request, most)[:most])
         if self.drafting and request.draft.draft:
             found = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), found))
         marked = [self._index.is_marked(block, request.draft.draft) for block in found]
         if marked[-2:] == [True, False]:
-            # Its first owner ended before the draft had caught up with the last block. One block of prefill more is
-            # cheap beside a draft that cannot see anything of the prefix.
+            # The block's first owner ended before the draft had caught up with this last block. Computing one block
+            # again costs less than a draft that cannot see any of the prefix.
             found, marked = found[:-1], marked[:-1]
         drafted = next((i for i, is_marked in enumerate(reversed(marked)) if not is_marked), len(marked))
         return Hit(found, drafted, not found or self._index.is_marked(found[-1], _STATES))
 
     def is_coming(self, request: Request, hit: Hit) -> bool:
-        """Whether the step being made fills the very block that ``request`` needs next: it is found a step later."""
+        """Return whether a chunk of the step under construction fills the block that ``request`` needs next.
+
+        The caller then delays the request by one step, after which the block is found in the cache.
+        """
         after = len(hit.blocks)
         return after < self._most(request) and request.digests[after] in self._filling
 
     def fills(self, request: Request, start: int, end: int) -> None:
-        """A chunk of this step."""
+        """Record that a chunk of this step computes the tokens from ``start`` to ``end`` of the request."""
         if self.enabled:
             whole = end // BLOCK_SIZE
             self._filling.update(self._digests(request, whole)[start // BLOCK_SIZE : whole])
 
     def publish(self, request: Request, end: int) -> None:
-        """Makes the blocks known that hold nothing but the first ``end`` tokens, and marks what its draft has seen."""
+        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft."""
         if not self.enabled:
             return
         whole = end // BLOCK_SIZE
@@ -70,28 +79,34 @@ class Reuse:
             self._index.mark(request.blocks[k], _STATES)
         request.published = max(request.published, whole)
         while request.marked < request.published and request.drafted >= (request.marked + 1) * BLOCK_SIZE:
-            first = max(request.marked * BLOCK_SIZE, 1)  # the draft has no slot 0
+            first = max(request.marked * BLOCK_SIZE, 1)  # ``start`` is at least 1: EAGLE drafts have no slot 0.
             if request.draft.draft and request.draft.start <= first:
                 self._index.mark(request.blocks[request.marked], request.draft.draft)
                 self._index.mark(request.blocks[request.marked], _FOLLOWED)
             request.marked += 1
 
     def forget(self, identity: str, *, states: bool) -> None:
+        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target."""
         self._index.forget_marks(identity)
         if states:
             self._index.forget_marks(_STATES)
 
     def _replace_useless(self, digest: bytes, draft: str) -> None:
-        """A resting block without the draft's keys makes way for the same text with them."""
+        """Evict the cached block for ``digest`` if it has no owner and no keys of ``draft``.
+
+        The same text can then be registered with a block that has these keys.
+        """
         known = self._index.holder(digest)
         if known is not None and draft and self._index.rests(known) and not self._index.is_marked(known, draft):
             self._pool.let_go(known)
 
     def _most(self, request: Request) -> int:
+        """Return how many leading blocks may be reused; 0 for prompt logprobs, which need a full prefill."""
         if not self.enabled or request.submit.sampling.prompt_logprobs is not None:
             return 0
         return blocks_for(len(request.tokens)) - 1
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
+        """Return at least the first ``count`` block digests of the request, computing missing ones."""
         extend_digests(request.digests, request.tokens, count, self._root, BLOCK_SIZE)
         return request.digests

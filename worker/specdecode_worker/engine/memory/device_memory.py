@@ -1,4 +1,4 @@
-"""How much memory there is: of the GPU, of the container, or of the machine."""
+"""Memory limits and free memory of the GPU, the container or the machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def device_memory(device: torch.device, count: int = 1) -> Device:
-    """Of ``device``; with several GPUs, of the one that has least. Raises ModelError when there are too few."""
+    """Return the memory of ``device``; with ``count`` GPUs, the smallest limit and free memory among them.
+
+    Raises:
+        ModelError: There are fewer than ``count`` GPUs.
+    """
     return _cuda(count) if device.type == "cuda" else _cpu(count)
 
 
 def free_now(device: torch.device) -> int:
-    """Bytes that a process which has run for a while can still have: what its allocator holds for itself included."""
+    """Return the bytes that the running process can still allocate, unused memory of torch's allocator included."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -39,7 +43,10 @@ def _cuda(count: int) -> Device:
 
 
 def _cpu(count: int) -> Device:
-    """The ranks of a CPU share what there is. Pages of files that were just read are no use of memory."""
+    """Return the memory of the machine or the container, divided by the ranks that share it.
+
+    The page cache counts as free.
+    """
     machine, free = _machine()
     limit = _container_limit()
     if limit is None or limit >= machine:
@@ -49,7 +56,7 @@ def _cpu(count: int) -> Device:
 
 
 def _machine() -> tuple[int, int]:
-    """(all, what programs can still have), in bytes."""
+    """Return the machine's total and available memory in bytes."""
     try:
         found = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         return tuple(int(found[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
@@ -59,7 +66,7 @@ def _machine() -> tuple[int, int]:
 
 
 def _container_usage() -> int | None:
-    """What the container has in use, pages of files aside that can be dropped at any time."""
+    """Return the memory that the container uses in bytes, without inactive page cache; None outside of a cgroup."""
     for folder, usage in ((CGROUP, "memory.current"), (CGROUP / "memory", "memory.usage_in_bytes")):
         try:
             words = (folder / "memory.stat").read_text().split()
@@ -72,10 +79,10 @@ def _container_usage() -> int | None:
 
 
 def _container_limit() -> int | None:
-    """Of cgroup v2, or v1; None where there is none."""
+    """Return the container's memory limit in bytes from cgroup v2 or v1; None if there is none."""
     for path in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):
         try:
             return int(path.read_text())
-        except (OSError, ValueError):  # "max" is no number
+        except (OSError, ValueError):  # cgroup v2 writes "max" for no limit.
             continue
     return None

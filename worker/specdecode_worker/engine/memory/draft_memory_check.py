@@ -1,4 +1,4 @@
-"""Drafts that are to be loaded beside what runs: judged by their headers, and held against the memory that is left."""
+"""Memory check of a draft that is loaded while the engine runs, based on the headers of its weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LoadBeside:
-    """A LoadDraft for a worker that serves. ``free_bytes`` is asked anew for every draft."""
+    """``LoadDraft`` for a running worker: checks that the draft fits into free memory before it is loaded."""
 
     loader: DraftLoader
     ranks: int
+    """Number of devices that share the target."""
     free_bytes: Callable[[], int]
+    """Function that measures the free memory in bytes, called for every draft."""
 
     def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
-        """Raises ModelError for a draft that does not fit its target, or not into memory beside the old one."""
+        """Load a draft.
+
+        Raises:
+            ModelError: The draft does not fit the target, or not into memory together with the running draft.
+        """
         method = config.method
         if method == "ngram" or method == "none" or config.uri is None:
             return self.loader(config, name)
@@ -41,7 +47,10 @@ class LoadBeside:
         return self.loader(config, name)
 
     def _needed_bytes(self, method: WeightMethod, uri: str) -> int:
-        """Weights, twice while they are packed, and keys and values for as many blocks as the target has."""
+        """Return the peak bytes of loading: weights, twice while they are packed, tables, and the draft's cache.
+
+        The draft's cache has as many blocks as the target's.
+        """
         loader, weight = self.loader, self.loader.target.model.embed_tokens.weight
         draft = shape_draft(
             method,

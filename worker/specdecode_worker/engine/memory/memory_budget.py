@@ -1,7 +1,8 @@
-"""What a worker's memory holds, as arithmetic: pure functions of shapes and bounds. Nothing is read or loaded here.
+"""Memory budget of a worker: arithmetic over model shapes and configured bounds, without reading or loading anything.
 
-``inventory`` finds the figures, ``check`` prints them before anything is loaded, and the factory makes its caches of
-the same ``kv_tokens``. Sizes are bytes on one device; with several devices, on each of them.
+``model_inventory.py`` collects the figures, the ``check`` command prints the budget before anything is loaded, and
+``factory.py`` sizes its caches with the same ``kv_tokens``. Sizes are bytes on one device; with several devices, on
+each of them.
 """
 
 from __future__ import annotations
@@ -13,31 +14,37 @@ from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 
 RING = 64
+"""Positions per slot whose auxiliary states are stored; the same value as in step/device_state.py."""
 SLACK_TOKENS = 4 * BLOCK_SIZE
-"""What a sequence may hold beyond its length: trees of the steps in flight, and the rest of its last block."""
+"""Tokens of cache that a sequence may hold beyond its length: trees of steps in flight and its last, partial block."""
 ROWS_PER_SEQUENCE = 8
-"""Rows of logits that a sequence is counted with: a tree of seven nodes. Larger ones at a full batch eat of the
-reserve."""
+"""Rows of logits budgeted per sequence: the root and a tree of seven nodes. Larger trees at a full batch use memory of
+the reserve."""
 SAMPLING_BYTES = 60
-"""Per logit that is chosen from, at the peak: words of the noise (int64, many alive), sorts of top-p (measured: 46)."""
+"""Peak bytes per logit during sampling: int64 words of the noise, many of them alive at once, and the sorts of top-p
+(measured: 46)."""
 MASK_BYTES = 27
-"""Per (token of a pass, key that it may see): indices and truth values of the attention's mask, as they are made."""
+"""Peak bytes per (token of a pass, visible key) while the attention mask is built: indices and booleans."""
 RUNTIME_BYTES = {"cpu": 384 * 2**20, "cuda": 640 * 2**20}
-"""Python and torch of the engine and the server (measured, private pages alone), or a CUDA context."""
+"""Fixed bytes of the process: Python and torch of engine and server (measured, private pages only), or the CUDA
+context."""
 MOST_GRAPHS = 128
-"""CUDA graphs that a worker captures."""
+"""Upper bound of the CUDA graphs that a worker captures."""
 GRAPH_BYTES = 4 * 2**20
-"""Of the driver's own for a graph of some thousand launches. An estimate: no GPU has been asked."""
+"""Bytes that the driver needs for a CUDA graph of some thousand launches. An estimate, not measured on a GPU."""
 GRAPH_TABLE_BYTES = 8 * 1024
-"""Of the static tables of a graph, per sequence that it holds: trees of up to 64 nodes, and what a draft proposed."""
+"""Bytes of a CUDA graph's static tables per sequence: trees of up to 64 nodes and the draft's proposals."""
 LARGE_DRAFT = 0.3
-"""Share of the target beyond which a draft costs more than it brings."""
+"""Weights of a draft relative to the target's above which drafting usually costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A target or a draft, as it stands on one device. One without decoder blocks keeps no keys and values, and has
-    zeros for their shape. ``tables`` are what it computes once for itself: cosines and sines of every position."""
+    """Sizes of a target or a draft on one device; ``weights`` and ``tables`` are bytes.
+
+    ``tables`` are buffers computed once, such as the cosines and sines of every position. A network without decoder
+    blocks has no keys and values, and zeros for their shape.
+    """
 
     name: str
     weights: int
@@ -51,24 +58,28 @@ class Network:
     kv_layers: int = 0
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.kv_layers * self.kv_heads * self.head_dim * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """``limit`` is all that there is, in the words of ``source``; ``free`` is what nobody uses yet."""
+    """Memory of one device, in bytes."""
 
     kind: Literal["cpu", "cuda"]
     limit: int
+    """Total memory."""
     free: int
+    """Memory that no process uses yet."""
     source: str
+    """Name of the limit for messages, e.g. "GPU memory"."""
     count: int = 1
-    """Devices that share the weights of a replica."""
+    """Number of devices that share the weights of a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a user may turn: names of EngineConfig, and the length that was asked for."""
+    """User settings that affect memory, named as in ``EngineConfig``; ``max_model_len`` is the effective length."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -78,46 +89,51 @@ class Bounds:
     kv_cache_tokens: int | None = None
     prefix_caching: bool = True
     graph_rows: int = 0
-    """Sequences of the largest CUDA graph; 0 where none are captured."""
+    """Number of sequences of the largest CUDA graph; 0 if none are captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """All that competes for a device's memory, and what is left for keys and values."""
+    """Uses of a device's memory, and what is left for keys and values. Sizes are bytes."""
 
     device: Device
     bounds: Bounds
     target: Network
     drafts: tuple[Network, ...] = ()
     aux_size: int = 0
-    """Width of the target's states that drafts read of every token."""
+    """Width of the target's hidden states that drafts read for each token."""
 
     @property
     def usable(self) -> int:
-        """The limit less the reserve, and no more than nobody else uses."""
+        """Memory that the worker may use: the limit minus the reserve, capped at the free memory."""
         return min(int(self.device.limit * self.bounds.utilization), self.device.free)
 
     @property
     def reserve(self) -> int:
+        """Memory that ``gpu_memory_utilization`` leaves unused."""
         return self.device.limit - int(self.device.limit * self.bounds.utilization)
 
     @property
     def occupied(self) -> int:
-        """What others use of the part that is not reserve."""
+        """Memory outside of the reserve that other processes use."""
         return max(0, int(self.device.limit * self.bounds.utilization) - self.device.free)
 
     @property
     def runtime(self) -> int:
+        """Fixed memory of Python and torch, or of the CUDA context."""
         return RUNTIME_BYTES[self.device.kind]
 
     @property
     def draft_weights(self) -> int:
+        """Weights of all drafts."""
         return sum(draft.weights for draft in self.drafts)
 
     @property
     def state(self) -> int:
-        """Tables of positions, tokens and block tables of every slot (one is for padding), and the ring of states that
-        drafts read."""
+        """Buffers of the networks, tokens and block tables of every slot, and the ring of states that drafts read.
+
+        One slot more than ``max_num_seqs`` is for padding.
+        """
         bounds = self.bounds
         reach = bounds.max_model_len + MAX_NODES + 1
         slots = (bounds.max_num_seqs + 1) * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
@@ -126,7 +142,7 @@ class Budget:
 
     @property
     def activations(self) -> int:
-        """The peak of one step: the widest layer and the mask, or the choice of tokens from the logits."""
+        """Peak activations of one step: the larger of the widest layer with the mask, and sampling from the logits."""
         bounds, tokens = self.bounds, self.bounds.max_num_batched_tokens
         rows = min(tokens, bounds.max_num_seqs * ROWS_PER_SEQUENCE)
         chosen = rows * self.target.vocab_size * (SAMPLING_BYTES + bounds.dtype_bytes)
@@ -137,8 +153,11 @@ class Budget:
 
     @property
     def graphs(self) -> int:
-        """They share one pool, which holds what the largest step leaves on its way: its widest layer, and logits of
-        target and draft; besides, each has its tables, and the driver's own."""
+        """Memory of the CUDA graphs, 0 if none are captured.
+
+        All graphs share one pool of the size that the largest step needs: its widest layer and the logits of target and
+        draft. In addition, each graph has static tables and memory of the driver.
+        """
         bounds = self.bounds
         if self.device.kind == "cpu" or not bounds.graph_rows:
             return 0
@@ -149,42 +168,46 @@ class Budget:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, in the target's cache and in every draft's."""
+        """Keys and values of one token in the caches of the target and all drafts."""
         return sum(network.kv_bytes_per_token(self.bounds.dtype_bytes) for network in (self.target, *self.drafts))
 
     @property
     def bytes_per_block(self) -> int:
-        """A block's keys and values, and what drafts read of its last token, so that they can go on behind it."""
+        """Keys and values of one block, and the hidden states of its last token that drafts need to continue after it.
+
+        The hidden states are stored only with prefix caching.
+        """
         states = self.aux_size * self.bounds.dtype_bytes if self.bounds.prefix_caching else 0
         return BLOCK_SIZE * self.bytes_per_token + states
 
     @property
     def spent(self) -> int:
-        """All but keys and values."""
+        """Memory used by everything except keys and values."""
         return self.runtime + self.target.weights + self.draft_weights + self.state + self.activations + self.graphs
 
     @property
     def left(self) -> int:
-        """For keys and values; negative when not even the rest fits."""
+        """Memory left for keys and values; negative if the rest alone does not fit."""
         return self.usable - self.spent
 
     @property
     def room_tokens(self) -> int:
-        """Tokens of keys and values that what is left holds: whole blocks, beside the one that absorbs padding."""
+        """Tokens of keys and values that fit into ``left``: whole blocks, not counting the padding block."""
         return max(0, self.left // self.bytes_per_block - 1) * BLOCK_SIZE
 
     @property
     def least_tokens(self) -> int:
-        """Without so many it is no use to start: one sequence of full length, or what was asked for."""
+        """Minimum cache size in tokens: ``kv_cache_tokens`` if set, else one sequence of full length."""
         return self.bounds.kv_cache_tokens or self.bounds.max_model_len + SLACK_TOKENS
 
     @property
     def fits(self) -> bool:
+        """True if the minimum cache size fits."""
         return self.room_tokens >= self.least_tokens
 
     @property
     def longest(self) -> int:
-        """The max_model_len that would fit with all else as it is; 0 when none does."""
+        """Largest ``max_model_len`` that fits with all other settings unchanged; 0 if none does."""
         low, high = 0, self.bounds.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
@@ -193,7 +216,7 @@ class Budget:
 
     @property
     def sequences(self) -> int:
-        """Sequences of full length that run at once."""
+        """Number of sequences of full length that can run at once."""
         if not self.fits:
             return 0
         held = kv_tokens(self)
@@ -204,9 +227,10 @@ class Budget:
 
 
 def kv_tokens(budget: Budget) -> int:
-    """Tokens of the caches that the engine makes, a multiple of the block, beside the padding block.
+    """Return the size of the caches in tokens, a multiple of the block size, without the padding block.
 
-    What was asked for, else what is left. A CPU's memory has other uses: there no more than the batch could ever need.
+    This is ``kv_cache_tokens`` if set, else all memory that is left. On a CPU it is capped at the need of a full
+    batch of sequences of full length, since the machine's memory has other uses.
     """
     bounds = budget.bounds
     if bounds.kv_cache_tokens:
@@ -216,15 +240,16 @@ def kv_tokens(budget: Budget) -> int:
 
 
 def kv_cache_bytes(budget: Budget, tokens: int) -> int:
-    """Of the caches of ``tokens``, padding block included."""
+    """Return the bytes of caches of ``tokens`` tokens, including the padding block."""
     return (tokens // BLOCK_SIZE + 1) * budget.bytes_per_block
 
 
 def _whole(tokens: int) -> int:
+    """Round up to whole blocks."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _layer_width(network: Network) -> int:
-    """Numbers per token that are alive at once in a layer: residual and norm beside projections or the MLP."""
+    """Return the number of values per token alive at once in a layer: residual and norm, plus projections or MLP."""
     attention = 4 * (network.heads + 2 * network.kv_heads) * network.head_dim
     return 4 * network.hidden_size + max(attention, 4 * network.intermediate_size)

@@ -1,4 +1,4 @@
-"""Says what a budget comes to: the arithmetic line by line, what does not fit, and what to change."""
+"""Verdict on a memory budget for users: the arithmetic line by line, what does not fit, and what to change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def judge(inventory: Inventory) -> CheckVerdict:
-    """Never raises: what is wrong is part of it."""
+    """Return the verdict on a worker's configuration. Problems are part of the verdict and never raised."""
     budget = inventory.budget
     return CheckVerdict(
         serves=budget.fits and not (inventory.draft_problem and inventory.draft_required),
@@ -32,7 +32,11 @@ def judge(inventory: Inventory) -> CheckVerdict:
 
 
 def insist(inventory: Inventory) -> None:
-    """Raises CannotServe for what the memory cannot hold, and for a required draft that is not for the target."""
+    """Check that the configuration can be served, and log warnings.
+
+    Raises:
+        CannotServe: The memory does not suffice, or a required draft does not fit the target.
+    """
     verdict = judge(inventory)
     if not verdict.serves:
         raise CannotServe(verdict)
@@ -41,6 +45,7 @@ def insist(inventory: Inventory) -> None:
 
 
 def memory_state(budget: Budget) -> MemoryState:
+    """Return the main figures of the budget for the report, in bytes."""
     return MemoryState(
         limit=budget.device.limit,
         weights=budget.target.weights,
@@ -51,7 +56,7 @@ def memory_state(budget: Budget) -> MemoryState:
 
 
 def arithmetic(budget: Budget) -> list[str]:
-    """From the limit down to tokens; every line is one term."""
+    """Return the calculation from the memory limit down to tokens of cache, one line per term."""
     lines = [_line(_limit(budget), budget.device.limit)]
     lines += [_line(f"- {what}", -size) for what, size in _terms(budget)]
     lines.append(_line("= for keys and values", budget.left))
@@ -63,7 +68,7 @@ def arithmetic(budget: Budget) -> list[str]:
 
 
 def shortfall(budget: Budget) -> str:
-    """What does not fit, in one sentence."""
+    """Return one sentence on what does not fit."""
     what, bounds = _limit(budget), budget.bounds
     if budget.left <= 0:
         return (
@@ -76,7 +81,7 @@ def shortfall(budget: Budget) -> str:
 
 
 def remedies(budget: Budget) -> str:
-    """What a user can change, the least painful first. Names are those of the flags and of the resource."""
+    """Return the changes that a user can make, the least costly first, named as in flags and the resource."""
     bounds, found = budget.bounds, []
     if bounds.kv_cache_tokens and budget.room_tokens:
         found.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
@@ -95,7 +100,7 @@ def remedies(budget: Budget) -> str:
 
 
 def warnings(budget: Budget) -> list[str]:
-    """What fits and is still no good idea."""
+    """Return warnings about configurations that fit but are unlikely to perform well."""
     found = []
     for draft in budget.drafts:
         share = draft.weights / max(budget.target.weights, 1)
@@ -108,6 +113,7 @@ def warnings(budget: Budget) -> list[str]:
 
 
 def _terms(budget: Budget) -> list[tuple[str, int]]:
+    """Return the (name, bytes) of everything that is subtracted from the limit."""
     reserve = f"reserve of {1 - budget.bounds.utilization:.0%}"
     found = [(reserve, budget.reserve)]
     if budget.occupied:

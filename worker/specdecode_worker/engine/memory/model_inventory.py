@@ -1,7 +1,7 @@
-"""What a worker is asked to hold, from config.json and the headers of the weights alone: figures for ``sizing``.
+"""Sizes of the models of a worker, read from config.json and the headers of the weights only, for the memory budget.
 
-The networks are those that the loader fills, still on the meta device: so their sizes are those that will be, and what
-does not fit together is told in the words of loading.
+The networks are the ones that the loaders later fill, still on the meta device. Their sizes are therefore exact, and a
+mismatch of target and draft raises the same error as loading them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,29 @@ from specdecode_worker.models.transforms.quantization import added_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """``draft_problem`` says why a draft that was asked for is not in the budget."""
+    """Memory budget of a worker and the problems of its drafts."""
 
     budget: Budget
     draft_problem: str | None = None
+    """Reason why a configured draft is not part of the budget."""
     draft_required: bool = False
+    """True if such a draft is required."""
 
 
 def take_inventory(
     config: WorkerConfig, resolve: Resolve, device: torch.device, memory: Device | None = None
 ) -> Inventory:
-    """Loads nothing. ``memory`` stands for another device's. Raises ModelError for a target that cannot be served."""
+    """Collect the sizes of the target and the drafts without loading their weights.
+
+    Args:
+        config: Configuration of the worker.
+        resolve: Function that maps a model URI to a local folder.
+        device: Device that the models will run on.
+        memory: Memory to budget for instead of that of ``device``.
+
+    Raises:
+        ModelError: The target cannot be served.
+    """
     dtype, ranks = getattr(torch, config.model.dtype), config.engine.tensor_parallel_size
     folder = resolve(config.model.uri)
     prepared = prepare_llama(folder, max_model_len=config.model.max_model_len)
@@ -68,7 +80,7 @@ def take_inventory(
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A draft that is not for the target."""
+    """Draft that does not fit the target, with the reason."""
 
     problem: str
     required: bool
@@ -77,7 +89,7 @@ class Misfit:
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
 ) -> list[tuple[str, Draft | Misfit, DraftQuantization | None]]:
-    """Drafts with weights, by what to call them, and how they are quantised."""
+    """Return (name, network or misfit, quantization) of every configured draft that has weights."""
     found: list[tuple[str, Draft | Misfit, DraftQuantization | None]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "none":
@@ -94,7 +106,7 @@ def _drafts(
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
-    """Raises ModelError for a head that would read a matrix of the target's which no device has whole."""
+    """Raise ModelError for an EAGLE head that computes logits with the target's matrix while it is split over ranks."""
     if draft.method == "eagle" and ranks > 1:
         raise ModelError(
             f"{draft.uri}: a head of method eagle makes logits with the target's matrix, which is split over {ranks}"
@@ -103,7 +115,7 @@ def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
 
 
 def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
-    """``positions`` is the model's own limit."""
+    """Return the bounds of the configuration. ``positions`` is the model's maximum number of positions."""
     engine = config.engine
     return Bounds(
         max_num_seqs=engine.max_num_seqs,
@@ -118,8 +130,11 @@ def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
 
 
 def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
-    """Numbers of sequences that CUDA graphs are captured for. None, where a step needs the host: other ranks have to be
-    told of it, and multi-round sampling is queued call by call."""
+    """Return the batch sizes that CUDA graphs are captured for; empty if steps cannot be captured.
+
+    Steps with several ranks cannot, because the host sends each step to the other ranks. Samplers other than
+    ``coupled`` cannot, because the host queues multi-round sampling call by call.
+    """
     if engine.enforce_eager or engine.tensor_parallel_size > 1 or engine.sampler != "coupled":
         return ()
     return row_buckets(engine.max_num_seqs, engine.cuda_graph_sizes)
@@ -134,13 +149,21 @@ def network_of(
     *,
     draft: bool = True,
 ) -> Network:
-    """``model`` as it is before ``fuse``, still on the meta device; ``dtype``, ``device`` and ``quantization`` are
-    those that it will have."""
+    """Return the sizes of a network after loading.
+
+    Args:
+        name: Name of the network in messages.
+        model: Network on the meta device, before ``fuse``.
+        dtype: Data type of the loaded weights.
+        device: Device that the network will run on.
+        quantization: Quantization of the weights, if any.
+        draft: Whether the network is a draft.
+    """
     shape = model.config
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
     unties = quantization is not None and draft
     if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
-        weights += model.lm_head.weight.numel() * dtype.itemsize  # packed, it is no longer that of the embeddings
+        weights += model.lm_head.weight.numel() * dtype.itemsize  # Packing makes a copy of the tied matrix.
     return Network(
         name=name,
         weights=weights,
@@ -162,12 +185,12 @@ def _blocks(shape: CachedConfig) -> dict[str, int]:
 
 
 def _weights(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of what a checkpoint holds, once loaded; a matrix with two names counts once."""
+    """Return the bytes of the loaded weights; a matrix with two names counts once."""
     kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     return sum(tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in kept)
 
 
 def _tables(model: nn.Module) -> int:
-    """Bytes of what a network computes for itself."""
+    """Return the bytes of the buffers that a network computes and that checkpoints do not contain."""
     kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in kept)

@@ -1,10 +1,10 @@
-"""A replica on several devices: rank 0 is the engine as ever, the others run its target passes alongside.
+"""Tensor parallelism of the target within a replica: rank 0 runs the engine, the other ranks follow its target passes.
 
-All that decides (scheduler, plan, guard, drafts, sampling, the clock) lives on rank 0 alone, so nothing can diverge.
-The others hold their part of the target and of its keys and values, and do what they are told:
+Rank 0 alone makes decisions (scheduler, plan, guard, drafts, sampling, clock), so the ranks cannot diverge. Each other
+rank holds its shard of the target and of the KV cache, and executes the messages of rank 0:
 
-    rank 0   launch: ... pack -> tell(Forward) -> its part of the pass -> logits of all -> choose -> tell(Keep) -> keep
-    rank r   listen: Forward -> its part of the same pass; Keep -> the same moves in its own cache
+    rank 0   ... pack -> send Forward -> own shard of the pass -> gather logits -> sample -> send Keep -> move keys
+    rank r   Forward -> own shard of the same pass; Keep -> the same moves in its own cache
 
-What is told goes over a pipe (sizes and host figures) and one broadcast (indices). Drafts run on rank 0 alone.
+Sizes and host values travel over a pipe, indices in one broadcast. Drafts run on rank 0 only.
 """

@@ -1,4 +1,4 @@
-"""Rank 0's target: as any, and what is done to it is told to the other ranks first."""
+"""Target and KV cache of rank 0, which announce every operation to the other ranks before they run it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from specdecode_worker.models.networks.llama import Llama
 
 
 class LeadingCache(PagedCache):
-    """Rank 0's heads of the cache; blocks are numbered alike on every rank."""
+    """KV cache of the attention heads of rank 0. All ranks use the same block numbers."""
 
     def __init__(self, own: PagedCache, group: Group) -> None:
         vars(self).update(vars(own))
         self._ranks = group
 
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
+        """Move the keys and values of accepted nodes on all ranks. Raise RankLost if another rank ends meanwhile."""
         self._ranks.keep(source_slots, target_slots)
         super().keep(source_slots, target_slots, group=group)
 
 
 class LeadingTarget(Target):
-    """Rank 0's part of the target network."""
+    """Shard of the target network on rank 0."""
 
     def __init__(self, model: Llama, cache: PagedCache, state: DeviceState, group: Group) -> None:
         super().__init__(model, LeadingCache(cache, group), state)
         self._ranks = group
 
     def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Raises RankLost when another rank ends under way."""
+        """Run a pass on all ranks. Raise RankLost if another rank ends meanwhile."""
         self._ranks.forward(step.packed, step.logit_rows_R)
         with self._ranks.together():
             return super().forward(step, reads)
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """Raises RankLost when another rank ends under way."""
+        """Compute logits on all ranks: [T, V]. Raise RankLost if another rank ends meanwhile."""
         self._ranks.logits(hidden_TE)
         with self._ranks.together():
             return super().logits(hidden_TE)
 
     def close(self) -> None:
+        """End the other ranks."""
         self._ranks.close()

@@ -1,4 +1,7 @@
-"""Rank 0's hold on the other ranks: starts them, tells them what to do, and ends when one of them does."""
+"""Process group of the ranks of a replica, as managed by rank 0.
+
+Rank 0 starts the other ranks, sends them their work, and ends when one of them ends.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +32,35 @@ from specdecode_worker.engine.step.packed_batch import Packed
 from specdecode_worker.models.networks.llama import Llama
 
 _STUCK_SECONDS = 10.0
-"""A collective whose peer died may never return (NCCL); then the process ends without ado."""
+"""Time after the loss of a rank before the process exits. A NCCL collective whose peer died may never return."""
 _WORDS_SECONDS = 1.0
-"""How long a broken collective waits for the word why."""
+"""Time to wait for the reason of a failed collective, and for the exit code of a lost rank."""
 
 
 class Group:
-    """All ranks of a replica but rank 0, which is who holds this. One at a time in a process."""
+    """Ranks 1 and up of a replica, as managed by rank 0. A process can have one group at a time."""
 
     def __init__(self, whole: Assignment) -> None:
-        """Starts loading in the other ranks; ``whole`` is rank 0's own assignment, its meeting still empty."""
+        """Start the other ranks, which begin to load. ``whole`` is the assignment of rank 0, without ``meeting``."""
         self._folder = tempfile.mkdtemp(prefix="specdecode-ranks-")
         self._own = msgspec.structs.replace(whole, meeting=f"file://{self._folder}/store")
         self._encoder = msgspec.msgpack.Encoder()
         self._pipes: list[Connection] = []
         self._processes = [self._start(number) for number in range(1, whole.size)]
         self._loaded, self._closing, self._lost = threading.Event(), threading.Event(), ""
-        # Ranks end when their pipe does; multiprocessing would wait for them before it closed any.
+        # Ranks end when their pipe closes. Without this, multiprocessing would wait for them before it closes any pipe.
         self._finalizer = Finalize(self, self.close, exitpriority=10)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._interrupt)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def load(self) -> tuple[Llama, torch.device]:
-        """Rank 0's own part of the target, once all have theirs. Raises ModelError, RankLost."""
+        """Load the shard of rank 0 and wait until all ranks have loaded theirs.
+
+        Raises:
+            ModelError: The target cannot be loaded.
+            RankLost: Another rank ended or failed to load.
+        """
         try:
             with self.together():
                 found = rank_process.load_part(self._own)
@@ -64,18 +72,20 @@ class Group:
         return found
 
     def forward(self, packed: Packed, logit_rows_R: Tensor) -> None:
-        """The others run this pass too, from now on until its logits are gathered."""
+        """Start this pass on the other ranks; it ends when its logits are gathered."""
         self._tell(*announced(packed, logit_rows_R))
 
     def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Move accepted keys and values from ``source_slots`` to ``target_slots`` on the other ranks."""
         self._tell(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
 
     def logits(self, hidden_RE: Tensor) -> None:
+        """Start the computation of logits of ``hidden_RE`` on the other ranks."""
         self._tell(Logits(len(hidden_RE)), hidden_RE)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do at once: when it breaks, the rank that broke it is named. Raises RankLost."""
+        """Run a collective operation. Raise RankLost, with the rank and its reason, if the loss of a rank broke it."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -86,7 +96,7 @@ class Group:
             raise error
 
     def close(self) -> None:
-        """Ends the other ranks. May be called twice."""
+        """End the other ranks. May be called twice."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -120,7 +130,7 @@ class Group:
             dist.broadcast(data.contiguous(), src=0)
 
     def _watch(self) -> None:
-        """Hears the ranks out, in a thread. One that ends takes the replica with it, also while nothing runs."""
+        """Wait in a thread until every rank has loaded, then until any rank ends, which ends the replica."""
         silent = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
         while silent and not self._lost:
             for pipe in self._heard(silent):
@@ -138,11 +148,11 @@ class Group:
     def _heard(pipes: Iterable[Connection]) -> list[Connection]:
         try:
             return wait(list(pipes), timeout=0.2)  # type: ignore[return-value]
-        except OSError:  # closed meanwhile
+        except OSError:  # a pipe was closed meanwhile
             return []
 
     def _hear(self, number: int, pipe: Connection) -> None:
-        """One message; the end of the pipe is one too."""
+        """Read one message of a rank; the end of the pipe counts as Failed."""
         answer: Ready | Failed
         try:
             answer = msgspec.msgpack.decode(pipe.recv_bytes(), type=Ready | Failed)
@@ -154,7 +164,7 @@ class Group:
             self._lost = f"rank {number}: {answer.reason}"
 
     def _end(self) -> None:
-        """The main thread gets RankLost wherever it is; where it cannot, the process ends."""
+        """Raise RankLost in the main thread by a signal; exit if the main thread has not closed the group in time."""
         if self._closing.is_set():
             return
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: what host and device know of a pass, so that they can run it too."""
+"""Messages between rank 0 and the other ranks of a replica."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specdecode_worker.engine.step.packed_batch import Packed
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is: its part of which model, and where it meets the others."""
+    """Assignment of a rank: its shard of the target, its cache size, and the rendezvous with the other ranks."""
 
     rank: int
     size: int
     meeting: str
-    """URL of torch.distributed's store."""
+    """URL of the torch.distributed store."""
     folder: str
     dtype: str
     device: str
@@ -27,7 +27,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A pass over T tokens of B sequences with logits for R of them; its indices follow in one broadcast."""
+    """Pass over T tokens of B sequences with logits for R of the tokens; its indices follow in one broadcast."""
 
     logit_rows: int
     table_columns: int
@@ -36,17 +36,17 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     key_starts: tuple[int, ...]
     dense: bool
     blocks: tuple[tuple[int, ...], ...]
-    """Read on a CPU alone; elsewhere empty."""
+    """Cache blocks of each sequence, used on a CPU only; empty tuples on other devices."""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """Accepted keys move; ``count`` pairs of slots follow in one broadcast."""
+    """Move of accepted keys and values; ``count`` pairs of source and target slots follow in one broadcast."""
 
     count: int
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True):
-    """Logits of ``count`` hidden states, which follow in one broadcast: those that a prompt's tokens are told by."""
+    """Computation of the logits of ``count`` hidden states, which follow in one broadcast; used for prompt logprobs."""
 
     count: int
 
@@ -55,17 +55,17 @@ Told = Forward | Keep | Logits
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its part."""
+    """Notice that a rank has loaded its shard."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank's last words."""
+    """Last message of a rank that ends with an error."""
 
     reason: str
 
 
 def announced(packed: Packed, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
-    """A pass as it is told: the message, and all of its indices as one int64 tensor."""
+    """Return the message that describes a pass, and all indices of the pass as one int64 tensor to broadcast."""
     columns = -(-max(packed.key_bounds) // BLOCK_SIZE)
     on_cpu = packed.tokens_T.device.type == "cpu"
     message = Forward(
@@ -82,7 +82,7 @@ def announced(packed: Packed, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
 
 
 def understood(message: Forward, device: torch.device) -> tuple[Packed, Tensor]:
-    """The pass and its logit rows, from the message and the broadcast that follows it."""
+    """Receive the broadcast that follows ``message``, and return the pass and its logit rows."""
     tokens, sequences = sum(message.query_counts), len(message.query_counts)
     sizes = [tokens, tokens, tokens, tokens, sequences, message.logit_rows, sequences * message.table_columns]
     flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)

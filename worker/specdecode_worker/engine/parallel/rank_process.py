@@ -1,4 +1,4 @@
-"""A rank beside rank 0, in a process of its own: holds its part of the target and runs the passes it is told."""
+"""Process of a rank other than 0: it holds its shard of the target and runs the passes that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard
 from specdecode_worker.models.transforms.fusion import fuse
 
 PATIENCE = timedelta(minutes=60)
-"""How long a rank waits for the others to load; once they have, none waits for another outside of a pass."""
+"""Timeout of collectives. It must cover the load time of the slowest rank; later, ranks wait only within a pass."""
 
 
 def main(assignment: bytes, pipe: Connection) -> None:
-    """Entry of the process. Ends with rank 0, whose end of the pipe then closes; exits 1 after last words."""
+    """Run the process of a rank. Exit with 0 when rank 0 closes the pipe, with 1 after a Failed message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _serve(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # rank 0 is gone, and with it who could shut the group down in order
+        os._exit(0)  # rank 0 is gone, so an orderly shutdown of the process group is impossible
     except Exception as error:
         if not isinstance(error, ModelError):
             traceback.print_exc()
@@ -52,13 +52,13 @@ def main(assignment: bytes, pipe: Connection) -> None:
 
 
 def load_part(found: Assignment) -> tuple[Llama, torch.device]:
-    """Meets the other ranks and loads this one's part of the target."""
+    """Join the process group of all ranks and load the shard of this rank. Return the shard and its device."""
     device = torch.device(found.device, found.rank) if found.device == "cuda" else torch.device(found.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(found.threads)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of a replica share a machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of a replica run on one machine
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=found.meeting,

@@ -1,1 +1,1 @@
-"""Counters, timers and step costs behind the worker report."""
+"""Counters, timers and step costs for the worker report."""

@@ -1,4 +1,4 @@
-"""Puts a worker's counters into a contract.Report that fits its bound."""
+"""Builder of the worker report (contract.Report), within its size limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What does not change within a boot."""
+    """Properties of a worker that do not change while its engine runs."""
 
     boot_id: str
     worker: str
@@ -32,7 +32,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What holds now."""
+    """Current state of a worker, at ``clock_seconds`` of the monotonic clock."""
 
     clock_seconds: float
     draft: DraftState
@@ -50,7 +50,11 @@ class Moment:
 
 
 def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> Report:
-    """Step and acceptance cells with fewest counts are left out until it is small enough; their counters go on."""
+    """Build the worker report, with at most MAX_REPORT_BYTES bytes of JSON.
+
+    If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
+    to accumulate, so a later report can include them again.
+    """
     share = 1
     while True:
         report = Report(

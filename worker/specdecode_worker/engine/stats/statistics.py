@@ -1,6 +1,6 @@
-"""Counters behind contract.Report: what was accepted, what steps cost, what came in and went out, how long it took.
+"""Counters of the worker report: acceptance, step costs, traffic and latency.
 
-All are monotonic within a boot. Time is passed in; nothing here reads a clock.
+All counters only increase while the engine runs. Callers pass the time; no function here reads a clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_STEP_CELLS, MAX_ACCEPTANCE_CELLS = 64, 1024
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket; edges in seconds, upper and inclusive."""
+    """Latency histogram. ``edges`` are inclusive upper bounds in seconds; the last of ``counts`` has no upper bound."""
 
     name: LatencyName
     edges: tuple[float, ...]
@@ -42,19 +42,24 @@ class Histogram:
 
     @classmethod
     def of(cls, name: LatencyName) -> Histogram:
+        """Create an empty histogram with the edges of this latency."""
         edges = tuple(edge / 1000 for edge in _MILLISECONDS[name])
         return cls(name, edges, [0] * (len(edges) + 1))
 
     def add(self, seconds: float, times: int = 1) -> None:
+        """Count a latency ``times`` times."""
         self.counts[bisect_left(self.edges, seconds)] += times
         self.sum += seconds * times
 
     def cell(self) -> LatencyHistogram:
+        """Return the histogram as reported."""
         return LatencyHistogram(name=self.name, edges=self.edges, counts=tuple(self.counts), sum=self.sum)
 
 
 @dataclass(slots=True)
 class Traffic:
+    """Request and token counts of one task."""
+
     arrivals: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -64,7 +69,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """What acceptance is told apart by. ``draft`` is the hash of the one that was asked."""
+    """Category of acceptance counts: task, sampled or greedy, and hash of the draft."""
 
     task: str
     sampled: bool
@@ -73,7 +78,11 @@ class Sort:
 
 @dataclass(slots=True)
 class Statistics:
-    """Everything of one boot."""
+    """All counters since the engine started.
+
+    ``drafts`` and ``plain_steps`` count sequence-steps with and without draft tokens. ``running_request_seconds`` and
+    ``waiting_request_seconds`` are time integrals of the number of running and waiting requests.
+    """
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -92,14 +101,22 @@ class Statistics:
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def traffic(self, task: str) -> Traffic:
+        """Return the traffic counters of a task, to be updated by the caller."""
         return self._traffic.setdefault(self._label(task), Traffic())
 
     def rank(self, sort: Sort, depth: int, *, main: bool, rank: int) -> None:
-        """The target's token behind an accepted node of depth ``depth - 1`` had this rank; MAX_RANKS is a miss."""
+        """Count the rank of the target's token among the draft's candidates at one depth.
+
+        Args:
+            sort: Category to count in.
+            depth: Depth of the candidates, from 1; their parent is an accepted node of depth ``depth - 1``.
+            main: True if that parent is on the main path, i.e. it and its ancestors have rank 0.
+            rank: Rank of the target's token, from 0; MAX_RANKS for a miss.
+        """
         self._ranks[self._labelled(sort), depth, main, rank] += 1
 
     def drafted(self, nodes: int, accepted: int) -> None:
-        """A sequence-step with a draft of ``nodes`` tokens, or none."""
+        """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
         if nodes == 0:
             self.plain_steps += 1
             return
@@ -108,13 +125,13 @@ class Statistics:
         self.accepted_tokens += accepted
 
     def finished(self, sort: Sort, accepted: int, drafts: int) -> None:
-        """A request ended: the sums of its accepted tokens a and its drafts d."""
+        """Count a finished request: sums of its accepted tokens a, its drafts d, and their squares and product."""
         sums = self._requests.setdefault(self._labelled(sort), [0] * 6)
         for i, value in enumerate((1, accepted, drafts, accepted**2, accepted * drafts, drafts**2)):
             sums[i] += value
 
     def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
-        """The cells with most counts, since a report is bounded."""
+        """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
         cells: dict[tuple[Sort, int, bool], list[int]] = {}
         for (sort, depth, main, rank), count in self._ranks.items():
             cells.setdefault((sort, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
@@ -131,12 +148,14 @@ class Statistics:
         )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
+        """Return the sums over finished requests by category."""
         return tuple(
             RequestCell(draft=s.draft, task=s.task, sampled=s.sampled, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
             for s, (n, a, d, aa, ad, dd) in self._requests.items()
         )
 
     def traffic_cells(self) -> tuple[TrafficCell, ...]:
+        """Return the traffic counters by task."""
         return tuple(
             TrafficCell(
                 task=task,
@@ -150,13 +169,18 @@ class Statistics:
         )
 
     def latency_cells(self) -> tuple[LatencyHistogram, ...]:
+        """Return the histograms of TTFT, time between tokens, end-to-end latency and queue time."""
         return tuple(histogram.cell() for histogram in (self.ttft, self.ttit, self.e2e, self.queue))
 
     def _labelled(self, sort: Sort) -> Sort:
         return replace(sort, task=self._label(sort.task))
 
     def _label(self, task: str) -> str:
-        """Plans come and go, a report is bounded: the first tasks keep their names, all later ones are ``other``."""
+        """Return the task name to count under.
+
+        The first MAX_TASKS tasks keep their names and all later tasks count as ``other``. This bounds the size of the
+        report even if plans with new tasks keep arriving.
+        """
         if task != OTHER_TASK and len(self._named) < MAX_TASKS:
             self._named.add(task)
         return task if task in self._named else OTHER_TASK

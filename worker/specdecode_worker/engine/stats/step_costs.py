@@ -1,4 +1,4 @@
-"""Step cost cells: sums from which the operator fits what a step costs. See contract.StepCell."""
+"""Step cost cells: sums from which the operator fits its step time model. See contract.StepCell."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from statistics import median
 from specdecode_worker.contract import FEATURES, StepCell
 
 CLIP = 4.0
-"""A step slower than this many running medians of its cell is clipped to it: the machine was busy elsewhere."""
+"""Multiple of the running median of a cell at which step times are clipped. Slower steps are due to other load."""
 _REMEMBERED = 31
+"""Number of recent step times over which the median is taken."""
 _LEAST_FOR_CLIP = 8
+"""Number of step times of a cell before clipping starts."""
 
 Kind = tuple[int, int, bool, int]
-"""(bucket of packed tokens, draft passes, prefill or not, context bucket)."""
+"""Key of a cell: (bucket of packed tokens, draft passes, has prefill, context bucket)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """What a step did, in the order of contract.FEATURES but for the leading one."""
+    """Features of a step, in the order of contract.FEATURES without its first entry, the constant 1."""
 
     sequences: int
     verify_tokens: int
@@ -28,16 +30,20 @@ class StepSize:
     prefill_tokens: int
 
     def kind(self, context_bucket: int) -> Kind:
+        """Return the key of the cell of this step."""
         tokens = self.verify_tokens + self.prefill_tokens
         return 1 << max(tokens - 1, 0).bit_length(), self.draft_passes, self.prefill_tokens > 0, context_bucket
 
     @property
     def x(self) -> tuple[float, ...]:
+        """Feature vector in the order of contract.FEATURES, the constant 1 included."""
         return (1.0, *(float(getattr(self, name)) for name in FEATURES[1:]))
 
 
 @dataclass(slots=True)
 class _Sums:
+    """Sums of one cell, named as in contract.StepCell; ``recent`` holds the latest step times for the median."""
+
     count: int = 0
     x: list[float] = field(default_factory=lambda: [0.0] * len(FEATURES))
     xx: list[float] = field(default_factory=lambda: [0.0] * (len(FEATURES) * (len(FEATURES) + 1) // 2))
@@ -72,7 +78,7 @@ class _Sums:
 
 
 class StepCosts:
-    """All cells of a worker; `cells` gives those with most steps, since a report is bounded."""
+    """Step cost sums of a worker, by cell."""
 
     def __init__(self) -> None:
         self._cells: dict[Kind, _Sums] = {}
@@ -80,10 +86,12 @@ class StepCosts:
     def add(
         self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float
     ) -> None:
+        """Add one step to its cell. ``emitted`` is the number of tokens that the step emitted."""
         sums = self._cells.setdefault(size.kind(context_bucket), _Sums())
         sums.add(size, emitted, wall_seconds, device_seconds)
 
     def cells(self, most: int) -> tuple[StepCell, ...]:
+        """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
         found = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
         return tuple(_cell(kind, sums) for kind, sums in sorted(found))
 
@@ -108,5 +116,8 @@ def _cell(kind: Kind, sums: _Sums) -> StepCell:
 
 
 def _short(values: list[float]) -> tuple[float, ...]:
-    """Ten digits: differences of readings stay exact enough, a report stays small."""
+    """Round to 10 significant digits.
+
+    This keeps the report small, and differences between two reports accurate enough.
+    """
     return tuple(float(f"{value:.10g}") for value in values)

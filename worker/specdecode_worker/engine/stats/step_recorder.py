@@ -1,4 +1,4 @@
-"""Turns collected steps into counters: acceptance ranks, shadow scores, costs, latencies."""
+"""Recorder of collected steps: acceptance ranks, shadow scores, step costs and latencies."""
 
 from __future__ import annotations
 
@@ -16,38 +16,44 @@ from specdecode_worker.speculation.trees import Tree
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What the host has read of one row: emitted tokens, the path behind the root, and the ranks along it."""
+    """Results of one row, read by the host.
+
+    ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
+    emitted token among the draft's candidates: MAX_RANKS for a miss, negative if nothing was ranked. ``kept_depth`` is
+    the maximum accepted depth, which synthetic knobs may limit.
+    """
 
     tokens: list[int]
     path: list[int]
     ranks: list[int]
     ranked_NK: list[list[int]] | None
-    """The draft's orderings by node, where the row drafted in the shadow."""
+    """Ranked draft tokens of each node, if the row drafted shadow nodes (drafted but not verified)."""
     kept_depth: int
     logprobs: tuple[Logprobs, ...] = ()
-    """One for each token, where the request asked."""
+    """Log probabilities of each token, if requested."""
 
 
 class Recorder:
-    """Writes into Statistics; keeps shadows until their tokens are out."""
+    """Recorder that updates Statistics. It stores shadow drafts until the tokens to score them have been emitted."""
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
         self._shadows: dict[str, list[Shadow]] = {}
 
     def arrived(self, request: Request) -> None:
+        """Count the arrival of a request."""
         traffic = self.statistics.traffic(request.submit.task)
         traffic.arrivals += 1
         traffic.prompt_tokens += len(request.submit.prompt)
 
     def admitted(self, request: Request, now: float) -> None:
-        """Its first chunk runs; after a preemption this is not its first."""
+        """Record the queue time and cached tokens of a request at its first chunk. Re-admission does not count."""
         if request.epoch == 0:
             self.statistics.queue.add(now - request.arrived_seconds)
             self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
 
     def walked(self, row: Row, read: Read, taken: list[int], now: float) -> None:
-        """A row that chose tokens, of which ``taken`` count (a stop may drop the rest)."""
+        """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""
         request = row.request
         if not row.is_chunk:
             self.statistics.drafted(row.tree.verified - 1, len(read.tokens) - 1)
@@ -58,6 +64,7 @@ class Recorder:
         self._score(request)
 
     def ended(self, request: Request, now: float) -> None:
+        """Record the end of a request. Only requests that finished normally are counted."""
         self._shadows.pop(request.id, None)
         if request.finish not in ("stop", "length"):
             return
@@ -66,7 +73,8 @@ class Recorder:
         self.statistics.traffic(request.submit.task).finished += 1
 
     def step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
-        # Device seconds are wall seconds wherever the device is a CPU, and while steps are never queued behind others.
+        """Record the cost of a step, in seconds of wall time."""
+        # Device time equals wall time on a CPU, and as long as no step is queued behind another.
         self.statistics.costs.add(context_bucket, size, emitted, seconds, seconds)
 
     def _count_ranks(self, tree: Tree, sort: Sort, read: Read, taken: int) -> None:
@@ -80,7 +88,7 @@ class Recorder:
     def _shade(self, row: Row, read: Read) -> None:
         if read.ranked_NK is None:
             return
-        # The request has taken this step's tokens already: its root stands in front of those.
+        # The request already includes the tokens of this step, so its root is that many tokens back.
         root = row.request.cached - len(read.tokens)
         ranked = tuple(tuple(read.ranked_NK[node]) for node in row.tree.main_path[:-1])
         shadow = Shadow(root, ranked, row.tree.main_depth + 1, read.kept_depth)
@@ -107,11 +115,12 @@ class Recorder:
 
 
 def sort_of(request: Request) -> Sort:
+    """Return the category in which the acceptance of the request is counted."""
     return Sort(request.submit.task, not request.law.greedy, request.draft.draft)
 
 
 def size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:
-    """The features of a step, read before it is collected."""
+    """Return the features of a step. Call it before the step is collected, which changes the lengths."""
     verify = sum(row.count for row in rows if not row.is_chunk)
     return StepSize(
         sequences=sum(row.chooses for row in rows),

@@ -1,7 +1,8 @@
-"""Before anybody is served: what steps take at the loads of the plan, timed on made-up requests.
+"""Calibration of step times at start, on synthetic requests at the loads of the plan.
 
-The guard then knows what speculation has to beat from the first request on, instead of learning it from users' time;
-and the first report tells the operator what drafting costs, which can compare shapes as soon as it knows acceptance.
+The guard then has the plain step times, which speculation must beat, from the first request on, without measurements
+during serving. The first report also contains the costs of drafting, so that the operator can compare tree shapes as
+soon as acceptance rates are known.
 """
 
 from __future__ import annotations
@@ -25,33 +26,62 @@ T = TypeVar("T")
 
 
 class Calibrated(Protocol):
-    """What an engine offers for it; Engine does."""
+    """Interface of an engine that can be calibrated."""
 
     max_model_len: int
 
     def calibration_loads(self) -> tuple[int, ...]:
-        """Numbers of sequences to time, rising."""
+        """Return the numbers of sequences to time, ascending."""
         ...
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """What to time there besides plain decoding."""
+        """Return the tree shapes to time at each load, besides plain decoding."""
         ...
 
-    def add(self, submit: Submit) -> None: ...
-    def step(self) -> list[Tokens]: ...
-    def abort(self, request_id: str) -> None: ...
-    def run_only(self, shape: TreeShape | None) -> None: ...
-    def assume_plain(self, sequences: int, seconds: float) -> None: ...
-    def forget_costs(self) -> None: ...
-    def forget_traffic(self) -> None: ...
+    def add(self, submit: Submit) -> None:
+        """Queue a request. Raise ValueError if it cannot be served."""
+        ...
+
+    def step(self) -> list[Tokens]:
+        """Run one step and return the newly emitted tokens."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request."""
+        ...
+
+    def run_only(self, shape: TreeShape | None) -> None:
+        """Use this tree shape in all steps instead of the plan's; None returns to the plan."""
+        ...
+
+    def assume_plain(self, sequences: int, seconds: float) -> None:
+        """Set the time of a plain step with this number of sequences."""
+        ...
+
+    def forget_costs(self) -> None:
+        """Reset the step costs."""
+        ...
+
+    def forget_traffic(self) -> None:
+        """Reset all statistics except the step costs."""
+        ...
 
 
 def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
-    """Seconds of a plain step by number of sequences; the largest loads are left out when time runs out, and shapes
-    get as much time again.
+    """Measure step times and pass the plain ones to the engine.
 
-    Up through the loads and down again, the faster of both: a process that has just started is slower by a third, and
-    a guard that thinks plain decoding slower than it is lets drafts lose. Of the way up nothing is reported.
+    Plain steps are timed at ascending and then at descending loads, and the faster time counts. A process that has
+    just started is slower by a third, and with plain times that are too high the guard would accept drafts that slow
+    decoding down. The step costs of the ascending pass are discarded. The tree shapes are timed afterwards; their
+    times are recorded in the step costs of the engine.
+
+    Args:
+        engine: Engine to calibrate.
+        most_seconds: Time limit of the plain steps, in seconds, and again of the tree shapes. When time runs out, the
+            largest loads are left out.
+
+    Returns:
+        Seconds of a plain step by number of sequences.
     """
     found: dict[int, float] = {}
     loads = engine.calibration_loads()
@@ -61,7 +91,7 @@ def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
         found[count] = min(_plain_step_seconds(engine, count), found.get(count, math.inf))
     for count, seconds in found.items():
         engine.assume_plain(count, seconds)
-    # What these steps take stays in the engine's costs.
+    # These times remain in the step costs of the engine.
     for count, shape in _in_time(product(sorted(found), engine.calibration_shapes()), most_seconds):
         engine.run_only(shape)
         _steps(engine, count, shape.depth, STEPS_OF_SHAPE)
@@ -71,7 +101,7 @@ def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
 
 
 def _in_time(items: Iterable[T], most_seconds: float) -> Iterator[T]:
-    """Items, until time could run out: each may take up to twice as long as the one before."""
+    """Yield items until the next one might exceed the time limit. It may take twice as long as the previous one."""
     began = time.monotonic()
     for item in items:
         before = time.monotonic()
@@ -87,9 +117,12 @@ def _plain_step_seconds(engine: Calibrated, count: int) -> float:
 
 
 def _steps(engine: Calibrated, count: int, depth: int, steps: int) -> list[float]:
-    """Seconds of so many steps of ``count`` made-up requests, each of which emits ``depth`` + 1 tokens at most."""
+    """Run ``steps`` steps of ``count`` synthetic requests, and return the seconds of each.
+
+    A step emits at most ``depth`` + 1 tokens of each request.
+    """
     names = [f"calibration-{index}" for index in range(count)]
-    # Some emit while others still wait for their prompt's turn.
+    # Requests already emit tokens while others wait for prefill, so PROMPT_TOKENS is added to the limit.
     most = min(PROMPT_TOKENS + (depth + 1) * steps, engine.max_model_len - PROMPT_TOKENS)
     sampling = Sampling(max_tokens=most, seed=0, temperature=0.0, ignore_eos=True)
     for index, name in enumerate(names):

@@ -1,4 +1,7 @@
-"""What steps took and who waited meanwhile, on the monotonic clock; pads steps where a synthetic knob says so."""
+"""Timer of steps and of request-seconds, on the monotonic clock.
+
+It also pads steps to the minimum step time of the synthetic knobs.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from specdecode_worker.speculation.synthetic import Synthetic
 
 
 class Meter:
-    """One per engine."""
+    """Timer of the steps of one engine."""
 
     def __init__(self) -> None:
         self._collected_seconds = self._accounted_seconds = time.monotonic()
 
     def finish(self, step: Launched, synthetic: Synthetic) -> tuple[float, float]:
-        """(seconds that the step took, now)."""
+        """Finish the timing of a collected step, after sleeping if synthetic knobs require a longer step.
+
+        Returns:
+            The step time in seconds, without time spent on earlier steps, and the current time.
+        """
         began = max(step.began_seconds, self._collected_seconds)
         nodes = max(row.tree.verified - 1 for row in step.rows)
         context = max(row.request.cached for row in step.rows)
@@ -30,7 +37,7 @@ class Meter:
         return now - began, now
 
     def account(self, statistics: Statistics, scheduler: Scheduler, now: float) -> None:
-        """Request-seconds, up to now, of what was running and waiting until now."""
+        """Add the time since the last call to the request-seconds of the running and waiting requests."""
         elapsed = now - self._accounted_seconds
         statistics.running_request_seconds += elapsed * len(scheduler.running)
         statistics.waiting_request_seconds += elapsed * len(scheduler.waiting)

@@ -1,7 +1,7 @@
-"""What the device knows of each running request: one row ("slot") a request, read and written without the host.
+"""Device state of running requests: one row ("slot") per request, read and written without the host.
 
-The tokens of a tree stand behind the committed ones, node j at index length + j, just as its keys do; what is
-accepted moves to the front, the rest is overwritten by the next step.
+The tokens of a draft tree are stored after the committed ones, node j at index length + j, as are its keys. Accepted
+tokens and keys move to the front of that region; the next step overwrites the rest.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLOCK
 
 RING = 64
-"""Positions whose hidden states are kept per request: as far back as a draft that did not run can catch up."""
+"""Number of last positions of each request with stored hidden states. A draft that paused can catch up this far."""
 
 
 class DeviceState:
-    """``length_S`` keys stand in the target's cache; the root, the last committed token, is at that index of
-    ``tokens_SP``. ``ring_SRA`` holds the target's aux states at position mod RING; column RING absorbs padding, as
-    does the last column of ``tokens_SP``. ``block_aux_NA``, where kept, holds them by block: of its last token. Slot
-    ``nobody`` is for padding rows: its blocks are the padding block, its length means nothing."""
+    """Tensors of all slots; the last slot is for padding rows.
+
+    Attributes:
+        tokens_SP: Tokens by slot and position. The last column (``scratch``) absorbs padding.
+        length_S: Number of keys of each slot in the target's cache. The root, the last committed token, is at this
+            index of ``tokens_SP``.
+        block_table_SM: Cache blocks of each slot. Those of the padding slot are the padding block.
+        ring_SRA: Auxiliary hidden states of the target at position modulo RING; column RING absorbs padding. None if no
+            draft reads such states.
+        block_aux_NA: Auxiliary hidden state of the last token of every cache block, if kept.
+    """
 
     def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the state of ``slots`` requests of ``max_model_len`` tokens; auxiliary states use ``dtype``."""
         reach = max_model_len + MAX_NODES + 1
         self.scratch = reach
         self.nobody = slots
@@ -38,13 +46,16 @@ class DeviceState:
         self.block_aux_NA: Tensor | None = None
 
     def keep_states(self, aux_size: int) -> None:
-        """Keeps aux states of this width from now on; what was kept is lost. 0 keeps none."""
+        """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
         shape = (len(self.length_S), RING + 1, aux_size)
         self.ring_SRA = torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if aux_size else None
         self.keep_block_states(self._blocks)
 
     def keep_block_states(self, blocks: int) -> None:
-        """Keeps the aux state of every block's last token too, so that a draft can go on behind any of them."""
+        """Allocate storage for the auxiliary state of every block's last token (0 blocks: none).
+
+        With it a draft can continue after any cached prefix.
+        """
         self._blocks = blocks
         if self.ring_SRA is None or not blocks:
             self.block_aux_NA = None
@@ -52,7 +63,7 @@ class DeviceState:
             self.block_aux_NA = self.ring_SRA.new_zeros(blocks, self.ring_SRA.shape[-1])
 
     def admit(self, slot: int, tokens: list[int], prefix: Sequence[int] = ()) -> None:
-        """``prefix`` are blocks that hold the keys of the first tokens already."""
+        """Write the tokens of a request that starts in ``slot``; ``prefix`` are its blocks found in the cache."""
         length = len(prefix) * BLOCK_SIZE
         self.tokens_SP[slot, : len(tokens)] = to_device(tokens, self.tokens_SP.device)
         self.length_S[slot] = length
@@ -60,10 +71,18 @@ class DeviceState:
             self.ring_SRA[slot, (length - 1) % RING] = self.block_aux_NA[prefix[-1]]
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
+        """Write the block table of ``slot``."""
         self.block_table_SM[slot, : len(blocks)] = to_device(blocks, self.block_table_SM.device)
 
     def commit(self, slots_C: Tensor, roots_C: Tensor, emitted_CD: Tensor, count_C: Tensor) -> None:
-        """Puts emitted tokens behind their roots and advances the lengths."""
+        """Write the emitted tokens after their roots and advance the lengths.
+
+        Args:
+            slots_C: Slots of the rows.
+            roots_C: Index of each root.
+            emitted_CD: Emitted tokens, -1 as padding.
+            count_C: Number of accepted nodes.
+        """
         step_D = torch.arange(emitted_CD.shape[1], device=slots_C.device)
         index_CD = torch.where(emitted_CD >= 0, roots_C[:, None] + 1 + step_D, self.scratch)
         self.tokens_SP[slots_C[:, None], index_CD] = emitted_CD
@@ -72,7 +91,15 @@ class DeviceState:
     def keep_path_aux(
         self, slots_C: Tensor, roots_C: Tensor, path_CD: Tensor, aux_TA: Tensor, root_rows_C: Tensor
     ) -> None:
-        """Keeps the aux states of each root and of the nodes accepted behind it."""
+        """Store the auxiliary states of each root and of the accepted nodes after it.
+
+        Args:
+            slots_C: Slots of the rows.
+            roots_C: Index of each root.
+            path_CD: Accepted nodes in path order, -1 as padding.
+            aux_TA: Auxiliary states of all packed tokens.
+            root_rows_C: Index of each root among the packed tokens.
+        """
         assert self.ring_SRA is not None, "no draft reads aux states"
         nodes_CD = torch.cat((torch.zeros_like(roots_C)[:, None], path_CD), dim=1)
         step_D = torch.arange(nodes_CD.shape[1], device=slots_C.device)
@@ -86,8 +113,10 @@ class DeviceState:
             self.block_aux_NA[torch.where(ends_block_CD, block_CD, PADDING_BLOCK)] = aux_CDA
 
     def keep_last_aux(self, slot: int, blocks: Sequence[int], end: int, aux_TA: Tensor) -> None:
-        """Keeps the aux states of consecutive positions up to ``end``: as many as the ring holds, and those of the
-        last tokens of ``blocks``, the sequence's own."""
+        """Store the auxiliary states of the consecutive positions that end at ``end`` (exclusive).
+
+        The ring takes the last RING of them, and the block storage those that end one of the sequence's ``blocks``.
+        """
         assert self.ring_SRA is not None, "no draft reads aux states"
         count = min(len(aux_TA), RING)
         self.ring_SRA[slot, torch.arange(end - count, end, device=aux_TA.device) % RING] = aux_TA[-count:]
@@ -98,6 +127,6 @@ class DeviceState:
             self.block_aux_NA[to_device(whole, aux_TA.device, dtype=torch.int64)] = last_rows
 
     def aux(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
-        """[T, A] kept aux states; valid for the last RING positions."""
+        """Return the stored auxiliary states [T, A]; valid for the last RING positions of each slot."""
         assert self.ring_SRA is not None, "no draft reads aux states"
         return self.ring_SRA[slots_T, positions_T % RING]

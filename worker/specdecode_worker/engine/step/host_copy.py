@@ -1,4 +1,4 @@
-"""Results on their way back to the host: copies that only their reader waits for."""
+"""Asynchronous copies of results from the device to the host."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When copies are over; None where nothing has to be copied."""
+    """Completion of a group of copies to the host."""
 
     event: torch.cuda.Event | None = None
+    """CUDA event recorded after the copies; None if nothing has to be copied."""
 
     def wait(self) -> None:
-        """Waits for these copies alone, and not for what was queued since."""
+        """Wait for these copies, but not for work that was queued after them."""
         if self.event is not None:
             self.event.synchronize()
 
 
 def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[list[Tensor], Arrival]:
-    """Queues copies to the host, before whatever is queued next; they hold what is meant once the arrival is there.
-    Tensors of a CPU are left as they are, unless they will be ``overwritten`` by then."""
+    """Queue copies of device tensors to pinned host memory.
+
+    Args:
+        tensors: Tensors of one device. CPU tensors are returned as they are.
+        overwritten: The tensors may be overwritten before the copies are read, so that CPU tensors are cloned.
+
+    Returns:
+        The copies, valid once the arrival was waited for, and that arrival.
+    """
     if not tensors or not tensors[0].is_cuda:
         return [tensor.clone() if overwritten else tensor for tensor in tensors], Arrival()
     found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

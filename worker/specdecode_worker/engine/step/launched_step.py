@@ -1,4 +1,4 @@
-"""A step that was queued on the device: what `collect` needs to read it back."""
+"""Handle of a step that was queued on the device, with all that is needed to read its results."""
 
 from __future__ import annotations
 
@@ -18,38 +18,45 @@ from specdecode_worker.speculation.acceptance import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """``rows`` as batched; the first of them, as many as ``outcome`` has, chose a token. ``kept_depths`` are the
-    synthetic knob's cuts. ``began_seconds`` is the monotonic clock at launch. ``outcome`` and ``ranked_BNK`` are the
-    host's once they have arrived."""
+    """Step that was launched and not collected yet."""
 
     rows: tuple[Row, ...]
+    """Rows of the batch. The first ones, as many as ``outcome`` has, chose a token."""
     epochs: tuple[int, ...]
+    """Number of preemptions of each row's request at launch."""
     choice: Choice
     size: StepSize
     outcome: Outcome | None
+    """Result of verification, on the host after ``arrival``; None if no row chose a token."""
     ranked_BNK: Tensor | None
+    """The draft's K best tokens by node, on the host after ``arrival``; None if not needed."""
     arrival: Arrival = field(default_factory=Arrival)
     emitted_told: ToldRows | None = None
+    """Logprobs of emitted tokens."""
     prompts_told: ToldRows | None = None
+    """Logprobs of prompt tokens."""
     kept_depths: tuple[int, ...]
+    """Depth that the synthetic acceptance knob allows for each row that chose a token."""
     began_seconds: float
+    """Monotonic clock at launch."""
     draft_seconds: float
+    """Duration of drafting."""
 
     @property
     def shadow_seconds(self) -> float:
-        """Of the step, for draft passes behind the shape: with what the draft had to make up for before them."""
+        """Part of ``draft_seconds`` attributed to shadow passes, in proportion to their share of the draft passes."""
         passes = self.size.draft_passes
         return self.draft_seconds * min(self.choice.shadow_passes / passes, 1.0) if passes else 0.0
 
     def read(self) -> list[Read]:
-        """Waits for the device, and reads what the rows that chose have brought."""
+        """Wait for the device and return the results of the rows that chose a token."""
         if self.outcome is None:
             return []
         self.arrival.wait()
         emitted, path, ranks = (
             t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
         )
-        # The draft's orderings are many numbers and matter where something was drafted in the shadow.
+        # The draft's rankings are large and only needed to score shadow passes.
         shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
         ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
         told = self.emitted_told.read() if self.emitted_told is not None else {}
@@ -67,5 +74,5 @@ class Launched:
         ]
 
     def read_prompts(self) -> dict[int, list[Logprobs]]:
-        """By index of the row: logprobs of prompts that were asked for."""
+        """Wait for the requested logprobs of prompt tokens and return them by row index."""
         return self.prompts_told.read() if self.prompts_told is not None else {}

@@ -1,7 +1,7 @@
-"""Logprobs, for requests that ask: of emitted tokens along the accepted path, and of prompts chunk by chunk.
+"""Logprobs of emitted tokens and of prompt tokens, for requests that ask for them.
 
-They are of the target's raw logits, before any processor (vLLM's ``raw_logprobs``), and start for the host behind the
-pass. The logits behind a node are those of plain decoding, so speculation changes none of them.
+They are computed from the target's raw logits, before any logits processor (vLLM's ``raw_logprobs``), and copied to the
+host after the pass. The logits of a node equal those of plain decoding, so speculation does not change logprobs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from specdecode_worker.speculation.acceptance import Outcome, nodes_of
 from specdecode_worker.speculation.trees import Forest
 
 _ROWS_AT_ONCE = 64
-"""Rows of the vocabulary's size that are held at a time."""
+"""Rows of logits processed at a time, which bounds the memory of the fp32 copies."""
 _TOP = 20
-"""So many best tokens are found at least: among equals, how many were asked for would change which."""
+"""Fewest top tokens that are computed. With ties, the number of top tokens would otherwise affect their choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """[T] of some tokens: their ids, log-probabilities and ranks; [T, K] the best beside them. The host's, once they
-    have arrived."""
+    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``arrival``.
+
+    Ranks count from 1.
+    """
 
     tokens_T: Tensor
     logprob_T: Tensor
@@ -39,7 +41,7 @@ class Told:
     arrival: Arrival
 
     def read(self, tops: Sequence[int]) -> list[Logprobs]:
-        """Waits for these copies. Of token t the best ``tops[t]`` are told."""
+        """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
         self.arrival.wait()
         columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
         return [
@@ -50,8 +52,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class ToldRows:
-    """``told`` holds ``counts[i]`` tokens of row ``rows[i]`` of the step, which asked for ``tops[i]``, one row after
-    the other."""
+    """Logprobs of several rows of a step, one row after the other.
+
+    Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
+    """
 
     rows: tuple[int, ...]
     tops: tuple[int, ...]
@@ -59,6 +63,7 @@ class ToldRows:
     told: Told
 
     def read(self) -> dict[int, list[Logprobs]]:
+        """Wait for the copies and return the logprobs by row of the step."""
         tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
         found = self.told.read(tops)
         ends = list(accumulate(self.counts))
@@ -68,7 +73,16 @@ class ToldRows:
 def tell_emitted(
     choosing: Sequence[Row], forest: Forest, logits_RV: Tensor, outcome: Outcome | None
 ) -> ToldRows | None:
-    """Of the rows that ask: every token of the accepted path and the bonus, and as padding whatever stands behind."""
+    """Queue the logprobs of emitted tokens for the rows that request them; None if no row does.
+
+    Covers the accepted path and the bonus token. Entries after these are padding for the reader to cut off.
+
+    Args:
+        choosing: Rows that choose a token.
+        forest: Their trees.
+        logits_RV: Logits of their nodes, [rows, vocabulary].
+        outcome: Result of verification.
+    """
     tops = {b: top for b, row in enumerate(choosing) if (top := row.request.submit.sampling.logprobs) is not None}
     if not tops or outcome is None:
         return None
@@ -84,8 +98,17 @@ def tell_emitted(
 def tell_prompts(
     logits_of: Callable[[Tensor], Tensor], rows: Sequence[Row], query_start: Sequence[int], hidden_TE: Tensor
 ) -> ToldRows | None:
-    """Of the prefill chunks of rows that ask: every token of the prompt whose place before it is in the chunk. After a
-    preemption nothing is told again."""
+    """Queue the logprobs of prompt tokens for the prefill chunks of requests that ask for them; None if none does.
+
+    A chunk yields the logprobs of the prompt tokens that directly follow its positions. Requests that already emitted a
+    token, i.e. prefill again after a preemption, are skipped.
+
+    Args:
+        logits_of: Function from hidden states [T, E] to logits [T, V].
+        rows: Rows of the step.
+        query_start: Index of each row's first packed token.
+        hidden_TE: Last hidden states of all packed tokens.
+    """
     tops: dict[int, int] = {}
     places: list[int] = []
     tokens: list[list[int]] = []
@@ -106,6 +129,7 @@ def tell_prompts(
 
 
 def _told(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> Told:
+    """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
     pieces = []
     for start in range(0, len(rows_T), _ROWS_AT_ONCE):
         here = slice(start, start + _ROWS_AT_ONCE)
@@ -116,6 +140,7 @@ def _told(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tenso
 
 
 def _piece(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprob [T], rank [T], top tokens [T, K] and their logprobs [T, K], computed in fp32 or wider."""
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     logp_TV = torch.log_softmax(wide_TV, dim=-1)
     own_T1 = tokens_T[:, None]

@@ -1,7 +1,8 @@
-"""One pass over packed tokens: prefill chunks, single tokens, chains and trees of different shapes, side by side.
+"""Inputs of one pass over packed tokens: prefill chunks, single tokens, chains and trees mixed in one batch.
 
-Slots, positions and lengths are computed on the device from per-slot state, since the host's copy of a length may lag
-a step; how many queries each sequence has, the host knows. Used by the target's pass and by the draft's.
+Slots, positions and lengths are computed on the device from the per-slot state, because the host's copy of a length can
+be one step behind. The number of queries of each sequence is known on the host. Target and draft passes use the same
+inputs.
 """
 
 from __future__ import annotations
@@ -18,34 +19,42 @@ from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """T tokens of B sequences. Sequence b owns ``query_counts[b]`` of them, its first ``prefix_len_B[b]`` cached
-    keys, and the keys that this pass writes behind them to ``slots_T``. ``ancestors_T`` is a bit mask of the rows
-    behind the prefix, 0 for causal ones. ``key_bounds`` bounds each sequence's keys once they are written,
-    ``key_starts`` hides the oldest (draft caches that begin late); ``dense`` says that the bounds are exact and that
-    every query sees every key."""
+    """T packed tokens of B sequences, with host-side counts and bounds."""
 
     tokens_T: Tensor
     positions_T: Tensor
+    """Position of each token for the rotary embedding."""
     slots_T: Tensor
+    """Cache slot that each token's key and value are written to."""
     prefix_len_B: Tensor
+    """Number of cached keys of each sequence before this pass."""
     ancestors_T: Tensor
+    """Bit mask per token of the tokens after the prefix that it attends to; 0 means causal."""
     block_table_BM: Tensor
     blocks: tuple[tuple[int, ...], ...]
+    """Cache blocks of each sequence, as the host knows them."""
     query_counts: tuple[int, ...]
+    """Number of packed tokens of each sequence."""
     key_bounds: tuple[int, ...]
+    """Upper bound of each sequence's keys, those of this pass included."""
     key_starts: tuple[int, ...]
+    """Number of oldest keys of each sequence that are hidden, for draft caches that begin after position 0."""
     dense: bool
+    """True if the bounds are exact and every query sees every key."""
 
     @property
     def query_start(self) -> tuple[int, ...]:
+        """Index of each sequence's first packed token, then T: B + 1 values."""
         return tuple(accumulate(self.query_counts, initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """The same as tensors alone, of which any part may be padding: ``query_start`` [B + 1] says whose queries are
-    whose, what stands behind its last is nobody's. Nothing of it depends on the host, so a captured pass stays right
-    when the tensors change."""
+    """Packed tokens described by device tensors only, for captured passes; fields as in ``Packed``.
+
+    ``query_start`` [B + 1] holds the first packed token of each sequence; tokens from its last value on are padding.
+    Since no field is a host value, a captured pass stays valid when the contents of the tensors change.
+    """
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -58,7 +67,7 @@ class Tables:
 
 
 def spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sequence [T], row within its sequence [T]) of packed tokens."""
+    """Return the sequence [T] and the index within that sequence [T] of packed tokens, given counts per sequence."""
     if len(counts) == 1:
         return torch.zeros(counts[0], dtype=torch.int64, device=device), torch.arange(counts[0], device=device)
     sequence = [b for b, count in enumerate(counts) for _ in range(count)]
@@ -68,6 +77,6 @@ def spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def slots_of(block_table_BM: Tensor, sequence_T: Tensor, index_T: Tensor) -> Tensor:
-    """Cache slots of the given key indices of the given sequences."""
+    """Return the cache slots [T] of key indices ``index_T`` of the sequences ``sequence_T``."""
     block_T = block_table_BM[sequence_T, index_T // BLOCK_SIZE]
     return block_T * BLOCK_SIZE + index_T % BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""The device's half of a step: draft, verify in one target pass, accept, keep. Queues work and waits for nothing."""
+"""Device work of one step: draft, verify in one target pass, accept and commit, all queued without waiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Queued:
-    """What a step brings, however it was queued; fields as in Launched."""
+    """Results of a queued step, replayed or eager; fields as in ``Launched``."""
 
     outcome: Outcome | None
     ranked_BNK: Tensor | None
@@ -41,7 +41,7 @@ class _Queued:
 
 
 class Launcher:
-    """Owns nothing of a request: rows come in, a Launched goes out."""
+    """Launcher of steps: turns the rows of a batch into a queued step. It keeps no state of requests."""
 
     def __init__(
         self,
@@ -52,12 +52,20 @@ class Launcher:
         phases: Phases,
         graphs: Graphs | None = None,
     ) -> None:
+        """Connect the parts. ``graphs`` holds captured CUDA graphs; without it every step runs eagerly."""
         self._target, self._drafts, self._state = target, drafts, state
         self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
         self.synthetic = Synthetic()
 
     def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
-        """One step of these rows; ``follows``: drafts follow prompts too, since the plan may come to draft."""
+        """Queue one step and return its handle without waiting for the device.
+
+        Args:
+            rows: Rows of the batch; those that choose a token come first.
+            choice: Selected shapes, kept for the statistics.
+            began_seconds: Monotonic clock at the start of the step.
+            follows: Drafts process prefill chunks too, because the plan can lead to drafting.
+        """
         tell_rows(self._state, rows)
         knobs, choosing = self.synthetic, [row for row in rows if row.chooses]
         kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in choosing)
@@ -78,7 +86,7 @@ class Launcher:
         )
 
     def _replay(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...]) -> _Queued | None:
-        """The step as one captured graph, where there is one for it."""
+        """Queue the step as one captured CUDA graph; return None if no graph fits it."""
         if self._graphs is None:
             return None
         cuts = kept_depths if self.synthetic.cuts else None
@@ -91,6 +99,7 @@ class Launcher:
         )
 
     def _run(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, follows: bool) -> _Queued:
+        """Queue the step eagerly."""
         phases = self._phases
         choosing = [row for row in rows if row.chooses]
         forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
@@ -108,7 +117,7 @@ class Launcher:
             outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
         emitted_told = tell_emitted(choosing, forest, logits_RV, outcome)
         prompts_told = tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE)
-        # Tokens leave before the draft follows the prompts: the first one waits for no draft.
+        # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
         found, found_ranked, arrival = _arriving(outcome, ranked_BNK if choice.shadow_passes else None)
         phases.lap("sample")
         self._keep(rows, step, roots_C, forest, outcome, aux_TA, follows=follows)
@@ -127,6 +136,7 @@ class Launcher:
         return self._state.length_S.device
 
     def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
+        """Build the sampler of the rows that choose a token."""
         requests = [row.request for row in choosing]
         slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
         bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
@@ -142,7 +152,10 @@ class Launcher:
         ranked_BNK: Tensor | None,
         kept_depths: tuple[int, ...],
     ) -> Outcome:
-        """A row's tokens are what the pass has just read."""
+        """Return the accepted paths and emitted tokens of the rows that choose a token.
+
+        The tokens of the nodes are those that the target's pass read; -2 marks missing nodes and matches no token.
+        """
         tokens_BN = torch.full_like(forest.parents_BN, -2)
         tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
         kept_B = to_device(kept_depths, logits_RV.device) if self.synthetic.cuts else None
@@ -160,7 +173,11 @@ class Launcher:
         *,
         follows: bool,
     ) -> None:
-        """Chunks first: the draft's first slot of a chunk reads the ring before the chunk overwrites it."""
+        """Commit the step to the device state and the cache, and let drafts process prefill chunks.
+
+        The drafts' prefill comes first: for the first position of a chunk it reads the state of the position before
+        from the ring, which ``keep_chunks`` overwrites.
+        """
         chunks = [row for row in rows if row.is_chunk]
         if chunks and follows:
             self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
@@ -171,7 +188,7 @@ class Launcher:
 
 
 def _arriving(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, Arrival]:
-    """The same on its way to the host."""
+    """Queue copies of the outcome and the draft's ranking to the host; return both and their arrival."""
     if outcome is None:
         return None, None, Arrival()
     told = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]

@@ -1,4 +1,4 @@
-"""One pass of the target over a batch of rows: packing, forward, logits where a token is chosen."""
+"""Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from specdecode_worker.models.networks.llama import Llama
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A batch on the device: ``packed``, the sequences' slots, which packed token is the root of each row that
-    chooses, and where each of the R logit rows belongs (packed token; row of the batch, node and its depth)."""
+    """Packed batch on the device. B rows, of which the first C choose a token; R rows of logits."""
 
     packed: Packed
     slots_B: Tensor
+    """Slot of each row in the device state."""
     root_rows_C: Tensor
+    """Index of the packed token that is the root of each row that chooses a token."""
     logit_rows_R: Tensor
+    """Index of the packed token behind each row of logits."""
     batch_R: Tensor
+    """Row of the batch that each row of logits belongs to."""
     node_R: Tensor
+    """Tree node of each row of logits."""
     depth_R: Tensor
+    """Depth of that node."""
 
 
 class Target:
-    """The target network over its paged cache."""
+    """Target network with its paged cache."""
 
     def __init__(self, model: Llama, cache: PagedCache, state: DeviceState) -> None:
         self.cache = cache
@@ -40,23 +45,36 @@ class Target:
         self._last_position = model.config.max_position_embeddings - 1
 
     def close(self) -> None:
-        """Lets go of what is not the device's."""
+        """Release resources outside of the device; there are none unless a subclass adds other ranks."""
 
     @property
     def last_position(self) -> int:
-        """Beyond which rotations know no place."""
+        """Last position that the rotary embedding supports."""
         return self._last_position
 
     @property
     def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
         return self._model.config.vocab_size
 
     def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(logits [R, V], the states [T, A] that drafts read, None when they read none, last hidden states [T, H])."""
+        """Run the target over a packed batch.
+
+        Args:
+            step: Batch from ``pack``.
+            reads: Hidden states that the drafts read.
+
+        Returns:
+            Logits [R, V], the states that drafts read [T, A] (None if they read none), and the last hidden states
+            [T, E].
+        """
         return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
 
     def forward_tables(self, tables: Tables, reads: Reads) -> tuple[Tensor, Tensor | None]:
-        """(logits [T, V], states [T, A]) behind every token; waits for nothing and asks the host nothing."""
+        """Return logits [T, V] and the drafts' states [T, A] of every token without synchronizing with the host.
+
+        CUDA graph capture relies on this.
+        """
         logits_TV, aux_TA, _ = self.run(self._model, self.cache, tables, tables.tokens_T, reads)
         return logits_TV, aux_TA
 
@@ -64,7 +82,10 @@ class Target:
     def run(
         model: Llama, cache: PagedCache, packed: Packed | Tables, logit_rows_R: Tensor, reads: Reads
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """``forward`` without what only the engine knows: the ranks of a replica run it with their parts."""
+        """Run one pass of ``model`` over ``cache``; returns as ``forward``.
+
+        Static so that the other ranks of a replica can run it with their shard of the model and the cache.
+        """
         out = model(packed.tokens_T, packed.positions_T, cache.attend(packed), reads)
         hidden = out.hidden_TE
         if len(logit_rows_R) != len(hidden):
@@ -72,12 +93,16 @@ class Target:
         return model.logits(hidden) if len(hidden) else hidden, out.aux_TA, out.hidden_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """Of last hidden states."""
+        """Return the logits [T, V] of last hidden states [T, E]."""
         logits_TV: Tensor = self._model.logits(hidden_TE)
         return logits_TV
 
     def pack(self, rows: Sequence[Row]) -> Pass:
-        """Chunks read their tokens from the prompt, trees theirs from behind the root, both by slot and index."""
+        """Pack the rows of a batch into one pass.
+
+        All tokens are read from the device state by slot and index: those of a chunk at their positions in the prompt,
+        those of a tree at the indices from the root on.
+        """
         state, device = self._state, self._state.length_S.device
         counts = tuple(row.count for row in rows)
         slots_B = to_device([row.request.slot for row in rows], device)
@@ -108,7 +133,7 @@ class Target:
         return Pass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
 
     def roots(self, choosing: Sequence[Row]) -> Tensor:
-        """[C] index of the last committed token of every row that chooses."""
+        """Return the index [C] of the last committed token, the root, of every row that chooses a token."""
         lengths, device = self._state.length_S, self._state.length_S.device
         ahead = [row.count - 1 if row.is_chunk else 0 for row in choosing]
         slots_C = [row.request.slot for row in choosing]
@@ -118,7 +143,10 @@ class Target:
 
 
 def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(depth below the sequence's length [T], ancestors [T]); a chunk's tokens are a causal run."""
+    """Return each packed token's position relative to its sequence's length [T] and its ancestor mask [T].
+
+    The tokens of a chunk are consecutive, with the mask 0 for causal attention.
+    """
     depths: list[int] = []
     ancestors: list[int] = []
     for row in rows:
@@ -133,6 +161,7 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``Pass``."""
     found: list[tuple[int, int, int, int]] = []
     begin = 0
     for b, row in enumerate(rows):

@@ -1,1 +1,1 @@
-"""Find, download, check and load model folders."""
+"""Location, download, checks and loading of model folders."""

@@ -1,4 +1,7 @@
-"""The one entry for drafts with weights: by method, and with a word for who confuses them."""
+"""Entry points that load or check a draft with weights, by its method.
+
+A folder with a draft of another method is refused with a message that names the method found.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 
 WeightMethod = Literal["eagle3", "eagle", "medusa", "draft-model"]
-"""Methods whose drafts have weights."""
+"""Methods with draft weights."""
 Draft = Eagle3Head | EagleHead | MedusaHeads | Llama
 _CALLED: dict[Method, str] = {
     "eagle3": "an EAGLE-3 head",
@@ -48,10 +51,15 @@ def load_draft(
     device: torch.device,
     max_model_len: int | None = None,
 ) -> Draft:
-    """The draft in ``folder`` for ``target`` (fused or not), which came from ``target_folder``; it is not fused yet.
+    """Load the draft in ``folder`` for ``target``, unfused.
 
-    A draft model comes with the target's vocabulary size, and with its own longest text in its config. Raises
-    ConfigMismatch, WeightMismatch, VocabularyMismatch.
+    ``target`` may be fused; it was loaded from ``target_folder``. A draft model is resized to the target's vocabulary,
+    and its config keeps its own maximum length.
+
+    Raises:
+        ConfigMismatch: config.json is unsupported, or made for a target of another shape.
+        WeightMismatch: the tensors do not fit config.json.
+        VocabularyMismatch: a draft model and the target do not share a tokenizer.
     """
     expect_method(method, folder)
     match method:
@@ -69,8 +77,10 @@ def load_draft(
 
 
 def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
-    """Judges a draft by config.json, tokenizers and tensor headers; reads no weights. Raises as ``load_draft``, for
-    all but the values of weights."""
+    """Check a draft by its config.json, tokenizers and tensor headers, without reading weights.
+
+    Raises the errors of `load_draft`, except those about the values of weights.
+    """
     target = prepare_llama(target_folder, max_model_len=max_model_len).network
     shape_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
 
@@ -78,7 +88,7 @@ def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_
 def shape_draft(
     method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
-    """What ``load_draft`` would load, on the meta device, once it has been judged as ``check_draft`` judges."""
+    """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
     match method:
         case "eagle3":
@@ -100,7 +110,12 @@ def _judged(prepared: Prepared[Network]) -> Network:
 
 
 def expect_method(method: WeightMethod, folder: Path) -> None:
-    """Raises ConfigMismatch when the folder holds a draft of another method, WeightMismatch when it holds none."""
+    """Raise an error unless ``folder`` holds a draft of ``method``.
+
+    Raises:
+        ConfigMismatch: the folder holds a draft of another method.
+        WeightMismatch: the folder holds no known draft.
+    """
     found = method_of(read_tensor_headers(folder))
     if found is None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")

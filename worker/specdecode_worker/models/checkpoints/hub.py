@@ -1,8 +1,11 @@
-"""Fetches a repository of a hub into the cache: only what is used, resumable, every hash checked, all or nothing.
+"""Download of a model repository from a hub into the cache.
 
-The hub's API is the public one's: ``/api/models/{id}/revision/{revision}`` lists the files of a commit, and
-``/{id}/resolve/{commit}/{file}`` announces hash and size in headers, then redirects to the bytes. A large file's hash
-is its sha256, a small one's is git's (sha1 over a header and the content).
+Only the files in use are downloaded. Downloads are resumable, every hash is checked, and a folder counts as present
+only when it is complete.
+
+The API is that of the Hugging Face hub: ``/api/models/{id}/revision/{revision}`` lists the files of a commit.
+``/{id}/resolve/{commit}/{file}`` announces hash and size in headers, then redirects to the content. The hash of a large
+file is its sha256; that of a small file is its git blob hash (sha1 over a header and the content).
 """
 
 from __future__ import annotations
@@ -28,14 +31,17 @@ from specdecode_worker.models.errors import AccessDenied, DiskFull, HashMismatch
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
-# Room that is left free, so that a full cache does not take the node down with it.
+# Disk space to leave free, so that a full cache does not break the node.
 _SPARE_BYTES = 64 << 20
 _TIMEOUT = httpx.Timeout(30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as the hub announces it. ``digest`` is a sha256 (64 digits) or git's blob hash (40)."""
+    """File with the size and hash that the hub announces.
+
+    ``digest`` is a sha256 (64 hex digits) or a git blob hash (40 hex digits).
+    """
 
     name: str
     size: int
@@ -43,14 +49,14 @@ class RemoteFile:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, bytes there and bytes in all."""
+"""Callback with a file's name, the bytes present and the total bytes."""
 
 
 class Hub:
-    """One hub. ``token`` opens gated and private repositories."""
+    """Client of one hub. ``token`` gives access to gated and private repositories."""
 
     def __init__(self, endpoint: str, token: str | None, *, retry_seconds: float = 1.0) -> None:
-        # identity: sizes, hashes and ranges are of the bytes themselves
+        # No compression: sizes, hashes and ranges refer to the stored bytes.
         headers = {"User-Agent": "specdecode-worker", "Accept-Encoding": "identity"} | (
             {"Authorization": f"Bearer {token}"} if token else {}
         )
@@ -60,14 +66,22 @@ class Hub:
 
     @classmethod
     def from_environment(cls) -> Hub:
-        """HF_ENDPOINT and HF_TOKEN, as the hub's own tools name them."""
+        """Create a client from HF_ENDPOINT and HF_TOKEN, the variables of Hugging Face's own tools."""
         return cls(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, os.environ.get("HF_TOKEN") or None)
 
     def close(self) -> None:
+        """Close the HTTP connections."""
         self._client.close()
 
     def pull(self, model: HubModel, cache_dir: Path, progress: Progress, note: Callable[[str], None]) -> Path:
-        """The folder of ``model``, complete. Raises PullFailed; what came so far is kept for the next call."""
+        """Download ``model`` if it is not complete, and return its folder.
+
+        After a failure, the bytes received so far are kept for the next call. ``progress`` is called for each chunk
+        received, ``note`` with a message if another pull of the same model holds the lock.
+
+        Raises:
+            PullFailed: the download failed, or the disk is full.
+        """
         folder = model.folder(cache_dir)
         with _room_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +120,10 @@ class Hub:
         return RemoteFile(name, int(size), digest)
 
     def _get(self, model: HubModel, method: str, path: str) -> httpx.Response:
-        """An answer of the hub itself; redirects within it (renamed repositories) are followed, others are not."""
+        """Send a request to the hub and return its response.
+
+        Redirects within the hub (renamed repositories) are followed; redirects to other hosts are not.
+        """
         for _ in range(3):
             answer = self._retried(lambda path=path: self._client.request(method, path))  # type: ignore[misc]
             target = httpx.URL(answer.headers.get("Location", ""))
@@ -145,10 +162,13 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _fetch(self, path: str, file: RemoteFile, folder: Path, progress: Progress) -> None:
-        """One file, from where an earlier attempt broke off. Attempts that bring something don't count."""
+        """Download one file, resuming an earlier attempt.
+
+        Only attempts that add no bytes count as failures.
+        """
         done, partial = folder / file.name, folder / f"{file.name}.partial"
         if done.is_file() and done.stat().st_size == file.size:
-            return  # renamed only after its hash was right
+            return  # a file is renamed only after its hash check
         failures = 0
         while (before := _size(partial)) < file.size or not partial.exists():
             try:
@@ -166,11 +186,11 @@ class Hub:
         headers = {"Range": f"bytes={start}-"} if start else {}
         with self._client.stream("GET", path, headers=headers, follow_redirects=True) as answer:
             answer.raise_for_status()
-            # A server that ignores Range begins anew.
+            # A server that ignores Range sends the file from its first byte.
             resumed = answer.status_code == httpx.codes.PARTIAL_CONTENT
             there = start if resumed else 0
             with partial.open("ab" if resumed else "wb") as out:
-                for chunk in answer.iter_raw():  # unbuffered: what came before a cut is kept
+                for chunk in answer.iter_raw():  # unbuffered, so that the bytes before a disconnect are kept
                     out.write(chunk)
                     there += len(chunk)
                     progress(file.name, there, file.size)
@@ -180,7 +200,13 @@ class Hub:
 
 
 def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
-    """What is fetched of a repository: weights as safetensors, JSON, tokenizer, chat template. Raises NotOnHub."""
+    """Return the files of a repository to download: safetensors, JSON, tokenizer and chat template.
+
+    Files in subfolders are not needed. Weights come last.
+
+    Raises:
+        NotOnHub: the repository holds no safetensors.
+    """
     top = [name for name in names if "/" not in name and not name.startswith(".")]
     if not any(name.endswith(".safetensors") for name in top):
         if any(name.endswith((".bin", ".pt", ".pth")) for name in top):

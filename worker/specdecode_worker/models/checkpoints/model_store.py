@@ -1,6 +1,6 @@
-"""Where models are: URIs to folders. Downloads nothing; ``hub`` does, and this finds what it left.
+"""Resolution of model URIs to local folders. `checkpoints.hub` does the downloads.
 
-hf://org/name[@revision]   <cache>/hf/org/name/<revision>, once `pull` has completed it
+hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it
 pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
 file:///path               the folder itself
 embedded://name            a model that comes with the package
@@ -18,7 +18,7 @@ from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import BadUri, NotPresent
 
 MANIFEST = "specdecode-manifest.json"
-"""Written last into a pulled folder: there is one exactly if every file is there and its hash was right."""
+"""File that `pull` writes last. It exists only if every file is present and passed its hash check."""
 CLAIMS = Path("/mnt/pvc")
 FORMS = "hf://org/name[@revision], pvc://claim/path, file:///path or embedded://name"
 
@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository on a hub, at a branch, tag or commit."""
+    """Repository on a hub, at a branch, tag or commit."""
 
     org: str
     name: str
@@ -35,24 +35,32 @@ class HubModel:
 
     @property
     def id(self) -> str:
+        """Name of the repository, org/name."""
         return f"{self.org}/{self.name}"
 
     @property
     def uri(self) -> str:
+        """The hf:// URI with the revision."""
         return f"hf://{self.id}@{self.revision}"
 
     def folder(self, cache_dir: Path) -> Path:
+        """Return the folder of this model in the cache."""
         return cache_dir / "hf" / self.org / self.name / self.revision.replace("/", "--")
 
 
 def default_cache_dir() -> Path:
-    """The user's own cache."""
+    """Return the model cache in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "specdecode" / "models"
 
 
 def resolve(uri: str, cache_dir: Path | None = None) -> Path:
-    """The folder of a model that is there. Raises BadUri, NotPresent."""
+    """Return the local folder of a model.
+
+    Raises:
+        BadUri: the URI has none of the valid forms.
+        NotPresent: there is no complete model at its location.
+    """
     cache = cache_dir or default_cache_dir()
     scheme, _, rest = uri.partition("://")
     match scheme:
@@ -69,7 +77,7 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
 
 
 def hub_model(uri: str) -> HubModel:
-    """Reads hf://org/name[@revision]. Raises BadUri."""
+    """Parse hf://org/name[@revision]. Raise BadUri if it has another form."""
     found = _HUB_NAME.fullmatch(uri.removeprefix("hf://"))
     parts = [] if found is None else [part for part in found.group("org", "name", "revision") if part]
     if found is None or any(part.startswith(".") or ".." in part for part in parts):

@@ -1,6 +1,7 @@
-"""What a model folder holds, from the headers of its safetensors alone: names, shapes, types, sizes. Loads nothing.
+"""Contents of a model folder, read from its safetensors headers: names, shapes, dtypes and sizes of tensors.
 
-Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the data).
+No weights are loaded. Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the
+data).
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ _BITS = {
     "I64": 64,
     "F64": 64,
 }
-"""Bits of an element by the format's own name of its type."""
+"""Bits per element of each safetensors dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a folder: ``dtype`` is the format's name (F32, BF16, I64, BOOL), ``file`` where it stands."""
+    """Header of one tensor.
+
+    ``dtype`` is the name in the safetensors format (F32, BF16, I64, BOOL); ``file`` is the file that holds the tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,25 +68,30 @@ class TensorHeader:
 
     @property
     def is_floating_point(self) -> bool:
+        """True for floating-point dtypes."""
         return "F" in self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Every tensor of a folder by its name in the checkpoint."""
+    """Tensor headers of a folder, by their names in the checkpoint."""
 
     tensors: Mapping[str, TensorHeader]
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.bytes for tensor in self.tensors.values())
 
 
 def read_tensor_headers(folder: Path) -> Headers:
-    """Headers of all weights of a folder; frequencies that old exporters stored (``inv_freq``) are left out.
+    """Return the headers of all weights of a folder.
 
-    Raises WeightMismatch for a folder without safetensors, for files that are cut off or no safetensors, and for a
-    tensor that two files hold.
+    The rotary frequencies that old exporters stored (``inv_freq``) are left out.
+
+    Raises:
+        WeightMismatch: the folder has no safetensors, a file is truncated or not in the format, or two files hold the
+            same tensor.
     """
     found: dict[str, TensorHeader] = {}
     for path in weight_files(folder):
@@ -94,9 +103,12 @@ def read_tensor_headers(folder: Path) -> Headers:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that the index names; without an index, every *.safetensors but Mistral's consolidated copies.
+    """Return the files named by the index; without an index, every *.safetensors file.
 
-    Raises WeightMismatch when there is none.
+    Mistral's consolidated copies are skipped.
+
+    Raises:
+        WeightMismatch: there is no such file, or the index is invalid.
     """
     if (folder / INDEX).is_file():
         return _indexed(folder)
@@ -137,7 +149,7 @@ def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> Tensor
 
 
 def method_of(headers: Headers) -> Method | None:
-    """The method that a folder's tensors are made for, by their names alone; None when they are no known draft's."""
+    """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
     names = [name.removeprefix("model.") for name in headers.tensors]
     if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
         return "eagle3"
@@ -149,9 +161,13 @@ def method_of(headers: Headers) -> Method | None:
 
 
 def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
-    """The shape of the network in ``folder``, from config.json and tensor names; a head is read for its ``target``.
+    """Return the shape of the network in ``folder``, from config.json and the tensor names.
 
-    Raises ConfigMismatch, WeightMismatch.
+    ``target`` is the config of the target, which is required for a draft head.
+
+    Raises:
+        ConfigMismatch: config.json is unsupported, or ``target`` is missing.
+        WeightMismatch: the headers cannot be read.
     """
     raw = read_config(folder)
     method = method_of(read_tensor_headers(folder))

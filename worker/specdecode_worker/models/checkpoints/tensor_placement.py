@@ -1,7 +1,7 @@
-"""Strict placing of a checkpoint's tensors in a network, by name, all of them and no others.
+"""Strict assignment of a checkpoint's tensors to a network, by name: every tensor is used, and none is missing.
 
-What does not fit is known from the headers before anything is read, so that a checkpoint can be judged without
-loading it (``Prepared``) and is loaded only once it fits. Safetensors only: no pickle, no remote code.
+The headers are compared first, so a checkpoint can be checked without loading it (`Prepared`) and is loaded only if it
+fits. Only safetensors are read: no pickle, no remote code.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from specdecode_worker.models.errors import WeightMismatch
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
-"""Name in the network and shape -> one slice a dimension."""
+"""Function from a network's tensor name and shape to the part to read, one slice per dimension."""
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out the initial values of embeddings: on the meta device torch imports its compiler for them, which is
-    seconds of every start."""
+    """Mode that skips the random initialization of embeddings.
+
+    On the meta device, torch imports its compiler for it, which costs seconds at every start.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -37,14 +39,17 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Networks that are made inside have names and shapes, and no data."""
+    """Build networks on the meta device inside this context: names and shapes without data."""
     with torch.device("meta"), _Unfilled():
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's tensors by the names that the network gives them; ``origins`` has the folder's own names."""
+    """Tensors of a folder, by their names in the network.
+
+    ``origins`` maps these names to the names in the files.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorHeader]
@@ -54,15 +59,21 @@ class Checkpoint:
         return name in self.tensors
 
     def without(self, *names: str) -> Checkpoint:
+        """Return this checkpoint without the given tensors."""
         return Checkpoint(self.folder, {k: v for k, v in self.tensors.items() if k not in names}, self.origins)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is stored."""
+        """Return one tensor in its stored dtype."""
         return dict(self.read_all([name]))[name]
 
     def read_all(self, names: Iterable[str], part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names in the network, file by file; of each only its ``part``, where that is given. Raises
-        WeightMismatch when a file cannot be read."""
+        """Yield tensors with their names in the network, file by file.
+
+        ``part``, if given, selects the slices to read of each tensor.
+
+        Raises:
+            WeightMismatch: a file cannot be read.
+        """
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)
@@ -80,7 +91,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: name) -> Checkpoint:
-    """Headers alone. Raises WeightMismatch, also when two tensors are the same one by ``rename``."""
+    """Read the headers of ``folder``; ``rename`` maps names in the files to names in the network.
+
+    Raises:
+        WeightMismatch: the headers are invalid, or ``rename`` maps two tensors to the same name.
+    """
     tensors = read_tensor_headers(folder).tensors
     origins: dict[str, str] = {}
     for origin in tensors:
@@ -92,8 +107,11 @@ def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: na
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[Network]):
-    """A network on the meta device and the checkpoint that is to fill it. ``given``: parts of the network that are
-    filled by other means; ``spare``: tensors that the checkpoint may have beside the network's."""
+    """Network on the meta device with the checkpoint that fills it.
+
+    ``given`` names parts of the network that are not filled from the checkpoint. ``spare`` names tensors that the
+    checkpoint may hold in addition to the network's.
+    """
 
     network: Network
     checkpoint: Checkpoint
@@ -101,7 +119,7 @@ class Prepared(Generic[Network]):
     spare: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Raises WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong kind."""
+        """Raise WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong dtype."""
         folder, found, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
         wanted = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
         if missing := sorted(wanted.keys() - found.keys()):
@@ -112,8 +130,11 @@ class Prepared(Generic[Network]):
             _expect(folder, origins[name], found[name], tensor)
 
     def fill(self, *, dtype: torch.dtype, device: torch.device, finite: bool = False) -> Network:
-        """The network, filled, in ``dtype`` on ``device``, frozen. ``finite`` refuses NaN and infinity. Raises
-        WeightMismatch."""
+        """Load the weights and return the frozen network in ``dtype`` on ``device``.
+
+        Raises:
+            WeightMismatch: a tensor does not fit, or holds NaN or infinity and ``finite`` is set.
+        """
         self.check()
         placed: dict[str, Tensor] = {}
         for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):

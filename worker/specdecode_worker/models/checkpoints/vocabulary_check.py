@@ -1,7 +1,8 @@
-"""May a model draft for another? Only if both read every text as the same tokens.
+"""Check that a draft model and its target tokenize every text identically.
 
-Checked token by token on a probe text, where normalisers, splits and merges show, and over the whole vocabulary. Sizes
-of the matrices may differ, since published models pad them differently; ``fit_vocabulary`` evens that out.
+The check compares the whole vocabulary, and the tokens of a probe text, in which differences of normalizers, splits and
+merges appear. The matrices may have different sizes, since published models pad them differently; `fit_vocabulary`
+makes them equal.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def f(x: int) -> list[str]:\n\treturn [f"{x:>04d}"] * 3   # trailing   spaces   
 SELECT name, COUNT(*) FROM t WHERE id <> 7 GROUP BY 1; <div class='a'>&amp;</div> \\frac{a}{b} https://x.org/?q=1&r=2
 Žluťoučký kůň, ﬁne e\u0301 vs é, größer, ИЮНЬ, 你好世界, こんにちは, 한국어, مرحبا, नमस्ते, 🤖👩\u200d💻 ½ ①
 \u00a0\u2003<s> </s> <unk> <|endoftext|> <|im_start|>user <|eot_id|> [INST] ünïcödé AAAAAAAAAA 0000000000 xX_yY-zZ"""
-"""Words, numbers, code, mark-up, scripts, composed and decomposed letters, white space, and what may be special."""
+"""Probe text: words, numbers, code, markup, scripts, composed and decomposed letters, spaces, special tokens."""
 
 
 def check_vocabulary(target_folder: Path, draft_folder: Path) -> None:
-    """Raises VocabularyMismatch, which names the first token that differs."""
+    """Raise VocabularyMismatch, which names the first token that differs between the two tokenizers."""
     target, draft = _tokenizer(target_folder), _tokenizer(draft_folder)
     names = f"{draft_folder} cannot draft for {target_folder}"
     ours, theirs = (_by_id(tokenizer) for tokenizer in (target, draft))
@@ -48,9 +49,10 @@ def check_vocabulary(target_folder: Path, draft_folder: Path) -> None:
 
 @torch.no_grad()
 def fit_vocabulary(draft: Llama, size: int) -> None:
-    """Makes the draft's matrices ``size`` rows tall, in place: what is padding at the end is cut, or added as zeros.
+    """Resize the draft's embedding and lm_head to ``size`` rows, in place.
 
-    Target and draft may then exchange any token id; rows that were added are never right and never wanted.
+    Padding rows at the end are cut, or added as zeros. Target and draft can then exchange any token id; the added ids
+    belong to no token.
     """
     if draft.config.vocab_size == size:
         return
@@ -75,7 +77,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise VocabularyMismatch(f"{path} does not exist; without it nothing says that target and draft share tokens")
     try:
         found = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise VocabularyMismatch(f"{path} cannot be read: {error}") from None
     found.no_padding()
     found.no_truncation()

@@ -1,7 +1,8 @@
-"""Networks out of model folders: what each kind of checkpoint is called inside, and what it may leave out.
+"""Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent.
 
-``prepare_*`` judge config.json and the tensor headers alone; ``load_*`` read the weights as well. Renames of the known
-families happen here and nowhere else. Every one raises ConfigMismatch or WeightMismatch, which name what is wrong.
+``prepare_*`` check config.json against its bounds and read the tensor headers only; they return a `Prepared`; its
+`check` compares both. ``load_*`` read the weights as well. All tensor renames of the known checkpoint families are in
+this module. Every function raises ConfigMismatch or WeightMismatch, with a message that names the field or tensor.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Prepared[Llama]:
-    """A target, or a draft model, that serves texts of up to ``max_model_len`` tokens."""
+    """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
     config = llama_config(read_config(folder), max_model_len)
     checkpoint = open_checkpoint(folder)
     with unfilled():
         model = Llama(config)
     if not config.tie_word_embeddings:
         return Prepared(model, checkpoint)
-    # A tied checkpoint may or may not repeat the matrix; the embedding is the one that counts.
+    # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
     return Prepared(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
 
 
 def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> Llama:
-    """The target in ``folder``."""
+    """Load the target, or draft model, in ``folder``."""
     model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -52,6 +53,7 @@ def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_mo
 
 
 def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
+    """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
     config = eagle3_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, _eagle3_name)
     own = _EMBEDDING in checkpoint
@@ -68,7 +70,7 @@ def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
 
 
 def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
-    """The EAGLE-3 head in ``folder`` for ``target``."""
+    """Load the EAGLE-3 head in ``folder`` for ``target``."""
     prepared = prepare_eagle3(folder, target)
     head = prepared.fill(dtype=dtype, device=device, finite=True)
     if "d2t" in prepared.given:
@@ -78,6 +80,7 @@ def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
 
 
 def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
+    """Return the unloaded EAGLE-1 or EAGLE-2 head of ``folder`` for ``target``."""
     config = eagle_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, _eagle_name)
     if config.fc_bias is None:
@@ -90,11 +93,12 @@ def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
 
 
 def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """The EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
+    """Load the EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
     return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
 
 
 def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
+    """Return the unloaded Medusa heads of ``folder`` for ``target``."""
     config = medusa_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
     with unfilled():
@@ -103,7 +107,7 @@ def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
 
 
 def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
-    """Medusa's heads in ``folder`` for ``target``."""
+    """Load the Medusa heads in ``folder`` for ``target``."""
     heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
     if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
         raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
@@ -111,7 +115,10 @@ def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
 
 
 def weights_hash(folder: Path) -> str:
-    """Hash over config.json and every safetensors file: the identity of a target or a draft in plans and reports."""
+    """Return the hash (16 hex digits) of config.json and every safetensors file.
+
+    It identifies a target or a draft in plans and reports.
+    """
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         digest.update(path.name.encode())
@@ -121,21 +128,31 @@ def weights_hash(folder: Path) -> str:
 
 
 def _eagle3_name(name: str) -> str:
-    """SafeAILab's ``midlayer.*`` is ``layers.0.*`` with speculators, ``model.layers.0.*`` with NeMo; TensorRT-LLM
-    numbers midlayers, and speculators' class has a plural for the norms before ``fc``."""
+    """Return SafeAILab's name of an EAGLE-3 tensor.
+
+    SafeAILab's ``midlayer.*`` is ``layers.0.*`` in speculators and ``model.layers.0.*`` in NeMo. TensorRT-LLM numbers
+    its midlayers, and the speculators class uses a plural for the norms before ``fc``.
+    """
     name = re.sub(r"^fc_norms\.", "fc_norm.", name.removeprefix("model."))
     name = re.sub(r"^midlayer\.(?=\d+\.)", "layers.", name)
     return re.sub(r"^layers\.0\.", "midlayer.", name)
 
 
 def _eagle_name(name: str) -> str:
-    """SafeAILab's names are ours; vLLM nests them in ``model.``, speculators call the parts otherwise."""
+    """Return the network's name of an EAGLE-1 tensor, which is SafeAILab's.
+
+    vLLM nests the names in ``model.``; speculators uses other names for the parts.
+    """
     name = name.removeprefix("model.")
     return re.sub(r"^transformer\.", "layers.0.", re.sub(r"^fusion_fc\.", "fc.", name))
 
 
 def _medusa_name(name: str, layers: int) -> str:
-    """FasterDecoding's head h is ``layers`` blocks and a matrix in turn: ``h.0.linear.weight``, ``h.1.weight``."""
+    """Return vLLM's name of a Medusa tensor.
+
+    In FasterDecoding's checkpoints, head h is ``layers`` blocks followed by a matrix: ``h.0.linear.weight``,
+    ``h.1.weight``.
+    """
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
     return re.sub(rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight", name)

@@ -1,4 +1,7 @@
-"""Strict reading of config.json: every field has a type and bounds, and what does not fit is refused by its name."""
+"""Strict reader of config.json: every field has a type and bounds.
+
+An invalid value is refused with a message that names the field.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from typing import Any
 from specdecode_worker.models.errors import ConfigMismatch
 
 LARGEST = 2**24
-"""No size of a published network is above; what is, is a mistake or made to hurt."""
+"""Upper bound of sizes in config.json. Published networks stay below it; a larger value is an error or an attack."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ConfigMismatch when it is absent or no JSON object."""
+    """Read config.json of a model folder. Raise ConfigMismatch if it is absent or not a JSON object."""
     path = folder / "config.json"
     try:
         found = json.loads(path.read_bytes())
@@ -30,15 +33,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object of config.json; null counts as absent. Every method raises ConfigMismatch by the field's name."""
+    """JSON object within config.json. A null value counts as absent.
+
+    Every method that reads a field raises ConfigMismatch with the field's name if the value is invalid.
+    """
 
     raw: Mapping[str, Any]
     where: str = "config.json"
 
     def has(self, name: str) -> bool:
+        """Return whether the field is present and not null."""
         return self.raw.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
+        """Return an integer between ``least`` and ``most``."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             expected = "a positive integer" if (least, most) == (1, LARGEST) else f"an integer in {least}..{most}"
@@ -46,39 +54,45 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
-        """A finite number above 0, and not below ``least``."""
+        """Return a finite number above 0 and not below ``least``."""
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < 2**63 and value >= least):
             raise self._wrong(name, f"a number from {least} on" if least else "a number above 0", value)
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, "a string", value)
         return value
 
     def part(self, name: str) -> Fields:
-        """A nested object; empty when absent."""
+        """Return a nested object; an empty one if absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, "an object", value)
         return Fields(value, f"{self.where}: {name}")
 
     def texts(self, name: str) -> tuple[str, ...]:
+        """Return a list of strings; an empty one if absent."""
         value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(name, "a list of strings", value)
         return tuple(value)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers from 0 on; one integer stands for a list of it, none when absent."""
+        """Return a list of integers that are at least 0.
+
+        A single integer is read as a list of length one; an absent field as an empty list.
+        """
         value = self._get(name, [])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < LARGEST for item in items):
@@ -86,7 +100,10 @@ class Fields:
         return tuple(items)
 
     def refuse(self, name: str, *plain: object) -> None:
-        """Anything but absent, null, false or ``plain`` is a feature that this version does not have."""
+        """Raise ConfigMismatch if the field requests an unsupported feature.
+
+        Absent, null, false and the values in ``plain`` are accepted.
+        """
         value = self.raw.get(name)
         if value is not None and value is not False and value not in plain:
             raise ConfigMismatch(f"{self.where}: {name} {_short(value)} is not supported")

@@ -1,9 +1,9 @@
-"""Shapes of draft heads, read from config.json for the target that they draft for.
+"""Shapes of draft heads, read from config.json and checked against their target.
 
 Sources: EAGLE-3 heads as SafeAILab, vLLM and SGLang read them (``norm_before_fc`` vllm-project/speculators#337,
-``fc_norm`` and ``norm_output`` vllm-project/vllm#42764, the two conventions of layer ids sgl-project/sglang#25454);
-EAGLE-1 as SafeAILab's cnets1.py; speculators' nested config as vLLM's transformers_utils/configs/speculators flattens
-it; Medusa as FasterDecoding's MedusaConfig and vLLM's.
+``fc_norm`` and ``norm_output`` vllm-project/vllm#42764, the two conventions of layer ids sgl-project/sglang#25454).
+EAGLE-1 follows SafeAILab's cnets1.py. The nested config of speculators is flattened as in vLLM's
+transformers_utils/configs/speculators. Medusa follows FasterDecoding's MedusaConfig and vLLM's.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(BlockConfig):
-    """Shape of an EAGLE-3 head: a decoder layer over pairs (hidden state of the target, embedding), and further ones.
+    """Shape of an EAGLE-3 head: a layer over pairs (target hidden state, embedding), then ordinary layers.
 
-    ``aux_layers`` are the target's layers whose inputs are fused; none means that the head reads the target's final
-    hidden state as it is and has no ``fc`` (``use_aux_hidden_state: false``).
+    The inputs of the target's layers ``aux_layers`` are fused. If ``aux_layers`` is empty, the head reads the target's
+    final hidden state directly and has no ``fc`` (``use_aux_hidden_state: false``).
     """
 
     target_hidden_size: int
@@ -39,16 +39,19 @@ class Eagle3Config(BlockConfig):
     num_hidden_layers: int = 1
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    """One norm over all the states that ``fc`` reads."""
+    """True if one norm is applied to the concatenated states that ``fc`` reads."""
     fc_norm: bool = False
-    """A norm for each of them."""
+    """True if each state that ``fc`` reads has its own norm."""
     norm_output: bool = False
-    """The next step reads the hidden state behind the last norm instead of before it."""
+    """True if the next step reads the hidden state after the last norm instead of before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(BlockConfig):
-    """Shape of an EAGLE-1 or EAGLE-2 head. ``fc_bias`` None: config.json does not say, the weights do."""
+    """Shape of an EAGLE-1 or EAGLE-2 head.
+
+    ``fc_bias`` is None if config.json does not specify it; the weights then decide.
+    """
 
     vocab_size: int
     num_hidden_layers: int = 1
@@ -57,7 +60,7 @@ class EagleConfig(BlockConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """Shape of Medusa's heads, each of ``num_layers`` residual blocks and a matrix to the vocabulary."""
+    """Shape of Medusa heads: each has ``num_layers`` residual blocks and a matrix to the vocabulary."""
 
     num_heads: int
     num_layers: int
@@ -67,7 +70,11 @@ class MedusaConfig:
 
 
 def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
-    """Raises ConfigMismatch when the head was made for a target of another shape, or uses what is not supported."""
+    """Read the config of an EAGLE-3 head.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
     fields = _flattened(raw, "eagle3")
     nested = fields.part("eagle_config")
     fields.refuse("parallel_drafting")
@@ -84,7 +91,7 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
         draft_vocab_size=fields.integer("draft_vocab_size", vocab, most=vocab),
         aux_layers=_aux_layers(fields, nested, target) if reads_aux else (),
         num_hidden_layers=fields.integer("num_hidden_layers", 1, most=_MOST_LAYERS),
-        # speculators leave it out where it is true (vLLM's update_eagle3); everyone else, where it is false.
+        # speculators omits this field if it is true (vLLM's update_eagle3); all others omit it if it is false.
         norm_before_residual=fields.flag("norm_before_residual", fields.has("speculators_model_type")),
         norm_before_fc=reads_aux and nested.flag("norm_before_fc", fields.flag("norm_before_fc")),
         fc_norm=reads_aux and fields.flag("fc_norm"),
@@ -97,7 +104,11 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
 
 
 def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
-    """Raises ConfigMismatch when the head was made for a target of another shape, or uses what is not supported."""
+    """Read the config of an EAGLE-1 or EAGLE-2 head.
+
+    Raises:
+        ConfigMismatch: the head was made for a target of another shape, or uses an unsupported feature.
+    """
     fields = _flattened(raw, "eagle")
     for name in ("add_para_norm", "layernorms"):
         fields.refuse(name)
@@ -113,7 +124,7 @@ def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
 
 
 def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
-    """FasterDecoding's names of the fields, or vLLM's. Raises ConfigMismatch."""
+    """Read the config of Medusa heads, with FasterDecoding's or vLLM's field names. Raise ConfigMismatch if invalid."""
     fields = Fields(raw)
     fields.refuse("original_lm_head")
     fields.refuse("logit_scale", 1)
@@ -130,7 +141,10 @@ def medusa_config(raw: Mapping[str, Any], target: LlamaConfig) -> MedusaConfig:
 
 
 def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
-    """speculators keep the layer's shape in ``transformer_layer_config``; what stands outside goes first."""
+    """Return the fields of a possibly nested config, and check its kind.
+
+    speculators nests the layer's shape in ``transformer_layer_config``; the fields outside it take precedence.
+    """
     fields = Fields(raw)
     found = fields.text("speculators_model_type", kind)
     if found != kind:
@@ -143,7 +157,7 @@ def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
 
 def _blocks(fields: Fields, target: LlamaConfig) -> dict[str, Any]:
     refuse_unknown(fields)
-    # Heads ship a short limit that only describes their training text; positions follow the target's.
+    # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.max_position_embeddings}
     bias = fields.flag("attention_bias")
     return block_fields(Fields(known)) | {
@@ -171,7 +185,7 @@ def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[in
     count = fields.integer("num_aux_hidden_states", len(found) or 3, most=target.num_hidden_layers + 1)
     if not found and count == 3:
         return target.aux_layers
-    # Two conventions exist: inputs of layers, or outputs (then the first id is 1, and input = output + 1).
+    # Two conventions exist: layer inputs, or layer outputs (the first id is 1 then, and input = output + 1).
     outputs = found[:1] == (1,) and all(a < b for a, b in itertools.pairwise(found))
     ids = tuple(i + outputs for i in found)
     if len(ids) != count or any(i > target.num_hidden_layers for i in ids):

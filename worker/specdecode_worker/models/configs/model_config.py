@@ -1,6 +1,6 @@
-"""Shapes of the networks, read from Hugging Face's config.json: the one place to import them from.
+"""Public names of the config modules: shapes of networks, read from Hugging Face's config.json.
 
-Targets are in ``target_config``, heads in ``draft_config``, scalings of rotary positions in ``rope``.
+Targets are in `target_config`, draft heads in `draft_config`, rotary scalings in `networks.rope`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shapes of targets, read from Hugging Face's config.json: Llama 2 and 3, Qwen 2 and 3, Mistral.
 
-Source: transformers' configuration files (defaults of absent fields). What a family has and we have not is refused by
-name. Shapes of drafts are in ``draft_config``.
+Defaults of absent fields come from transformers' configuration files. Unsupported features of a family are refused by
+name. Shapes of drafts are in `draft_config`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from specdecode_worker.models.networks.rope import Scaling, YarnScaling, read_ro
 _MOST_LAYERS = 1024
 _LONGEST = 2**31
 _MOST_TABLE = 2**28
-"""Numbers in a table of rotary positions (1 GiB of fp32): a million positions of 256 dimensions."""
+"""Most entries of a table of rotary positions (1 GiB of fp32): a million positions of 256 dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """Shape of decoder blocks, of targets and drafts alike."""
+    """Shape of decoder blocks, for targets and drafts."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,7 +37,7 @@ class BlockConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normed per head before they are rotated (Qwen 3)."""
+    """True if queries and keys are normed per head before they are rotated (Qwen 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,14 @@ class LlamaConfig(BlockConfig):
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose inputs an EAGLE-3 head reads: 2, N//2, N-3 unless the head says otherwise."""
+        """Layer inputs that an EAGLE-3 head reads by default: those of layers 2, N//2 and N-3 of N."""
         n = self.num_hidden_layers
         return (min(2, n - 1), n // 2, max(n - 3, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What sets a family's blocks apart from Llama's, and its default where config.json is silent."""
+    """Differences between a family's blocks and Llama's, and the family's defaults for absent fields."""
 
     model_type: str
     qkv_bias: bool = False
@@ -77,9 +77,12 @@ _FAMILIES = {
 
 
 def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> LlamaConfig:
-    """The shape of a target that serves texts of up to ``max_model_len`` tokens (None: all that it can).
+    """Read the config of a target that serves texts of up to ``max_model_len`` tokens.
 
-    Raises ConfigMismatch for a model of another family, or one that uses what is not supported.
+    None for ``max_model_len`` selects the model's own limit.
+
+    Raises:
+        ConfigMismatch: the model is of another family, or uses an unsupported feature.
     """
     fields = Fields(raw)
     architecture = _architecture(fields)
@@ -103,7 +106,7 @@ def llama_config(raw: Mapping[str, Any], max_model_len: int | None = None) -> Ll
 
 
 def refuse_unknown(fields: Fields) -> None:
-    """What no network here computes, whatever the family."""
+    """Raise ConfigMismatch for features that no network of this package supports."""
     if fields.text("hidden_act", "silu") != "silu":
         raise ConfigMismatch(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only silu is")
     for name in ("quantization_config", "compression_config"):
@@ -113,7 +116,7 @@ def refuse_unknown(fields: Fields) -> None:
 
 
 def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_required: bool = False) -> dict[str, Any]:
-    """The fields of BlockConfig that all families share, biases aside. Raises ConfigMismatch."""
+    """Return the fields of BlockConfig that all families share, except biases. Raise ConfigMismatch if invalid."""
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", most=2**16)
     kv_heads = fields.integer("num_key_value_heads", None if kv_heads_required else heads, most=heads)
@@ -149,7 +152,10 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_window(fields: Fields, family: _Family, length: int) -> None:
-    """A window that no text outgrows changes nothing; a smaller one needs an attention that we have not."""
+    """Raise ConfigMismatch if a sliding window is shorter than the longest text.
+
+    A longer window has no effect; sliding-window attention is not supported.
+    """
     window = fields.integer("sliding_window", 0, least=0) if "sliding_window" in fields.raw else family.sliding_window
     if family.model_type in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
         window = None
@@ -169,7 +175,7 @@ def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
     positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
     theta, scaling = read_rope(fields, positions)
     if isinstance(scaling, YarnScaling):
-        # As in vLLM: YaRN is often switched on without touching max_position_embeddings.
+        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
         positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
     if positions * width > _MOST_TABLE:
         raise ConfigMismatch(

@@ -1,6 +1,7 @@
-"""What a draft reads of the target's pass: which layers' inputs, and whether the final hidden state.
+"""Hidden states of the target that a draft reads: inputs of layers, and the final hidden state.
 
-The target concatenates them in this order; several drafts over one target share a pass by the union of their reads.
+The target concatenates them in this order. Several drafts of one target share a pass, which computes the union of their
+states.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """``layers``: inputs of these target layers, in this order (layer N of an N-layer target is the last block's
-    output before the final norm). ``final``: the final hidden state after the norm, behind them."""
+    """Set of hidden states that a draft reads.
+
+    ``layers``: inputs of these target layers, in this order (layer N of an N-layer target is the last block's output
+    before the final norm). ``final``: whether the final hidden state, after the norm, follows them.
+    """
 
     layers: tuple[int, ...] = ()
     final: bool = False
@@ -20,17 +24,17 @@ class Reads:
         return bool(self.layers) or self.final
 
     def width(self, hidden_size: int) -> int:
-        """Width of the states of one token."""
+        """Return the width of the concatenated states of one token."""
         return (len(self.layers) + self.final) * hidden_size
 
     def __or__(self, other: Reads) -> Reads:
-        """The least that serves both, layers rising."""
+        """Return the union of both sets, with layers in ascending order."""
         return Reads(tuple(sorted({*self.layers, *other.layers})), self.final or other.final)
 
     def picks(self, part: Reads) -> tuple[int, ...]:
-        """Where the states of ``part`` stand among these: indices of pieces of the hidden size.
+        """Return the positions of the states of ``part`` among these, in units of the hidden size.
 
-        ``aux_TA.unflatten(-1, (-1, hidden_size))[:, picks].flatten(1)`` is what ``part`` alone would have read.
+        ``aux_TA.unflatten(-1, (-1, hidden_size))[:, picks].flatten(1)`` is the input that ``part`` expects.
         """
         assert self | part == Reads(tuple(sorted(set(self.layers))), self.final), "a part reads no more than the whole"
         return tuple(self.layers.index(layer) for layer in part.layers) + (len(self.layers),) * part.final

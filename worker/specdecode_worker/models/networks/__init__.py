@@ -1,1 +1,1 @@
-"""Target and draft networks as plain modules."""
+"""Target and draft networks as plain torch modules."""

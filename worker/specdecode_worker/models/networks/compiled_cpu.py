@@ -1,7 +1,8 @@
-"""Blocks and heads that run on the compiled operations of ``specdecode_kernels.cpu``: bf16 on a CPU that has them.
+"""Blocks and heads on the compiled bf16 kernels of ``specdecode_kernels.cpu``, for CPUs that support bf16.
 
-They compute what their origins do, rounded once where those round twice, and every row by itself: the same bits
-whatever stands beside it. So speculation changes no text in bf16 either.
+They compute the same function as the plain modules, but round once where those round twice. Each row is computed
+independently of the rest of the batch, with bit-identical results. Therefore speculation does not change the text in
+bf16 either.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from specdecode_worker.models.networks.rope import Turns
 
 
 class NativeLinear(nn.Module):
-    """A matrix in panels; the plain one is let go."""
+    """Matrix packed into panels. The plain matrix is released."""
 
     def __init__(self, origin: nn.Linear) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class NativeLinear(nn.Module):
 
 
 class NativeNorm(nn.Module):
-    """An RMSNorm in one pass over its rows."""
+    """RMSNorm that makes a single pass over each row."""
 
     def __init__(self, origin: RMSNorm) -> None:
         super().__init__()
@@ -40,13 +41,13 @@ class NativeNorm(nn.Module):
         return self._run(x)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As RMSNorm.of_sum."""
+        """Return ``(normed, summed)`` of ``x + residual``, as `RMSNorm.of_sum` does."""
         summed = x + residual
         return self._run(summed), summed
 
 
 class NativeBlock(nn.Module):
-    """A Block in three calls: up to queries, keys and values; attention; the rest."""
+    """Block in three calls: norm and query, key and value projections; attention; output projection and MLP."""
 
     def __init__(self, origin: Block) -> None:
         super().__init__()
@@ -59,7 +60,10 @@ class NativeBlock(nn.Module):
 
 
 class NativeMidlayer(nn.Module):
-    """A Midlayer; its two norms are plain, since what they make is read side by side."""
+    """Compiled Midlayer.
+
+    Its two input norms run as separate calls, because their results are concatenated before the projections.
+    """
 
     def __init__(self, origin: Midlayer) -> None:
         super().__init__()
@@ -76,12 +80,16 @@ class NativeMidlayer(nn.Module):
 
 
 def runs_natively(part: nn.Linear | RMSNorm) -> bool:
+    """Return whether the compiled kernels support this part: bf16 on a CPU with the compiled library."""
     fits = part.weight.dtype == torch.bfloat16 if isinstance(part, RMSNorm) else matrix.packable(part.weight)
     return fits and part.weight.device.type == "cpu" and library() is not None
 
 
 def run_blocks_natively(model: nn.Module) -> None:
-    """Replaces blocks that can be, in place. Those whose parts were exchanged (several devices) stay as they are."""
+    """Replace every supported block by its compiled version, in place.
+
+    Blocks with replaced projections (tensor parallelism, quantization) are left unchanged.
+    """
     for name, child in list(model.named_children()):
         if isinstance(child, Block) and _suits(child.self_attn, child.mlp):
             setattr(model, name, NativeBlock(child))
@@ -124,7 +132,7 @@ def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
 
 
 def joined_norm(origin: Attention, queries: int, keys: int) -> Tensor | None:
-    """[queries + keys, D] weights of the norms that each head has, when it has one."""
+    """Return the per-head norm weights [queries + keys, D], or None if the attention has no head norms."""
     if origin.q_norm is None or origin.k_norm is None:
         return None
     q_D, k_D = origin.q_norm.weight.detach(), origin.k_norm.weight.detach()

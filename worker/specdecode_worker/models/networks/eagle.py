@@ -1,9 +1,9 @@
 """The EAGLE-1 draft head, which EAGLE-2 uses too (Li et al., arXiv 2401.15077 and 2406.16858).
 
-Slot i reads the pair (embedding of token i, feature f[i-1]) through ``fc`` and gives the next feature. The feature is
-the target's final hidden state behind its last norm, which the target's own lm_head turns into logits: SafeAILab's
-ea_model.py gives the head ``base_model.model(...)[0]`` and vLLM's llama_eagle.py the model's output, both normed.
-Layers and names are cnets1.py's: the first layer has no norm on its input.
+Slot i reads the pair (embedding of token i, feature f[i-1]) through ``fc`` and returns the next feature. A feature is
+the target's final hidden state after its last norm; the target's lm_head turns it into logits. This matches SafeAILab's
+ea_model.py, which passes ``base_model.model(...)[0]`` to the head, and vLLM's llama_eagle.py, which passes the model's
+output; both are normed. Layers and names follow cnets1.py: the first layer has no norm on its input.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from specdecode_worker.models.networks.rope import Rope
 
 
 class EagleHead(nn.Module):
-    """A draft head over the target's whole vocabulary. Embeddings and lm_head are the target's, unless the checkpoint
-    brings copies."""
+    """Draft head over the target's whole vocabulary.
+
+    Embeddings and lm_head are shared with the target unless the checkpoint contains copies.
+    """
 
     reads = Reads((), final=True)
     target_ids: None = None
-    """Logits are over the target's vocabulary already."""
+    """Always None: logits are over the target's vocabulary already."""
 
     def __init__(
         self, config: EagleConfig, target: Llama, *, own_embedding: bool = False, own_lm_head: bool = False
@@ -37,15 +39,19 @@ class EagleHead(nn.Module):
         vocab, size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocab, size) if own_embedding else None
         self.lm_head = nn.Linear(size, vocab, bias=False) if own_lm_head else None
-        # In a tuple: no part of this module. The target may be fused later, so its parts are looked up late.
+        # A tuple keeps the target from being registered as a submodule. Its parts are read at call time, since the
+        # target may be fused later.
         self._target = (target,)
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
-        """The target's final hidden state [T, E] is the feature."""
+        """Return the feature [T, E], which is the target's final hidden state."""
         return aux_TA
 
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Features for the next slot [T, E]. ``positions_T`` are the slots'; ``attend`` is called for every layer."""
+        """Return the features [T, E] for the next slot.
+
+        ``positions_T`` are the positions of the slots. ``attend`` is called once per layer.
+        """
         embed_tokens = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         x_TE: Tensor = self.fc(draft_input(embed_tokens.weight, tokens_T, hidden_TE)[0])
         rope = self.rope.at(positions_T, hidden_TE.dtype)
@@ -54,6 +60,6 @@ class EagleHead(nn.Module):
         return x_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """[T, vocab]: what the target's lm_head makes of a feature."""
+        """Return the logits [T, V] of features, from the target's lm_head or the head's own copy."""
         result: Tensor = self._target[0].logits(hidden_TE) if self.lm_head is None else self.lm_head(hidden_TE)
         return result

@@ -1,9 +1,9 @@
 """The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one decoder layer over pairs of states.
 
-Slot i of the draft reads the pair (hidden state h[i-1], embedding of token i) and proposes token i + 1. ``h`` is the
-target's, fused from three layers by ``fc``, wherever the target has run; beyond it, the head's own output. Further
-layers, where a head has them, are ordinary ones (vLLM's llama_eagle3.py). Parameter names are SafeAILab's
-(``midlayer.*``); other families are renamed on load.
+Slot i of the draft reads the pair (hidden state h[i-1], embedding of token i) and proposes token i + 1. Where the
+target has run, ``h`` is the target's state, fused from three layers by ``fc``; after that it is the head's own output.
+Further layers, if a head has them, are ordinary decoder layers (vLLM's llama_eagle3.py). Parameter names are
+SafeAILab's (``midlayer.*``); names of other families are converted when a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from specdecode_worker.models.networks.rope import Rope, Turns
 
 
 class Midlayer(nn.Module):
-    """The head's decoder layer; its attention reads both states side by side, its residual is the hidden one."""
+    """First decoder layer of the head.
+
+    Its attention reads the embedding and the hidden state side by side; its residual is the hidden state.
+    """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -36,14 +39,17 @@ class Midlayer(nn.Module):
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
     ) -> Tensor:
+        """Return the layer's output [T, E] for tokens [T] and hidden states [T, E]."""
         pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
         attended_TE = self.self_attn(0, pair, rope, attend)
         normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, residual_TE)
         return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]
 
     def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [T, 2 E], and what the layer adds to [T, E]. On a GPU one launch; elsewhere norms may be
-        compiled ones."""
+        """Return the attention input [T, 2 E] and the residual [T, E].
+
+        On a GPU this is one kernel launch. On a CPU the norms may be the compiled ones.
+        """
         if not dispatch.on_gpu(hidden_TE):
             return normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
         token, hidden = self.input_layernorm, self.hidden_norm
@@ -59,7 +65,7 @@ class Midlayer(nn.Module):
 
 
 class Paired(Protocol):
-    """A layer that reads two states, each under a norm of its own."""
+    """Layer that reads two states, each through its own norm."""
 
     norm_before_residual: bool
 
@@ -71,17 +77,17 @@ class Paired(Protocol):
 
 
 def normed_pair(layer: Paired, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """(what attention reads, what the layer adds to)."""
+    """Return the attention input [T, 2 E] and the residual [T, E] of ``layer``."""
     normed_TE: Tensor = layer.hidden_norm(hidden_TE)
     pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
     return pair, normed_TE if layer.norm_before_residual else hidden_TE
 
 
 class Eagle3Head(nn.Module):
-    """A draft head. ``embed_tokens`` is shared with the target unless the checkpoint brings its own, which is then a
-    part of the head.
+    """EAGLE-3 draft head.
 
-    ``d2t`` [draft_vocab] holds offsets: target id = draft id + d2t[draft id].
+    ``embed_tokens`` is shared with the target unless the checkpoint contains its own, which is then a parameter of the
+    head. ``d2t`` [draft vocabulary] holds offsets: target id = draft id + d2t[draft id].
     """
 
     d2t: Tensor
@@ -101,15 +107,16 @@ class Eagle3Head(nn.Module):
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.embed_tokens = embed_tokens if own_embedding else None
-        self._shared_embedding = (embed_tokens,)  # in a tuple: no parameter of this module
+        # A tuple keeps it from being registered as a parameter of this module.
+        self._shared_embedding = (embed_tokens,)
 
     @property
     def reads(self) -> Reads:
-        """What ``fuse`` expects of the target."""
+        """States of the target that ``fuse`` expects."""
         return Reads(self.config.aux_layers, final=not self.config.aux_layers)
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
-        """The target's aux states side by side [T, A] as one hidden state [T, E]."""
+        """Return the target's concatenated auxiliary states [T, A] as one hidden state [T, E]."""
         if self.input_norm is not None:
             aux_TA = self.input_norm(aux_TA)
         if self.fc_norm is not None:
@@ -119,9 +126,9 @@ class Eagle3Head(nn.Module):
         return result
 
     def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states for the next slot, before the norm (behind it with ``norm_output``): [T, E].
+        """Return the hidden states [T, E] for the next slot, before the final norm (after it with ``norm_output``).
 
-        ``positions_T`` are the slots'; ``attend`` is called for layers 0 to num_hidden_layers - 1.
+        ``positions_T`` are the positions of the slots. ``attend`` is called for layers 0 to num_hidden_layers - 1.
         """
         embed_tokens = self._shared_embedding[0] if self.embed_tokens is None else self.embed_tokens
         rope = self.rope.at(positions_T, hidden_TE.dtype)
@@ -131,11 +138,11 @@ class Eagle3Head(nn.Module):
         return self.norm(x_TE) if self.config.norm_output else x_TE
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """[T, draft_vocab]; ``target_ids`` maps its columns to the target's vocabulary."""
+        """Return the logits [T, draft vocabulary]; ``target_ids`` maps its columns to the target's vocabulary."""
         result: Tensor = self.lm_head(hidden_TE if self.config.norm_output else self.norm(hidden_TE))
         return result
 
     @property
     def target_ids(self) -> Tensor:
-        """[draft_vocab] target ids of the draft's vocabulary."""
+        """Target ids of the draft's vocabulary, [draft vocabulary]."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t

@@ -1,4 +1,4 @@
-"""The pieces that target and drafts share: norm, attention projections, gated MLP, and the block made of them.
+"""Layers that targets and drafts share: RMS norm, attention projections, gated MLP, decoder block.
 
 Shape suffixes: T packed tokens, H query heads, K key-value heads, D head dimension, E hidden size.
 """
@@ -18,25 +18,25 @@ from specdecode_worker.models.networks.rope import Turns
 
 
 class Attend(Protocol):
-    """Attention of one layer over whatever keys the caller keeps.
+    """Attention of one layer over the keys and values that the caller caches.
 
-    Given this pass's queries [T, H, D] and (rotated) keys and values [T, K, D], keeps the new keys and values as the
-    caller sees fit and returns the attended values [T, H, D].
+    Takes the queries [T, H, D], keys and values [T, K, D] of this pass; queries and keys are already rotated. Stores
+    the new keys and values in the caller's cache and returns the attended values [T, H, D].
     """
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
 
 
 class TurningAttend(ABC):
-    """An Attend that turns queries and keys itself, in the launch that keeps the keys."""
+    """Attention that also applies the rotary embedding, fused into the kernel that writes the keys."""
 
     @abstractmethod
     def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
-        """As an Attend, of queries and keys that are not rotated yet."""
+        """Return the attended values as `Attend` does, for queries and keys that are not rotated yet."""
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm; the mean is taken in fp32 at least (fp64 inputs stay fp64)."""
+    """Root mean square norm. The mean is computed in fp32 at least; fp64 inputs stay fp64."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -47,12 +47,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)[0]
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed, summed) of x + residual."""
+        """Return ``(normed, summed)`` of ``x + residual``."""
         return rms_norm(x, self.weight, self.eps, residual)
 
 
 class Attention(nn.Module):
-    """Projections around an Attend. ``inputs`` is 2E for an EAGLE-3 layer, which reads two states at once."""
+    """Query, key, value and output projections around an `Attend`.
+
+    ``inputs`` is the width of the input: E, or 2E for an EAGLE-3 layer, which reads two states at once.
+    """
 
     def __init__(self, config: BlockConfig, inputs: int) -> None:
         super().__init__()
@@ -67,6 +70,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        """Return the attention output [T, E] of ``layer`` for its normed input [T, inputs]."""
+
         def heads(y: Tensor) -> Tensor:
             return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
@@ -79,7 +84,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Down(SiLU(gate) * up)."""
+    """Gated MLP: ``down(SiLU(gate) * up)``."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -93,7 +98,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer. EAGLE-1's first has no norm on its input: it reads the fused pair as it is."""
+    """One pre-norm decoder layer.
+
+    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm.
+    """
 
     def __init__(self, config: BlockConfig, *, input_norm: bool = True) -> None:
         super().__init__()
@@ -104,6 +112,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+        """Return the layer's output [T, E]."""
         attended_TE = self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
         normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, x_TE)
         return x_TE + self.mlp(normed_TE)  # type: ignore[no-any-return]

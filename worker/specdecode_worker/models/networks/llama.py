@@ -1,6 +1,7 @@
-"""The target over a packed list of tokens: Llama 2 and 3, and the families that share its blocks (config.py).
+"""Llama over a packed list of tokens, for targets and draft models: Llama 2 and 3, Qwen 2 and 3, Mistral.
 
-Parameter names are Hugging Face's, so a checkpoint loads by name alone.
+Parameter names are those of Hugging Face, so a checkpoint loads by name. `configs.target_config` lists the differences
+between the families.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from specdecode_worker.models.networks.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """``hidden_TE`` is the last layer's output after the final norm; ``aux_TA`` concatenates what was asked for beside
-    it, in the order of ``Reads``, or is None when that was nothing."""
+    """Output of one pass of the target.
+
+    ``hidden_TE`` is the last layer's output after the final norm. ``aux_TA`` concatenates the states that the pass's
+    `Reads` requests, in its order; it is None if `Reads` requests none.
+    """
 
     hidden_TE: Tensor
     aux_TA: Tensor | None
@@ -36,7 +40,7 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """A target, or a draft model. Weights are random until loaded."""
+    """Target or draft model. Weights are random until a checkpoint is loaded."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -48,6 +52,7 @@ class Llama(nn.Module):
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: Reads = NOTHING) -> TargetOutput:
+        """Return the hidden states of the packed tokens and the auxiliary states that ``reads`` requests."""
         x_TE = self.model.embed_tokens(tokens_T)
         rope = self.rope.at(positions_T, x_TE.dtype)
         inputs: dict[int, Tensor] = {}
@@ -61,6 +66,9 @@ class Llama(nn.Module):
         return TargetOutput(hidden_TE, torch.cat(parts, dim=-1) if parts else None)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V] in the model's dtype; callers pick the rows first, so that no unused row is multiplied."""
+        """Return the logits [R, V] in the model's dtype.
+
+        Callers select the rows first, so that no unused row is multiplied.
+        """
         result: Tensor = self.lm_head(hidden_RE)
         return result

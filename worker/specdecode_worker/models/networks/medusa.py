@@ -1,8 +1,9 @@
-"""Medusa's heads (Cai et al., arXiv 2401.10774): head k guesses token k + 2 from the target's last hidden state.
+"""Medusa heads (Cai et al., arXiv 2401.10774): head k predicts token k + 2 from the target's last hidden state.
 
-A head is residual blocks x + SiLU(Wx + b) and a matrix to the vocabulary. Heads read no tokens and keep no cache.
-Weights and arithmetic are FasterDecoding's medusa_model.py, names vLLM's (``blocks``, ``lm_heads``); the former's are
-renamed on load. Its typical acceptance is not lossless and is not here.
+A head is a stack of residual blocks x + SiLU(Wx + b) and a matrix to the vocabulary. Heads read no tokens and have no
+cache. Weights and arithmetic follow FasterDecoding's medusa_model.py. Parameter names are vLLM's (``blocks``,
+``lm_heads``); FasterDecoding's names are converted when a checkpoint is loaded. Medusa's typical acceptance is not
+implemented, because it is not lossless.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from specdecode_worker.models.configs.target_states import Reads
 
 
 class ResidualBlocks(nn.Module):
-    """x + SiLU(Wx + b), some times over."""
+    """Stack of ``num_layers`` residual blocks x + SiLU(Wx + b)."""
 
     def __init__(self, config: MedusaConfig, *, bias: bool) -> None:
         super().__init__()
@@ -30,7 +31,10 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads. ``bias``: FasterDecoding's blocks have one, vLLM's have one when ``medusa_fc_bias`` says so."""
+    """All Medusa heads of a checkpoint.
+
+    ``bias`` is true for FasterDecoding's blocks; vLLM's have a bias if ``medusa_fc_bias`` is set.
+    """
 
     reads = Reads((), final=True)
     token_map: Tensor | None
@@ -49,15 +53,20 @@ class MedusaHeads(nn.Module):
 
     @property
     def count(self) -> int:
+        """Number of heads, which is the draft depth."""
         return self.config.num_heads
 
     @property
     def target_ids(self) -> Tensor | None:
-        """[draft_vocab] target ids of the columns of ``logits``; None when they are the target's vocabulary."""
+        """Target ids of the columns of ``logits``, [draft vocabulary]; None if they are the target's vocabulary."""
         return self.token_map
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
-        """[heads, B, V] from the target's final normed hidden state behind which head k's token k + 2 is to come."""
+        """Return the logits [heads, B, draft vocabulary].
+
+        ``hidden_BE`` is the target's final hidden state after the norm. Row k of the result predicts the token k + 2
+        positions after that state.
+        """
         return torch.stack(
             [matrix(blocks(hidden_BE)) for blocks, matrix in zip(self.blocks, self.lm_heads, strict=True)]
         )

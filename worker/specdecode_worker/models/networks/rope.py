@@ -1,7 +1,8 @@
-"""Rotary positions in the half-split layout of Hugging Face checkpoints, and the scalings of their frequencies.
+"""Rotary position embeddings in the half-split layout of Hugging Face checkpoints, and their frequency scalings.
 
 Sources: transformers' modeling_rope_utils (names and defaults of the fields), YaRN (arXiv 2309.00071), Llama 3.1.
-Scalings that change with the length of the text (dynamic, longrope) are refused: cached keys would go stale.
+Scalings that change with the length of the text (dynamic, longrope) are refused, because cached keys would become
+stale.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specdecode_worker.models.errors import ConfigMismatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's scaling: long wavelengths are stretched, short ones kept, between the two a blend."""
+    """Llama 3 scaling: long wavelengths are stretched, short ones are kept, and those between are blended."""
 
     kind: ClassVar[str] = "llama3"
     factor: float
@@ -31,7 +32,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by ``factor``."""
+    """Linear scaling: positions are divided by ``factor``."""
 
     kind: ClassVar[str] = "linear"
     factor: float
@@ -39,7 +40,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Dimensions that turn seldom are stretched, those that turn often kept; cos and sin times ``attention_factor``."""
+    """YaRN scaling: low frequencies are stretched, high frequencies are kept.
+
+    Cosines and sines are multiplied by ``attention_factor``.
+    """
 
     kind: ClassVar[str] = "yarn"
     factor: float
@@ -52,13 +56,20 @@ class YarnScaling:
 
 Scaling = RopeScaling | LinearScaling | YarnScaling
 _ROWS = 2**16
-"""Rows of the tables that are made at once: long texts would need much memory in fp64 otherwise."""
+"""Rows of the tables computed at a time. This bounds the fp64 temporaries of long contexts."""
 _KINDS = "default, linear, llama3 and yarn are"
 
 
 def read_rope(fields: Fields, positions: int) -> tuple[float, Scaling | None]:
-    """(theta, scaling) of config.json, whose ``max_position_embeddings`` is ``positions``. Raises ConfigMismatch."""
-    # transformers 5 nests everything in rope_parameters; before, rope_theta stood alone beside rope_scaling.
+    """Return ``(theta, scaling)`` from config.json.
+
+    ``positions`` is the value of ``max_position_embeddings``, the default original length of YaRN.
+
+    Raises:
+        ConfigMismatch: a field is invalid, or the scaling is not supported.
+    """
+    # transformers 5 nests all fields in rope_parameters. Earlier versions have rope_theta at the top level, next to
+    # rope_scaling.
     nested = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     theta = nested.number("rope_theta", fields.number("rope_theta", 10000.0), least=1.001)
     for place in (fields, nested):
@@ -113,14 +124,17 @@ def _yarn_growth(factor: float, mscale: float) -> float:
 
 
 class Rope(nn.Module):
-    """Tables of cosines and sines of ``positions`` rows, made once; they are no weights and never loaded."""
+    """Tables of cosines and sines, [positions, D].
+
+    They are computed at construction and never loaded from a checkpoint.
+    """
 
     cos_PD: Tensor
     sin_PD: Tensor
 
     def __init__(self, head_dim: int, positions: int, theta: float, scaling: Scaling | None) -> None:
         super().__init__()
-        # Made on the CPU even while a model is built on the meta device: no checkpoint brings these.
+        # Use the CPU even while a model is built on the meta device: no checkpoint contains these tables.
         frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
         growth = 1.0
         match scaling:
@@ -142,12 +156,15 @@ class Rope(nn.Module):
         self.register_buffer("sin_PD", table[1], persistent=False)
 
     def at(self, positions_T: Tensor, dtype: torch.dtype) -> Turns:
+        """Return the rotations of the positions [T] for a pass in ``dtype``."""
         return Turns(self.cos_PD, self.sin_PD, positions_T, dtype)
 
 
 class Turns:
-    """The rotations of one pass, shared by all of its layers: rows ``positions_T`` of the tables ``cos_PD`` and
-    ``sin_PD``."""
+    """Rotations of one pass, shared by all of its layers.
+
+    They are the rows ``positions_T`` of the tables ``cos_PD`` and ``sin_PD``.
+    """
 
     def __init__(self, cos_PD: Tensor, sin_PD: Tensor, positions_T: Tensor, dtype: torch.dtype) -> None:
         self.cos_PD, self.sin_PD, self.positions_T = cos_PD, sin_PD, positions_T
@@ -155,11 +172,12 @@ class Turns:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, D], in the type of the model."""
+        """Cosines and sines of the pass, each [T, 1, D], in the dtype of the model."""
         cos, sin = (table_PD[self.positions_T].unsqueeze(1) for table_PD in (self.cos_PD, self.sin_PD))
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def turned(self, x_THD: Tensor) -> Tensor:
+        """Return queries or keys [T, heads, D] rotated to their positions."""
         return rotate(x_THD, *self.tables)
 
 
@@ -171,8 +189,11 @@ def _llama3_scaled(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn_scaled(frequency: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """A linear ramp over dimensions, from the one that turns ``beta_fast`` times within the original length (and
-    those before it: kept) to the one that turns ``beta_slow`` times (and those behind it: stretched)."""
+    """Return the frequencies scaled by a linear ramp over dimensions.
+
+    Dimensions up to the one with ``beta_fast`` full turns within the original context length are kept. Dimensions from
+    the one with ``beta_slow`` turns on are stretched by ``factor``.
+    """
     dims = 2 * len(frequency)
 
     def dimension(turns: float) -> float:
@@ -182,12 +203,13 @@ def _yarn_scaled(frequency: Tensor, theta: float, scaling: YarnScaling) -> Tenso
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    span = high - low or 0.001  # as upstream: a step instead of a division by nothing
+    span = high - low or 0.001  # as in transformers: a step instead of a division by zero
     stretch = ((torch.arange(len(frequency), dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
     return stretch * frequency / scaling.factor + (1 - stretch) * frequency
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x_THD`` rotated by ``cos`` and ``sin`` [T, 1, D], in its own dtype."""
     half = x_THD.shape[-1] // 2
     turned = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
     return (x_THD * cos + turned * sin).to(x_THD.dtype)

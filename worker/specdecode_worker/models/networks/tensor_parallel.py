@@ -1,8 +1,8 @@
-"""A target split over several devices, so that each computes a part of every layer.
+"""Tensor parallelism of a target: each device computes a part of every layer.
 
-Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053): heads and the MLP's inner width are split by columns, what
-follows them by rows and summed over the devices; the vocabulary is split where logits are made. Embeddings and norms
-stand on every device. A device reads only its own slices of the files.
+Megatron-LM's scheme (Shoeybi et al., arXiv 1909.08053). Attention heads and the inner width of the MLP are split by
+columns; the following matrices are split by rows, and their results are summed over the devices. lm_head is split by
+vocabulary. Embeddings and norms are replicated on every device. A device reads only its own slices of the files.
 """
 
 from __future__ import annotations
@@ -22,26 +22,33 @@ from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.networks.llama import Llama
 
 _BY_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Rows of these matrices, and their biases, are split: each device makes its own heads and inner numbers."""
+"""Projections with split output features and biases: each device computes its own heads and MLP channels."""
 _BY_ROW = ("o_proj", "down_proj")
-"""Columns of these are split: each device reads what it made itself, and the results are summed."""
+"""Projections with split input features: each device reads its own activations, and the results are summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of ``size`` devices."""
+    """Position of one device among ``size`` devices."""
 
     rank: int
     size: int
 
     def part(self, count: int) -> slice:
-        """This device's part of ``count``: equal ones, the last shorter where they cannot be."""
+        """Return this device's slice of ``count`` entries.
+
+        Slices have equal width; the last ones are shorter if ``count`` is not divisible.
+        """
         width = -(-count // self.size)
         return slice(min(self.rank * width, count), min((self.rank + 1) * width, count))
 
 
 def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
-    """The shape of one device's part; vocabulary and hidden size stay whole. Raises ConfigMismatch."""
+    """Return the shape of one device's part; vocabulary and hidden size stay whole.
+
+    Raises:
+        ConfigMismatch: a dimension is not divisible by ``size``.
+    """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ConfigMismatch(
@@ -56,7 +63,10 @@ def split_config(config: LlamaConfig, size: int) -> LlamaConfig:
 
 
 def split_network(config: LlamaConfig, shard: Shard) -> Llama:
-    """One device's part, on the meta device and without its sums: names are those of the whole."""
+    """Build one device's part on the meta device, before `join` adds the collectives.
+
+    Parameter names are those of the whole network.
+    """
     with unfilled():
         model = Llama(split_config(config, shard.size))
         if not config.tie_word_embeddings:
@@ -68,8 +78,14 @@ def split_network(config: LlamaConfig, shard: Shard) -> Llama:
 def load_shard(
     folder: Path, shard: Shard, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
 ) -> Llama:
-    """One device's part of the target in ``folder``; every device must run it at once. Raises ConfigMismatch,
-    WeightMismatch."""
+    """Load one device's part of the target in ``folder``.
+
+    Every device must call this; the returned module contains collectives.
+
+    Raises:
+        ConfigMismatch: the target cannot be split over this number of devices.
+        WeightMismatch: the checkpoint does not fit config.json.
+    """
     whole = prepare_llama(folder, max_model_len=max_model_len)
     whole.check()
     config = whole.network.config
@@ -94,7 +110,7 @@ def load_shard(
 
 
 def slices(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[slice, ...]:
-    """Which part of a tensor of the checkpoint this device holds, one slice a dimension."""
+    """Return the part of a checkpoint tensor that this device holds, one slice per dimension."""
     whole = tuple(slice(0, size) for size in shape)
     owner = name.rsplit(".", 2)[-2]
     if owner in _BY_COLUMN or name == "lm_head.weight":
@@ -105,18 +121,21 @@ def slices(name: str, shape: tuple[int, ...], shard: Shard) -> tuple[slice, ...]
 
 
 def join(model: Llama, shard: Shard) -> None:
-    """Puts the sums behind what is split by rows, and gathers the logits. In place, once the weights are there."""
+    """Add an all-reduce after each row-split matrix, and a gather after lm_head.
+
+    Changes the model in place, after its weights are loaded.
+    """
     for block in model.model.layers:
         for owner, name in ((block.self_attn, "o_proj"), (block.mlp, "down_proj")):
             linear: nn.Linear = getattr(owner, name)
             if shard.rank and linear.bias is not None:
-                linear.bias.zero_()  # added once, by the first
+                linear.bias.zero_()  # only the first device adds the bias, before the sum
             setattr(owner, name, Summed(linear))
     model.lm_head = Gathered(model.lm_head, model.config.vocab_size, shard)  # type: ignore[assignment]
 
 
 class Summed(nn.Module):
-    """A matrix split by columns: every device's result is the sum of all."""
+    """Matrix split by input features. Each device computes a partial product, and the results are summed."""
 
     def __init__(self, part: nn.Linear) -> None:
         super().__init__()
@@ -129,8 +148,10 @@ class Summed(nn.Module):
 
 
 class Gathered(nn.Module):
-    """The matrix that makes logits, split by the vocabulary. The first device gets all of them, the others none
-    ([R, 0]): tokens are chosen there."""
+    """lm_head split by vocabulary, with the logits gathered on the first device.
+
+    The first device gets all logits [R, V], because it chooses the tokens. The other devices get [R, 0].
+    """
 
     def __init__(self, part: nn.Module, vocab_size: int, shard: Shard) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Changes to loaded networks that make inference cheaper: fusion and quantization."""
+"""Transforms of loaded networks that make inference cheaper: fusion and quantization."""

@@ -1,8 +1,9 @@
-"""Makes loaded networks cheaper to run, without changing what they compute: for inference only, after loading.
+"""Fusion of loaded networks for inference. It changes the cost of a network, not the function that it computes.
 
-In bf16 on a CPU that multiplies it, whole blocks become compiled ones (native.py). Elsewhere projections that read the
-same input become one matrix. What matrices remain are packed once on such a CPU: into our own panels, or, where
-nothing can be compiled, into the layout of oneDNN, which otherwise reorders them in every call with several rows.
+In bf16 on a CPU with bf16 support, whole blocks are replaced by compiled ones (networks/compiled_cpu.py). Elsewhere,
+projections that read the same input become one matrix. On such a CPU the remaining matrices are packed once: into the
+panels of the compiled kernels, or, if those cannot be compiled, into oneDNN's layout. Otherwise oneDNN would reorder a
+matrix in every call with several rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from specdecode_worker.models.transforms.quantization import QuantisedLinear
 
 
 class FusedAttention(nn.Module):
-    """Attention with one matrix for queries, keys and values; queries and keys are normed and rotated together."""
+    """Attention with one matrix for queries, keys and values.
+
+    Queries and keys are normed and rotated together.
+    """
 
     norm_HD: Tensor | None
 
@@ -69,7 +73,7 @@ class FusedMLP(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A matrix in oneDNN's own layout; the plain one is let go."""
+    """Matrix in oneDNN's own layout. The plain matrix is released."""
 
     def __init__(self, origin: nn.Linear) -> None:
         super().__init__()
@@ -82,7 +86,10 @@ class PackedLinear(nn.Module):
 
 
 def fuse(model: nn.Module) -> None:
-    """In place. The model keeps its meaning and loses its checkpoint's parameter names."""
+    """Fuse the projections of ``model`` and pack its matrices, in place.
+
+    The parameter names of the checkpoint no longer apply afterwards.
+    """
     run_blocks_natively(model)
     _join(model)
     if _packs(model):
@@ -109,7 +116,10 @@ def _pack(model: nn.Module) -> None:
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """bf16 on a CPU that has oneDNN and multiplies bf16 natively; elsewhere plain matrices are as fast."""
+    """Return whether matrices of this dtype on this device should be packed.
+
+    True for bf16 on a CPU with oneDNN and native bf16 support. Elsewhere plain matrices are as fast.
+    """
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     ops = torch.ops.mkldnn
@@ -123,7 +133,7 @@ def _packs(model: nn.Module) -> bool:
 
 
 def _joined(*parts: nn.Module) -> nn.Module:
-    """One matrix for several that read the same."""
+    """Return one matrix for several projections that read the same input."""
     quantised = tuple(part for part in parts if isinstance(part, QuantisedLinear))
     if len(quantised) == len(parts):
         return QuantisedLinear.joined(quantised)

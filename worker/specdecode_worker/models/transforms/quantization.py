@@ -1,10 +1,10 @@
-"""Weight-only quantisation of networks that were loaded, before they are fused. In place.
+"""Weight-only quantization of loaded networks, in place, before they are fused.
 
-Of a target all matrices of its blocks, as in vLLM: embeddings and the matrix that makes logits stay. Of a draft the
-MLPs and its own head, which are most of what it reads; with int4 the head is int8, for four bits of it cost more
-acceptance than all of the MLPs' (docs/performance.md). On a GPU weights are stored and multiplied as they were
-quantised; on a CPU, whose matrices have layouts of their own, they are made numbers again at once: the same values,
-and no gain.
+For a target, all matrices of its blocks are quantized, as in vLLM; embeddings and lm_head are not. For a draft, the
+MLPs and its own lm_head are quantized, which are most of its weights. With int4 the lm_head of a draft is int8: four
+bits for it cost more acceptance than four bits for all MLPs (docs/performance.md). On a GPU, weights are stored and
+multiplied in quantized form. On a CPU, they are dequantized at once, because its matrices have their own layouts: the
+values are the same, but no memory or time is saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specdecode_worker.models.networks.layers import MLP, Attention
 from specdecode_worker.models.networks.llama import Llama
 
 _FP8 = (8, 9)
-"""Compute capability from which a GPU converts e4m3."""
+"""Lowest compute capability of a GPU that converts e4m3."""
 
 
 class QuantisedLinear(nn.Module):
-    """A matrix of quantised weights; the plain one is let go."""
+    """Matrix of quantized weights. The plain matrix is released."""
 
     packed: Tensor
     scale: Tensor
@@ -45,7 +45,10 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def joined(cls, parts: tuple[QuantisedLinear, ...]) -> QuantisedLinear:
-        """One matrix for several that read the same: rows are quantised one by one."""
+        """Return one matrix for several that read the same input.
+
+        This is exact, because each row is quantized independently.
+        """
         biases = [part.bias for part in parts if part.bias is not None]
         weight = Quantised(
             parts[0].kind,
@@ -58,20 +61,29 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise_target(model: Llama, kind: Kind | None, device: torch.device, *, stored: bool | None = None) -> None:
-    """``model`` goes to ``device``, matrix by matrix, so that it need never be there whole in its own dtype. ``stored``
-    None: on a GPU. Raises ConfigMismatch for a GPU that has no such numbers."""
+    """Quantize the target and move it to ``device``.
+
+    The model moves matrix by matrix, so the device never holds all of it in its original dtype. ``stored`` keeps the
+    weights in quantized form; None does so on a GPU only.
+
+    Raises:
+        ConfigMismatch: the GPU does not support the format.
+    """
     _quantise(_of_target(model), kind, device, stored)
     model.to(device)
 
 
 def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None = None) -> None:
-    """As ``quantise_target``, where the draft is."""
+    """Quantize the draft on the device that holds it; otherwise as `quantise_target`."""
     device = next(model.parameters()).device
     _quantise(_of_draft(model), kind, device, stored)
 
 
 def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device: torch.device, *, draft: bool) -> int:
-    """How much more (mostly less) the weights of a network are than in ``dtype``; it may be on the meta device."""
+    """Return the bytes that quantization adds to the weights of a network in ``dtype``; mostly negative.
+
+    The network may be on the meta device.
+    """
     if kind is None:
         return 0
     named = {id(parameter): 0 for parameter in model.parameters()}
@@ -83,7 +95,8 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
         kept = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
-        found += kept - (plain if named[id(weight)] == 1 else 0)  # a matrix with two names stays for the other one
+        # a tied matrix also stays in memory under its other name
+        found += kept - (plain if named[id(weight)] == 1 else 0)
     return found
 
 
@@ -125,7 +138,10 @@ def _quantise(
 
 
 def _rounded(plain: nn.Linear, weight: Quantised) -> nn.Linear:
-    """A plain matrix of the values that are left; never the same tensor, for embeddings may be tied to that."""
+    """Return a plain matrix with the dequantized values.
+
+    The original tensor is not modified, because embeddings may be tied to it.
+    """
     made = nn.Linear(weight.columns, weight.rows, bias=False, device="meta")
     made.weight = nn.Parameter(dequantise(weight, plain.weight.dtype), requires_grad=False)
     made.bias = plain.bias

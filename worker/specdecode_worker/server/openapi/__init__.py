@@ -1,1 +1,1 @@
-"""The description of the public port in OpenAPI's terms: what is accepted, what is answered, how it fails."""
+"""OpenAPI description of the public port: request bodies, responses and errors."""

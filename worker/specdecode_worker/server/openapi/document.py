@@ -1,4 +1,4 @@
-"""/openapi.json of one worker."""
+"""OpenAPI document of one worker, served at /openapi.json."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ _HEADERS: list[Json] = [
 
 
 def document(served_name: str, limits: Limits | None) -> Json:
-    """For the model that this worker serves; ``limits`` are known once it has loaded."""
+    """Return the OpenAPI document for the served model.
+
+    Args:
+        served_name: Name of the model in requests.
+        limits: Limits of the model; None while it loads, and the document then has no bounds of the model.
+    """
     schemas = schemas_of(CompletionRequest, ChatRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
     if limits is not None:
         schemas = within(schemas, limits.vocab_size, limits.max_model_len)

@@ -1,4 +1,7 @@
-"""Request bodies as JSON schemas, made of the models that check them, plus the rules that stand beside the models."""
+"""JSON schemas of the request bodies, derived from the pydantic models that validate them.
+
+Rules that the models do not contain are added: null values, and the fields of `requests.unsupported_fields`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PREFIX = "#/components/schemas/"
 
 
 def schemas_of(*kinds: type[Checked]) -> Json:
-    """Every model and what it refers to, by name."""
+    """Return the schemas of ``kinds``, and of all models to which they refer, by name."""
     found: Json = {}
     for kind in kinds:
         schema = kind.model_json_schema(ref_template=PREFIX + "{model}")
@@ -23,7 +26,7 @@ def schemas_of(*kinds: type[Checked]) -> Json:
 
 
 def _whole(schema: Json) -> Json:
-    """A body's schema: null means the default, and fields beyond the model's are accepted as ``neutral`` says."""
+    """Complete the schema of a body: optional fields accept null, and unsupported fields accept neutral values."""
     required = schema.get("required", [])
     properties = {
         name: one if name in required else _or_null(one) for name, one in schema.get("properties", {}).items()
@@ -36,7 +39,7 @@ def _whole(schema: Json) -> Json:
 
 
 def within(schema: Any, vocab_size: int, max_model_len: int) -> Any:
-    """``schema`` with the bounds of the model that is served: ids of its vocabulary, answers of its length."""
+    """Return ``schema`` with the bounds of the served model: the largest token id and the largest max_tokens."""
     if isinstance(schema, list):
         return [within(one, vocab_size, max_model_len) for one in schema]
     if not isinstance(schema, dict):
@@ -52,7 +55,7 @@ def within(schema: Any, vocab_size: int, max_model_len: int) -> Any:
 
 
 def _or_null(schema: Json) -> Json:
-    """The default stays beside it, which is where a reader looks."""
+    """Return a schema that also accepts null. The default stays at the top level of the schema."""
     inner = {key: value for key, value in schema.items() if key not in ("default", "title")}
     told = {key: value for key, value in schema.items() if key == "default" and value is not None}
     options = inner["anyOf"] if inner.keys() == {"anyOf"} else [inner]

@@ -1,4 +1,4 @@
-"""Answers as JSON schemas. Written by hand: answers are plain dicts, and this is what clients may rely on."""
+"""JSON schemas of the responses, on which clients can rely. They are hand-written: responses are plain dicts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ NUMBER: Json = {"type": "number"}
 
 
 def record(**properties: Json) -> Json:
-    """An object of which every named property is there."""
+    """Return the schema of an object that requires all ``properties``."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def listed(items: Json) -> Json:
+    """Return the schema of an array of ``items``."""
     return {"type": "array", "items": items}
 
 
 def or_null(schema: Json) -> Json:
+    """Return a schema that also accepts null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -55,6 +57,7 @@ _COMPLETION_LOGPROBS = record(
 
 
 def _answer(kind: str, choice: Json) -> Json:
+    """Return the schema of a completion object with choices of schema ``choice``."""
     return record(
         id=TEXT,
         object={"const": kind},

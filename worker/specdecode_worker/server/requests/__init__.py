@@ -1,7 +1,8 @@
-"""What clients may send, checked once at the edge.
+"""Request bodies of the HTTP API, as pydantic models that validate them once.
 
-Three kinds of fields: those that are honoured (the models here), those that change no answer (dropped), and those
-that would change the answer and are not supported: their neutral values are dropped, others refused by name.
+There are three kinds of fields: supported fields (the models of this package), fields without effect on the output
+(dropped), and unsupported fields with an effect on the output. Of the latter, a neutral value is dropped and any other
+value is refused with an error that names the field.
 """
 
 from specdecode_worker.server.requests.body_parser import bad_request, parse

@@ -1,4 +1,4 @@
-"""The base of every request model."""
+"""Base class and shared types of the request models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Checked(BaseModel):
-    """An unknown field is refused; the text "0.5" is no number, as with OpenAI."""
+    """Base of the request models. Unknown fields are refused, and "0.5" is not accepted as a number, as with OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     def check(self) -> None:
-        """What one field cannot know of another. Raises BadRequest that names the field."""
+        """Check constraints between several fields. Raises BadRequest that names the field at fault."""
 
 
 MAX_ID = 2**31 - 1
-"""Of any vocabulary; the one that is served has fewer."""
+"""Largest token id of any vocabulary. The served model has a lower bound, which is checked later."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]

@@ -1,4 +1,4 @@
-"""A body as the request it is, or the error that says what is wrong with it."""
+"""Parser of request bodies: JSON to a validated request, or a BadRequest that names the field at fault."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse(kind: type[Request], body: bytes) -> Request:
-    """The request in ``body``. Raises BadRequest that names the field."""
+    """Parse and validate a JSON request body. Raises BadRequest that names the field at fault."""
     return build(kind, read_object(body))
 
 
 def build(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """The request that ``fields`` are. Raises BadRequest that names the field."""
+    """Validate the fields of a request. Raises BadRequest that names the field at fault."""
     try:
         request = kind.model_validate(honoured(fields, kind.model_fields))
     except ValidationError as error:
@@ -31,7 +31,7 @@ def build(kind: type[Request], fields: dict[str, Any]) -> Request:
 
 
 def parse_contract(kind: type[Model], body: bytes) -> Model:
-    """A class of the contract in ``body``. Raises BadRequest that names the field."""
+    """Parse and validate a model of the package `contract`. Raises BadRequest that names the field at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -39,7 +39,7 @@ def parse_contract(kind: type[Model], body: bytes) -> Model:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises BadRequest."""
+    """Parse a JSON object. Raises BadRequest for invalid JSON or another type."""
     try:
         found = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -50,7 +50,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def bad_request(error: ValidationError) -> BadRequest:
-    """The first of pydantic's complaints, in OpenAI's words."""
+    """Convert the first validation error of pydantic into an error with OpenAI's codes."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
@@ -62,7 +62,7 @@ def bad_request(error: ValidationError) -> BadRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """('messages', 0, 'content') -> messages[0].content"""
+    """Format an error location: ("messages", 0, "content") becomes "messages[0].content"."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

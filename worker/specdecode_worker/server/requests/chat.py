@@ -1,4 +1,4 @@
-"""Body of /v1/chat/completions."""
+"""Request body of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from specdecode_worker.server.requests.common import MAX_LOGPROBS, GenerationReq
 from specdecode_worker.server.requests.tools import MAX_TOOLS, NamedToolChoice, Tool, ToolCall
 from specdecode_worker.server.requests.unsupported_fields import unsupported
 
-# Templates know OpenAI's older name of the role.
+# Chat templates use the older name that OpenAI had for the role.
 _RENDERED_ROLES = {"developer": "system"}
 _TAKEN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
 class TextPart(Checked):
+    """Part of a message content; only text is supported."""
+
     type: Literal["text"]
     text: str
 
 
 def _plain_text(value: Any) -> Any:
-    """Content as a text; OpenAI also writes it as a list of parts."""
+    """Convert content to one text. OpenAI also accepts null, and a list of parts."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -37,7 +39,7 @@ def _plain_text(value: Any) -> Any:
 
 
 def _without_empty(value: Any) -> Any:
-    """A message that a client echoes carries its unused fields as null, and its unused lists as []."""
+    """Drop unused fields. Clients that send back a message of a response include them as null or as empty lists."""
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if key == "content" or item not in _unused(key)}
     return value
@@ -48,7 +50,7 @@ def _unused(key: str) -> tuple[object, ...]:
 
 
 class ChatMessage(Checked):
-    """One turn. Only an assistant's may be without content: when it calls tools."""
+    """One turn of the conversation. Content is required, except for an assistant's turn with tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_plain_text, json_schema_input_type=str | list[TextPart] | None)] = ""
@@ -68,7 +70,7 @@ class ChatMessage(Checked):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """By role, which one flat object cannot say."""
+        """Return one schema per role, because one flat object cannot express which fields a role requires."""
         fields = handler.resolve_ref_schema(handler(core_schema))["properties"]
 
         def turn(roles: list[str], required: list[str], *optional: str) -> dict[str, Any]:
@@ -88,7 +90,10 @@ class ChatMessage(Checked):
         return {"anyOf": [said, calls, result]}
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates expect it. They ask whether ``tool_calls`` is there, so an empty list must not be."""
+        """Return the message for the chat template.
+
+        Templates test the presence of ``tool_calls``, so an empty list is left out.
+        """
         message: dict[str, Any] = {"role": _RENDERED_ROLES.get(self.role, self.role), "content": self.content}
         if self.name is not None:
             message["name"] = self.name
@@ -103,7 +108,7 @@ Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)
 
 
 class ChatRequest(GenerationRequest):
-    """The next turn of a conversation."""
+    """Request for the next turn of a conversation."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -112,26 +117,29 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """Off keeps the first call of an answer and drops the others."""
+    """False keeps the first tool call of a choice and drops the others."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """vLLM's: further variables of the chat template."""
+    """Further variables of the chat template, as in vLLM."""
 
     @property
     def token_limit(self) -> int | None:
+        """Largest number of output tokens that the client requests; None for no limit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
+        """Number of top log-probabilities per output token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """What the template is to render: nothing with ``tool_choice`` none, so that no call can come back."""
+        """Tools for the chat template; empty with ``tool_choice`` "none", so that the model makes no call."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def check(self) -> None:
+        """Raise BadRequest for invalid or unsupported combinations of logprobs, tools and template variables."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")

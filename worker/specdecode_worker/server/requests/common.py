@@ -1,4 +1,4 @@
-"""What completions and chat share."""
+"""Fields that completion and chat requests share."""
 
 from __future__ import annotations
 
@@ -30,15 +30,20 @@ BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
 class StreamOptions(Checked):
+    """Options of a streaming response."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: every chunk tells the usage so far."""
+    """Report the usage so far in every chunk, as in vLLM."""
     include_obfuscation: bool = False
-    """Random padding against side channels; OpenAI's own clients may turn it off, nobody is asked to have it."""
+    """Random padding against side channels, as in OpenAI. Accepted for OpenAI's clients; no padding is sent."""
 
 
 class GenerationRequest(Checked):
-    """Defaults are OpenAI's; what OpenAI does not have is named and meant as in vLLM."""
+    """Fields common to all generation requests.
+
+    Defaults are those of OpenAI. Fields that OpenAI does not have are named and interpreted as in vLLM.
+    """
 
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -63,30 +68,31 @@ class GenerationRequest(Checked):
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] = Field(default={})
-    """``task`` labels the request, ``capture`` set to false keeps it out of what a worker captures."""
+    """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of the answer that the client asks for."""
+        """Largest number of output tokens that the client requests; None for no limit."""
         return self.max_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many of the most likely tokens are to be told beside each chosen one; None tells nothing."""
+        """Number of top log-probabilities per output token; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def choices_made(self) -> int:
-        """Answers that are generated to each prompt."""
+        """Number of choices that are generated for each prompt."""
         return self.n
 
     @property
     def task(self) -> str | None:
-        """The label that the client gives in ``metadata``."""
+        """Task label that the client set in ``metadata``."""
         label = self.metadata.get("task")
         return label if isinstance(label, str) else None
 
     def check(self) -> None:
+        """Raise BadRequest for stream_options without stream, or min_tokens above the token limit."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
         if self.token_limit is not None and self.min_tokens > self.token_limit:

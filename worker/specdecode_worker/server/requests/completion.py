@@ -1,4 +1,4 @@
-"""Body of /v1/completions."""
+"""Request body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEFAULT_TOKENS = 16
 
 
 def _prompt_list(value: Any) -> Any:
-    """A text, token ids, or a list of either, as a list of prompts."""
+    """Convert a text, a list of token ids, or a list of either to a list of prompts."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return [value]
     if not isinstance(value, list) or not all(isinstance(item, str | list) for item in value):
@@ -39,24 +39,27 @@ Prompts = Annotated[
 
 
 class CompletionRequest(GenerationRequest):
-    """Text that goes on where a prompt ends."""
+    """Request for the continuation of one or more prompts."""
 
     prompt: Prompts
     max_tokens: int | None = Field(default=_DEFAULT_TOKENS, ge=0)
-    """0 with ``echo`` alone: the prompt's own log-probabilities are wanted."""
+    """Largest number of output tokens. 0 is valid only with ``echo``, to get the log-probabilities of the prompt."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def logprobs_wanted(self) -> int | None:
+        """Number of top log-probabilities per token; None for no log-probabilities."""
         return self.logprobs
 
     @property
     def choices_made(self) -> int:
+        """Number of choices that are generated for each prompt; the ``n`` best of them are returned."""
         return self.best_of or self.n
 
     def check(self) -> None:
+        """Raise BadRequest for invalid combinations of n, best_of, stream, echo and max_tokens."""
         super().check()
         if self.choices_made < self.n:
             raise BadRequest(f"best_of is below n, which is {self.n}", param="best_of", code="invalid_value")

@@ -1,4 +1,4 @@
-"""What the admin port takes for a draft: which one, and the name of the one whose place it takes."""
+"""Request body of PUT /v1/draft on the admin port, which replaces a draft."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specdecode_worker.contract import DRAFT_FREE, DraftConfig, Method, Written
 
 
 class NewDraft(Written):
-    """Body of PUT /v1/draft. ``method`` may be left out for a head in EAGLE-3's format."""
+    """New draft, and the name of the draft that it replaces. ``method`` defaults to a head in EAGLE-3's format."""
 
     method: Method = "eagle3"
     uri: str | None = None
     name: str = Field(default="", pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=32)
-    """Of a further draft; empty is the first."""
+    """Name of the draft to replace; empty for the default draft."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -24,4 +24,5 @@ class NewDraft(Written):
         return self
 
     def config(self) -> DraftConfig:
+        """Return the configuration of the draft, as a required draft: one that does not fit the target is an error."""
         return DraftConfig(method=self.method, uri=self.uri, required=True)

@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize, which are vLLM's."""
+"""Request bodies of /tokenize and /detokenize, with the fields of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdecode_worker.server.requests.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(Checked):
-    """The ids of a text."""
+    """Request for the token ids of a text."""
 
     model: str | None = None
     prompt: str
@@ -21,7 +21,7 @@ class TokenizeRequest(Checked):
 
 
 class TokenizeChatRequest(Checked):
-    """The ids of a conversation as the chat template writes it."""
+    """Request for the token ids of a conversation, rendered by the chat template."""
 
     model: str | None = None
     messages: Messages
@@ -33,7 +33,7 @@ class TokenizeChatRequest(Checked):
 
 
 class DetokenizeRequest(Checked):
-    """The text of ids, special tokens included."""
+    """Request for the text of token ids, special tokens included."""
 
     model: str | None = None
     tokens: list[TokenId]

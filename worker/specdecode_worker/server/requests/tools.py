@@ -1,4 +1,4 @@
-"""Functions that a model may call, and the calls that clients send back as history."""
+"""Tool definitions of chat requests, and the earlier tool calls that clients send back as history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdecode_worker.server.requests.base import Checked
 
 MAX_TOOLS = 128
 JSON_OBJECT = "json-object"
-"""Format, in the API's description, of a text that is one."""
+"""Format name, in the OpenAPI document, of a string that contains a JSON object."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -23,7 +23,7 @@ def _not_strict(value: bool | None) -> bool | None:
 
 
 def _object(value: str) -> str:
-    """A template takes the arguments apart, so they must be what they say they are."""
+    """Check that the arguments are a JSON object, because chat templates access their fields."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
@@ -34,40 +34,50 @@ def _object(value: str) -> str:
 
 
 class FunctionDefinition(Checked):
+    """Function that the model may call."""
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema. It is shown to the model; nothing holds the model to it."""
+    """JSON schema of the arguments. It is part of the prompt, but the output is not constrained to it."""
     strict: Annotated[bool | None, AfterValidator(_not_strict)] = Field(default=None, exclude=True)
 
 
 class Tool(Checked):
+    """Tool that the model may call; functions are the only type."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(Checked):
+    """Name of a function."""
+
     name: FunctionName
 
 
 class NamedToolChoice(Checked):
+    """Choice of one tool that the model must call."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
 class CalledFunction(Checked):
+    """Function of a tool call, with its arguments as JSON text."""
+
     name: FunctionName
     arguments: Annotated[str, AfterValidator(_object), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
 class ToolCall(Checked):
-    """A call that the assistant made earlier."""
+    """Tool call that the assistant made in an earlier turn."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates expect it: with the arguments as an object."""
+        """Return the call for the chat template, with the arguments as an object."""
         called = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": called}

@@ -1,4 +1,4 @@
-"""Fields beyond those of the models: what changes no answer here, and what would."""
+"""Request fields outside the models: fields without effect, and unsupported fields with their neutral values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from specdecode_worker.server.errors import BadRequest
 
-# These steer storage, billing or speed elsewhere; an answer is the same with and without them.
+# These fields control storage, billing or speed in other servers; they do not change the output.
 WITHOUT_EFFECT = frozenset(
     {
         "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prediction", "request_id",
     }
 )  # fmt: skip
-# What would change the answer, and the values with which it changes nothing.
+# Unsupported fields that would change the output, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -45,9 +45,15 @@ _SAME = {bool: (bool,), int: (int, float), float: (int, float)}
 
 
 def honoured(fields: dict[str, Any], known: Container[str]) -> dict[str, Any]:
-    """``fields`` without nulls, without what has no effect, and without neutral values; the ``known`` ones stay.
+    """Return the fields to validate: without nulls, fields without effect, and neutral values of unsupported fields.
 
-    Raises BadRequest."""
+    Args:
+        fields: Fields of the request body.
+        known: Names of the fields of the request model, which are kept.
+
+    Raises:
+        BadRequest: An unsupported field has a value that would change the output.
+    """
     kept = {}
     for name, value in fields.items():
         if value is None or name in WITHOUT_EFFECT:
@@ -60,18 +66,22 @@ def honoured(fields: dict[str, Any], known: Container[str]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 5.0 is as whole as 5. Fields of real numbers take whole ones too."""
+    """Convert integral floats to int, because JSON does not distinguish 5.0 from 5.
+
+    Float fields are not affected, because they accept integers too.
+    """
     if isinstance(value, list):
         return [_whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def unsupported(message: str, name: str) -> BadRequest:
+    """Return the error for an unsupported field or value."""
     return BadRequest(message, param=name, code="unsupported_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # False == 0 in Python, but echo 0 and echo false are different things to send.
+    # False == 0 in Python, but a request with echo 0 differs from one with echo false.
     return isinstance(value, _SAME.get(type(neutral), (type(neutral),))) and (
         isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
     )

@@ -1,4 +1,4 @@
-"""OpenAI's response objects, as plain dicts in the order in which OpenAI writes them."""
+"""OpenAI's response objects, as plain dicts with the fields in OpenAI's order."""
 
 from specdecode_worker.server.responses.chat import ChatFormat, ToolReading
 from specdecode_worker.server.responses.completion import CompletionFormat

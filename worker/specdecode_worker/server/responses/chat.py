@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions: text, and calls of tools where the request offers some."""
+"""Responses of /v1/chat/completions: text, and tool calls if the request offers tools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Said
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How calls are found in an answer. ``parallel`` False keeps the first and drops the others."""
+    """Options of tool call parsing: a parser factory, and ``parallel``; if false, only the first call is kept."""
 
     parser: Callable[[], ToolParser]
     parallel: bool = True
 
 
 class ChatFormat(Format):
-    """One choice is one turn of the assistant."""
+    """Formatter of chat completion objects. Each choice is one turn of the assistant."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -32,9 +32,14 @@ class ChatFormat(Format):
         self._turns: defaultdict[int, _Turn] = defaultdict(lambda: _Turn(tools))
 
     def opening(self, index: int) -> Json | None:
+        """Return the first chunk of a choice, which has the role."""
         return self._part(index, {"role": "assistant", "content": ""}, (), None)
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """Return the chunks for a piece.
+
+        The list is empty while the parser holds back the text; its log-probabilities then go into the next chunk.
+        """
         turn = self._turns[index]
         deltas: list[Json] = turn.read(piece.text, last=piece.finish_reason is not None)
         scored = (*turn.untold, *piece.scored)
@@ -66,7 +71,7 @@ class ChatFormat(Format):
 
 
 class _Turn:
-    """The text of one choice as it comes, taken apart into what is said and what is called."""
+    """State of one choice: separates the text into content and tool calls, and collects the message."""
 
     def __init__(self, tools: ToolReading | None) -> None:
         self._parser = tools.parser() if tools is not None else None
@@ -75,10 +80,10 @@ class _Turn:
         self._calls: list[Json] = []
         self._dropping = False
         self.untold: tuple[Scored, ...] = ()
-        """Tokens of text that the parser still holds."""
+        """Scored tokens that are not sent yet, because the parser holds back their text."""
 
     def read(self, text: str, *, last: bool) -> list[Json]:
-        """OpenAI's deltas of new text."""
+        """Return OpenAI's deltas for new text; ``last`` ends the text."""
         if self._parser is None:
             deltas: list[Delta] = said(text)
         else:
@@ -86,12 +91,14 @@ class _Turn:
         return [found for delta in deltas if (found := self._told(delta)) is not None]
 
     def message(self) -> Json:
+        """Return the complete message of the assistant."""
         message: Json = {"role": "assistant", "content": self._text, "refusal": None}
         if self._calls:
             message |= {"content": self._text or None, "tool_calls": self._calls}
         return message
 
     def reason(self, finish_reason: str) -> str:
+        """Return OpenAI's finish reason: "tool_calls" instead of "stop" if the turn has calls."""
         return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
     def _told(self, delta: Delta) -> Json | None:
@@ -105,6 +112,7 @@ class _Turn:
                 return None if self._dropping else self._go_on(text)
 
     def _begin(self, name: str) -> Json | None:
+        """Start a tool call; None if it is dropped because parallel calls are off."""
         self._dropping = self._most_calls is not None and len(self._calls) >= self._most_calls
         if self._dropping:
             return None

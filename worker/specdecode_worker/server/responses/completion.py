@@ -1,4 +1,4 @@
-"""Answers of /v1/completions."""
+"""Responses of /v1/completions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from specdecode_worker.server.responses.writer import Format, Json
 
 
 class CompletionFormat(Format):
-    """Text, as it is."""
+    """Formatter of text completion objects."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """Return one chunk for a piece."""
         return [self._chunk(self._text(index, piece.text, piece.scored, piece.finish_reason))]
 
     def _choice(self, index: int, choice: Choice) -> Json:

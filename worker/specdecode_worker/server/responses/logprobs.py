@@ -1,5 +1,8 @@
-"""Log-probabilities as each route writes them. They are of the model's raw distribution, before temperature,
-truncation and penalties, as in vLLM and OpenAI, so that speculation and sampling cannot be seen in them."""
+"""Log-probability objects of chat and completion responses.
+
+Log-probabilities are those of the raw distribution of the model, before temperature, truncation and penalties, as in
+vLLM and OpenAI. So they do not depend on speculation or on the sampling parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from typing import Any
 from specdecode_worker.server.responses.objects import Scored
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
-# OpenAI's number for "very unlikely": JSON has no infinity.
+# Value that OpenAI uses for very unlikely tokens, because JSON has no infinity.
 _LEAST = -9999.0
 
 
 def chat_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dict[str, Any]:
-    """{"content": [{token, logprob, bytes, top_logprobs}]}: a token that is half a character shows in ``bytes``."""
+    """Return {"content": [{token, logprob, bytes, top_logprobs}]} of a chat response.
+
+    ``bytes`` is exact also for a token that is an incomplete character.
+    """
     return {"content": [_chat_token(one, vocabulary) for one in scored], "refusal": None}
 
 
 def completion_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dict[str, Any]:
-    """Four lists of one length. ``top_logprobs`` holds the chosen token beside the most likely ones."""
+    """Return four lists of equal length. ``top_logprobs`` has the most likely tokens and the sampled token."""
     return {
         "text_offset": [one.offset for one in scored],
         "token_logprobs": [None if one.logprobs is None else _bounded(one.logprobs.logprob) for one in scored],
@@ -46,6 +52,7 @@ def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]
 
 
 def _all(one: Scored) -> Iterator[tuple[int, float]]:
+    """Yield (token id, log-probability) of the most likely tokens, and of the sampled token if it is not among them."""
     assert one.logprobs is not None
     for token, value in zip(one.logprobs.top_tokens, one.logprobs.top_logprobs, strict=True):
         yield token, _bounded(value)
@@ -54,7 +61,10 @@ def _all(one: Scored) -> Iterator[tuple[int, float]]:
 
 
 def _name(token: int, vocabulary: Vocabulary) -> str:
-    """The token's text; half a character is written as OpenAI writes it, so that two of them never share a key."""
+    """Return the text of a token.
+
+    An incomplete character is written as "bytes:" and hexadecimal escapes, as in OpenAI, so that keys are unique.
+    """
     found = vocabulary.bytes_of(token)
     try:
         return found.decode()

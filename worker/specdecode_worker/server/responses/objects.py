@@ -1,4 +1,4 @@
-"""What answers are made of."""
+"""Parts of a response, before they are formatted for a route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from specdecode_worker.engine.ipc.messages import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What one answer took; ``drafts`` is steps with a draft, ``accepted`` the draft tokens that were kept."""
+    """Token and speculation counts of one choice.
+
+    ``drafts`` is the number of steps with a draft, ``accepted`` the number of accepted draft tokens.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -18,13 +21,15 @@ class Statistics:
     draft_tokens: int
     accepted: int
     counts_prompt: bool = True
-    """Several answers to one prompt count its tokens once."""
+    """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the text that begins at character ``offset`` of it. The first token of a prompt has no logprobs:
-    nothing stands before it."""
+    """Token with its log-probabilities and the character ``offset`` at which it begins in the returned text.
+
+    The first token of a prompt has no log-probabilities, because no token precedes it.
+    """
 
     token: int
     offset: int
@@ -33,7 +38,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text, and the tokens of it where log-probabilities were asked for; ``finish_reason`` closes the answer."""
+    """New text of a choice, with its scored tokens if log-probabilities are requested.
+
+    Only the last piece of a choice has a ``finish_reason``.
+    """
 
     text: str
     finish_reason: str | None
@@ -42,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A finished answer. ``mean_logprob`` is per token, where the engine told them."""
+    """Finished choice. ``mean_logprob`` is the mean per token; 0 if the engine returned no log-probabilities."""
 
     text: str
     finish_reason: str

@@ -1,4 +1,4 @@
-"""Tokens and speculation of all answers to one request."""
+"""Usage and speculation statistics over all choices of one request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdecode_worker.server.responses.objects import Statistics
 
 
 def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
-    """OpenAI's usage object."""
+    """Return OpenAI's usage object."""
     found = list(statistics)
     once = [s for s in found if s.counts_prompt]
     prompt, completion = sum(s.prompt_tokens for s in once), sum(s.completion_tokens for s in found)
@@ -22,7 +22,7 @@ def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
 
 
 def metrics(statistics: Iterable[Statistics]) -> dict[str, Any]:
-    """Per-request statistics under vLLM's names."""
+    """Return the speculation statistics of the request under vLLM's names."""
     found = list(statistics)
     drafts, accepted = sum(s.drafts for s in found), sum(s.accepted for s in found)
     draft_tokens = sum(s.draft_tokens for s in found)

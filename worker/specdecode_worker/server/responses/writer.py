@@ -1,4 +1,4 @@
-"""How a route writes its answers: the head that every object of one answer shares, and its choices."""
+"""Base of the response formatters: the fields that all objects of one response share, and event encoding."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(body: Json) -> bytes:
-    """One server-sent event."""
+    """Return ``body`` encoded as one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer needs to know beyond its text."""
+    """Facts about the request that its response needs in addition to the text."""
 
     request_id: str
     model: str
     fingerprint: str
-    """Of the weights and this program: what else could change the text of a seeded request."""
+    """Fingerprint of the weights and the program, which can change the text of a seeded request."""
     vocabulary: Vocabulary
     logprobs: bool
-    """They were asked for."""
+    """True if the request asks for log-probabilities."""
 
 
 class Format:
-    """One answer."""
+    """Formatter of one response; each route has a subclass."""
 
     prefix: str
     kind: str
@@ -49,10 +49,16 @@ class Format:
 
     @property
     def request_id(self) -> str:
+        """Id of the request, without the prefix of the route."""
         return self._about.request_id
 
     def whole(self, choices: Sequence[Choice], statistics: Sequence[Statistics] | None = None) -> Json:
-        """The answer of a request that does not stream; ``statistics`` where more was generated than is shown."""
+        """Return the response to a request that does not stream.
+
+        Args:
+            choices: The choices to return.
+            statistics: Statistics of all generated choices, if they are more than the returned choices (best_of).
+        """
         took = [choice.statistics for choice in choices] if statistics is None else statistics
         return {
             **self._named(self.kind),
@@ -62,15 +68,15 @@ class Format:
         }
 
     def opening(self, index: int) -> Json | None:
-        """The chunk before any text, if this route has one."""
+        """Return the chunk before any text; None if the route has none."""
         return None
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
-        """What goes out for a piece of one choice; nothing while it cannot be told yet what it is."""
+        """Return the chunks for a piece of one choice; empty while its meaning is uncertain (text or tool call)."""
         raise NotImplementedError
 
     def closing(self, statistics: Sequence[Statistics]) -> Json:
-        """The chunk with the usage of the whole stream."""
+        """Return the last chunk, which has the usage of the whole stream."""
         return {
             **self._named(self.chunk_kind),
             "choices": [],

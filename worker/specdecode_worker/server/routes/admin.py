@@ -1,4 +1,7 @@
-"""The admin port: what the operator calls. Guarded by a bearer token wherever more than loopback can reach it."""
+"""Routes of the admin port, which the operator calls.
+
+A bearer token protects the port; without a token the server binds it to loopback only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from specdecode_worker.server.service import Service
 
 
 def admin_app(service: Service, departure: Departure, token: str | None) -> FastAPI:
-    """The application of the admin port; without ``token`` everyone who can connect is let in."""
+    """Build the application of the admin port. Without ``token`` it accepts every connection."""
     app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(_Guard(token))])
     answer_errors(app)
     _add_plan(app, service)
@@ -89,7 +92,14 @@ def _add_synthetic(app: FastAPI, service: Service) -> None:
 
 
 def _unless_known(report: Report, known: str | None) -> Response:
-    """The report with a tag of all but its clock; 304 and the clock alone for who has the rest already."""
+    """Return the report, or 304 with only the clock if the client already has this report.
+
+    The entity tag covers the whole report except its clock.
+
+    Args:
+        report: The current report.
+        known: Value of the header If-None-Match.
+    """
     still = report.model_copy(update={"clock_seconds": 0.0}).model_dump_json().encode()
     tag = f'"{hashlib.sha256(still).hexdigest()[:16]}"'
     if tag == known:
@@ -100,7 +110,7 @@ def _unless_known(report: Report, known: str | None) -> Response:
 
 
 class _Guard:
-    """Lets in who knows the token."""
+    """Dependency that raises Unauthorized for a request without the bearer token."""
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else f"Bearer {token}".encode()

@@ -1,4 +1,4 @@
-"""API keys of the public port: who knows one of them is let in. Probes and metrics stay open, as in vLLM."""
+"""API key check of the public port. Probes and metrics need no key, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.j
 
 
 class ApiKeys:
-    """A dependency of every route. Without keys everyone is let in."""
+    """Dependency of every public route that requires an API key. Without keys it accepts every request."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        # Digests have one length, so that a comparison tells nothing about how long a key is.
+        # Digests have a fixed length, so the time of a comparison does not reveal the length of a key.
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, request: Request) -> None:
-        """Raises Unauthorized."""
+        """Raise Unauthorized unless the path is open or the request has a valid key."""
         if not self._digests or request.url.path in OPEN_PATHS:
             return
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
         digest = _digest(sent.strip())
-        # Every key is compared, whichever fits.
+        # Compare all keys, so that the time does not depend on which key matches.
         fits = sum(hmac.compare_digest(digest, known) for known in self._digests)
         if scheme.lower() != "bearer" or not fits:
             raise Unauthorized("send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""What both ports share: bodies of bounded size, errors as OpenAI's object, connections that close on the way out."""
+"""HTTP functions common to both ports: bounded bodies, OpenAI error objects, connection close at shutdown."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed
 from specdecode_worker.server.lifecycle import Lifecycle
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-# A client that is still sending cannot read the answer; so much of a body too large is read and thrown away.
+# A client that is still sending cannot read the response, so up to this much of an oversized body is read and dropped.
 _DISCARD_BYTES = 16 * MAX_BODY_BYTES
 
 Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """Error for a client that disconnected before its response was ready."""
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises BodyTooLarge beyond MAX_BODY_BYTES."""
+    """Read the request body. Raises BodyTooLarge beyond MAX_BODY_BYTES."""
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -41,7 +41,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of ``work``; it is cancelled and ClientGone raised when the client hangs up first."""
+    """Return the result of ``work``, or cancel it and raise ClientGone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:
@@ -62,7 +62,7 @@ async def _disconnect(request: Request) -> None:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Makes every error of ``app`` an OpenAI error object."""
+    """Install the handlers that convert every error of ``app`` to an OpenAI error object."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
@@ -75,7 +75,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """A path that does not exist, or not with this method."""
+    """Convert the framework's error for an unknown path (404) or method (405)."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
@@ -83,23 +83,25 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # not sent: the client has disconnected
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    # The server in front of the application logs it, with its traceback.
+    # Uvicorn logs the exception with its traceback.
     failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
     return JSONResponse(failed.body(), status_code=failed.status)
 
 
 class CloseWhenLeaving:
-    """Asks clients to reconnect elsewhere once this worker is on its way out."""
+    """ASGI middleware that adds ``Connection: close`` during shutdown, so that clients reconnect to another worker."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection of the ASGI server."""
+
         async def send_closing(message: Message) -> None:
             if message["type"] == "http.response.start" and self._lifecycle.leaving:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]

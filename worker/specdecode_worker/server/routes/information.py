@@ -1,4 +1,4 @@
-"""What the public port tells of itself: probes, metrics, the model, the version, the description of the API."""
+"""Informational routes of the public port: probes, metrics, models, version and OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specdecode_worker.server.version import VERSION
 
 
 def add_information(app: FastAPI, service: Service) -> None:
+    """Add the routes for probes, metrics, models, version and OpenAPI document."""
     _add_probes(app, service)
 
     @app.get("/version")

@@ -1,4 +1,4 @@
-"""The public port: the application, and OpenAI's two routes that generate."""
+"""Application of the public port, with the completion and chat completion routes of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
-    """The application of the public port; with ``api_keys`` it asks for one of them."""
+    """Build the application of the public port. With ``api_keys`` a request needs one of them."""
     app = FastAPI(title="specdecode", openapi_url=None, dependencies=[Depends(ApiKeys(api_keys))])
     app.add_middleware(CloseWhenLeaving, lifecycle=service.lifecycle)
     answer_errors(app)
@@ -74,7 +74,7 @@ def _task(service: Service, request: Request, body: GenerationRequest, prompt: s
 
 
 def _head(service: Service, request: Request, body: GenerationRequest) -> Head:
-    """The client's own request id, where it sends one that can stand in a header."""
+    """Return the common fields of the response. The request id is the client's, if it is valid in a header."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     return Head(
         request_id=sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
@@ -86,7 +86,11 @@ def _head(service: Service, request: Request, body: GenerationRequest) -> Head:
 
 
 def _tool_reading(service: Service, body: ChatRequest) -> ToolReading | None:
-    """How calls are found in the answer; None where no function is offered. Raises BadRequest."""
+    """Return the tool call options; None if the request offers no tools.
+
+    Raises:
+        BadRequest: The chat template takes no tools, or its tool call format is unknown.
+    """
     if not body.shown_tools:
         return None
     template = service.model.tokenizer.template
@@ -101,6 +105,7 @@ def _tool_reading(service: Service, body: ChatRequest) -> ToolReading | None:
 
 
 async def _answer(request: Request, body: GenerationRequest, generations: list[Generation], form: Format) -> Response:
+    """Return the response, streaming or complete. The generations are closed in every case."""
     headers = {REQUEST_ID_HEADER: form.request_id}
     if body.stream:
         return EventStream(generations, form, body.stream_options or StreamOptions(), headers)
@@ -112,7 +117,7 @@ async def _answer(request: Request, body: GenerationRequest, generations: list[G
 
 
 def _whole(body: GenerationRequest, choices: Sequence[Choice], form: Format) -> Json:
-    """All choices, or the ``n`` best of each prompt's."""
+    """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
     made = body.choices_made
     if made == body.n:
         return form.whole(choices)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, with vLLM's fields."""
+"""Routes /tokenize and /detokenize, with the fields of vLLM."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
 def add_tokens(app: FastAPI, service: Service) -> None:
+    """Add the routes /tokenize and /detokenize."""
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         fields = read_object(await read_body(request))
@@ -46,7 +48,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _ids(tokenizer: Tokenizer, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
-    """Raises BadRequest."""
+    """Return the token ids of the request. Raises BadRequest if the chat template does not accept the messages."""
     if isinstance(body, TokenizeRequest):
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     messages = [message.rendered() for message in body.messages]

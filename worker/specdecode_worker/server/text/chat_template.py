@@ -1,8 +1,8 @@
-"""A model's chat template, run in a sandbox: it comes with the weights and is no more trusted than they are.
+"""Chat template of a model, rendered in a Jinja sandbox because it comes with the weights and is not trusted.
 
-Where templates are kept is Hugging Face's convention: ``chat_template.jinja``, else the key ``chat_template`` of
-``chat_template.json`` or ``tokenizer_config.json`` (a text, or a list of named texts of which ``default`` counts, and
-``tool_use`` where a request brings tools).
+Templates are found by the convention of Hugging Face: the file ``chat_template.jinja``, else the key ``chat_template``
+of ``chat_template.json`` or ``tokenizer_config.json``. The value of the key is one template, or a list of named
+templates: ``default`` is used, and ``tool_use`` for requests with tools.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
-    """Turns messages into the text that the model was tuned on."""
+    """Renderer of chat messages in the format on which the model was fine-tuned."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self._special_tokens = special_tokens
         self.tool_source = tool_source or source
-        """The text that is rendered where tools are brought."""
+        """Source of the template that is used for requests with tools."""
         try:
             environment = _environment()
             self._template = environment.from_string(source)
@@ -49,7 +49,17 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt, up to where the assistant's answer begins. Raises TemplateRefused."""
+        """Render the prompt text of a conversation.
+
+        Args:
+            messages: The turns of the conversation.
+            tools: Tool definitions that the model may call.
+            variables: Further template variables (`chat_template_kwargs` of the request).
+            add_generation_prompt: End the text with the start of the assistant's turn.
+
+        Raises:
+            TemplateRefused: The template failed on these messages.
+        """
         template = self._with_tools if tools else self._template
         given = {
             **self._special_tokens,
@@ -60,12 +70,16 @@ class ChatTemplate:
         }
         try:
             return template.render(given)
-        except Exception as error:  # a template is a program of strangers: anything may come out of it
+        except Exception as error:  # a template is untrusted code and can raise anything
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The chat template of a model's folder, or None for a base model. Raises TokenizerProblem."""
+    """Load the chat template of a model folder; None for a base model without one.
+
+    Raises:
+        TokenizerProblem: The template or a JSON file cannot be parsed.
+    """
     config = _read_object(folder / "tokenizer_config.json")
     sources = _sources(folder, config)
     if not sources:
@@ -75,7 +89,7 @@ def find_template(folder: Path) -> ChatTemplate | None:
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Templates by name; one without a name is the default."""
+    """Return template sources by name. A template without a name is ``default``."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return {"default": own_file.read_text()}
@@ -98,7 +112,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes for HTML, which models were not tuned on.
+    # Jinja's own filter escapes for HTML, but models were fine-tuned on text without these escapes.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 
@@ -107,13 +121,14 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _text_of(token: Any) -> str:
-    """A special token is written as a text, or as an object with its text in ``content``."""
+    """Return the text of a special token: the token itself, or the key ``content`` if it is an object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else ""
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object; empty if the file is missing or holds another type. Raises TokenizerProblem."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The tokens of one answer as text, up to a stop string, with the log-probabilities of what is shown.
+"""Incremental detokenization of one choice, with stop strings and log-probabilities.
 
-Tokens are taken one by one even when a step brings several, so that text and token counts are what plain decoding
-would give.
+Tokens are processed one by one even if a step returns several, so that the text and the token counts are equal to
+those of decoding without speculation.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from specdecode_worker.server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a request says about the text of its answer."""
+    """Text options of a request."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """In the text of so many first tokens, no stop string counts."""
+    """Minimum number of output tokens; stop strings in the text of these tokens are ignored."""
     logprobs: bool = False
 
 
 class AnswerReader:
-    """``first_offset`` is where the answer begins in the text that the client gets: behind an echoed prompt."""
+    """Converter of the tokens of one choice into text pieces.
+
+    ``first_offset`` is the number of characters that precede the output in the text that the client receives: the
+    length of an echoed prompt, else 0.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], reading: Reading, *, first_offset: int = 0) -> None:
         self._reading = reading
@@ -38,14 +42,15 @@ class AnswerReader:
         self._untold: list[Scored] = []
         self._logprob_sum = 0.0
         self.count = 0
-        """Tokens so far; a stop token counts although it is not shown."""
+        """Number of tokens so far. A stop token counts although its text is not returned."""
 
     @property
     def mean_logprob(self) -> float:
+        """Mean log-probability per token; 0 without tokens or without log-probabilities."""
         return self._logprob_sum / self.count if self.count else 0.0
 
     def take(self, tokens: Tokens) -> Piece:
-        """What ``tokens`` add. With a stop string in it, the piece finishes the answer."""
+        """Return the piece that ``tokens`` add. A piece that reaches a stop string has a finish reason."""
         text = ""
         for i, token in enumerate(tokens.tokens):
             self.count += 1
@@ -73,7 +78,10 @@ class AnswerReader:
         return text if self.count <= self._reading.min_tokens else self._stops.push(text)
 
     def _piece(self, text: str, finish_reason: str | None) -> Piece:
-        """A token is told with the text that it begins. What begins behind a stop string was never said."""
+        """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.
+
+        A token that begins behind a stop string is never returned.
+        """
         self._shown += len(text)
         everything = finish_reason is not None and self._stops.found is None
         told = [one for one in self._untold if everything or one.offset < self._shown]

@@ -1,4 +1,4 @@
-"""Prompts ready for the engine, and what of them goes back with ``echo``."""
+"""Tokenized prompts of completion and chat requests, with the text to echo."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from specdecode_worker.server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt's text; ``offsets`` are its tokens' places in it, known where log-probabilities are wanted."""
+    """Text of an echoed prompt.
+
+    ``offsets`` has the character position of each token; empty unless log-probabilities are requested.
+    """
 
     text: str
     offsets: tuple[int, ...] = ()
 
     def scored(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[Scored, ...]:
-        """The tokens with what the engine says of the second and all behind it."""
+        """Return the prompt tokens with their log-probabilities, which the first token does not have.
+
+        Args:
+            ids: Token ids of the prompt.
+            logprobs: Log-probabilities of all tokens but the first.
+        """
         places = zip(ids, self.offsets, (None, *logprobs), strict=True)
         return tuple(Scored(token, offset, found) for token, offset, found in places)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids; ``echo`` only where the client wants the prompt back. ``opening`` is what the user said first."""
+    """Tokenized prompt.
+
+    ``echo`` is set only if the client requests it. ``opening`` is the text of the first user turn of a chat, or the
+    whole prompt of a completion.
+    """
 
     ids: Sequence[int]
     echo: Echo | None = None
@@ -34,7 +46,10 @@ class Prompt:
 
 
 def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[Prompt]:
-    """The prompts of a completion. Takes milliseconds for a long one: not for the event loop."""
+    """Tokenize the prompts of a completion request.
+
+    Run it outside the event loop, because a long prompt takes milliseconds.
+    """
     prompts = []
     for given in body.prompt:
         ids = tokenizer.encode(given) if isinstance(given, str) else given
@@ -45,7 +60,12 @@ def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[Pr
 
 
 def chat_prompt(tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
-    """The prompt of a chat, rendered by the model's template. Raises TokenizerProblem, TemplateRefused."""
+    """Render a conversation with the chat template of the model and tokenize it.
+
+    Raises:
+        TokenizerProblem: The model has no chat template.
+        TemplateRefused: The template does not accept the messages.
+    """
     messages = [message.rendered() for message in body.messages]
     text = tokenizer.chat_template().render(messages, body.shown_tools, body.chat_template_kwargs)
     said = [message.content for message in body.messages if message.role == "user"] or [text]

@@ -1,12 +1,13 @@
-"""Stop strings over text that arrives in pieces: cut exactly, and nothing leaves that might begin one."""
+"""Search for stop strings in streamed text; text that may be the start of a stop string is held back."""
 
 from __future__ import annotations
 
 
 class StopFinder:
-    """Feed text in order; what comes out may be shown. After a stop string was found, nothing more comes out.
+    """Filter that ends a stream of text at the first stop string.
 
-    ``shows_stop`` lets the stop string itself come out too.
+    Each ``push`` returns the text that may be sent to the client; after a stop string, it returns no more text. With
+    ``shows_stop`` the stop string itself is returned too.
     """
 
     __slots__ = ("_held", "_shows_stop", "_stops", "found")
@@ -17,10 +18,10 @@ class StopFinder:
         self._shows_stop = shows_stop
         self._held = ""
         self.found: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text; None before that."""
 
     def push(self, text: str) -> str:
-        """The part of what is held and ``text`` that surely precedes every stop string."""
+        """Add ``text`` and return the held text that cannot be part of a stop string."""
         if self.found is not None:
             return ""
         self._held += text
@@ -31,11 +32,11 @@ class StopFinder:
         return self._release(len(self._held) - self._possible_begin())
 
     def flush(self) -> str:
-        """What was held back, once no more text can come."""
+        """Return the text held back. Call it at the end of the stream."""
         return self._release(len(self._held))
 
     def _possible_begin(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
@@ -43,5 +44,6 @@ class StopFinder:
         return 0
 
     def _release(self, length: int, *, drop_rest: bool = False) -> str:
+        """Remove and return the first ``length`` characters of the held text."""
         shown, self._held = self._held[:length], "" if drop_rest else self._held[length:]
         return shown

@@ -1,7 +1,7 @@
-"""Single tokens by their bytes, for log-probabilities: a token may be half a character, which has no text.
+"""Bytes of single tokens, for log-probabilities: a token can be an incomplete UTF-8 character without text.
 
-Vocabularies write bytes in two ways. Byte-level BPE gives each of the 256 bytes a printable letter (GPT-2's
-``bytes_to_unicode``); SentencePiece writes text with ``▁`` for a space, and bytes without a text as ``<0x0A>``.
+Vocabularies write bytes in two ways. Byte-level BPE maps each of the 256 bytes to a printable character (GPT-2's
+``bytes_to_unicode``). SentencePiece writes text with ``▁`` for a space, and bytes that are no text as ``<0x0A>``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SPACE = "▁"
 
 
 class Vocabulary:
-    """The bytes of every id of one tokenizer."""
+    """Vocabulary of one tokenizer: the bytes and the written form of each token id."""
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         self._model = model
@@ -24,7 +24,7 @@ class Vocabulary:
         self._letters = _byte_letters() if "ByteLevel(" in repr(model.decoder) else None
 
     def bytes_of(self, token: int) -> bytes:
-        """Empty for an id without a token."""
+        """Return the UTF-8 bytes of a token; empty for an id without a token."""
         if token in self._added:
             return self._added[token].encode()
         piece = self._model.id_to_token(token) or ""
@@ -35,12 +35,15 @@ class Vocabulary:
         return piece.replace(_SPACE, " ").encode()
 
     def piece_of(self, token: int) -> str:
-        """The token as the vocabulary writes it; empty for an id without one."""
+        """Return the token as the vocabulary writes it; empty for an id without a token."""
         return self._model.id_to_token(token) or ""
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter to byte: printable bytes stand for themselves, the others for what follows U+0100, in order."""
+    """Return the byte of each character of byte-level BPE.
+
+    Printable bytes map to themselves; the others map to the characters from U+0100 on, in order.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for one model. ``generate`` uses it as the server does.
+"""Tokenizer of one model: text to token ids, and incremental detokenization.
 
-Answers come back token by token, while characters may span tokens: the Detokenizer shows a character once it is
-whole, and the concatenation of what it shows is the text of all tokens.
+The server and the command ``generate`` use it. A character can span several tokens. The `Detokenizer` returns a
+character once it is complete; the concatenation of all returned text is the text of all tokens.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from specdecode_worker.server.text.chat_template import ChatTemplate, Message, f
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
 _INCOMPLETE = "\ufffd"
-# The first token's text depends on what stands before it (a leading space, half a character); this much decides it.
+# The text of the first token depends on the tokens before it (a leading space, an incomplete character); this many
+# tokens are enough to decide it.
 _CONTEXT_TOKENS = 6
-# A character has at most four bytes, so a longer run of incomplete ones is garbage and is shown as it is.
+# A character has at most four bytes, so a longer run of incomplete characters is invalid text and is returned as it is.
 _MOST_HELD_TOKENS = 32
 
 
 class Tokenizer:
-    """The tokenizer and chat template of one model. Safe to share between threads."""
+    """Tokenizer and chat template of one model. Safe to share between threads."""
 
     def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
         self._model = model
         self.template = template
-        """None for a base model."""
+        """Chat template; None for a base model."""
         self.vocabulary = Vocabulary(model)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads tokenizer.json and the chat template. Raises TokenizerProblem."""
+        """Load tokenizer.json and the chat template of a model folder.
+
+        Raises:
+            TokenizerProblem: tokenizer.json is missing, or a file cannot be parsed.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerProblem(f"{path} does not exist; only fast tokenizers (tokenizer.json) are read")
         try:
             model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise TokenizerProblem(f"{path} cannot be read: {error}") from None
         model.no_padding()
         model.no_truncation()
@@ -47,48 +52,56 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens, added tokens included."""
         return int(self._model.get_vocab_size(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
+        """True unless the model is a base model without chat template."""
         return self.template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of plain text, with the special tokens (BOS) that this tokenizer puts around a text."""
+        """Return the token ids of ``text``, by default with the special tokens (such as BOS) of the tokenizer."""
         return list(self._model.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def chat_template(self) -> ChatTemplate:
-        """Raises TokenizerProblem for a base model."""
+        """Return the chat template. Raises TokenizerProblem for a base model."""
         if self.template is None:
             raise TokenizerProblem("this model has no chat template; send a prompt instead of messages")
         return self.template
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt text of a chat. Raises TokenizerProblem without a template, TemplateRefused."""
+        """Return the prompt text of a conversation.
+
+        Raises:
+            TokenizerProblem: The model has no chat template.
+            TemplateRefused: The template does not accept the messages.
+        """
         return self.chat_template().render(messages)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat, up to where the answer begins. Raises as ``render`` does."""
+        """Return the token ids of a conversation, up to the start of the assistant's turn. Raises like ``render``."""
         return self.encode_rendered(self.render(messages))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The ids of what a template gave, which writes BOS itself."""
+        """Return the token ids of a rendered template. Templates write BOS themselves, so no special token is added."""
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         return str(self._model.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For the answer to ``prompt``."""
+        """Return a detokenizer for the tokens that follow ``prompt``."""
         return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
 
 
 class Detokenizer:
-    """Text of an answer, as its tokens come.
+    """Incremental detokenizer for the tokens of one choice.
 
-    What is new is the text of (context + fresh tokens) minus the text of the context; the context ends with a whole
-    character, so the difference begins with one. Few tokens are decoded at a time, however long the answer.
+    New text is the text of (context + fresh tokens) without the text of the context. The context ends with a complete
+    character, so new text begins with one. Only the context and the fresh tokens are decoded in each call, so the cost
+    per token does not grow with the length of the output.
     """
 
     __slots__ = ("_context", "_context_text", "_fresh", "_skips_special", "_tokenizer")
@@ -101,7 +114,7 @@ class Detokenizer:
         self._fresh: list[int] = []
 
     def push(self, token: int) -> str:
-        """The new text, empty while a character is incomplete."""
+        """Add a token and return the new text; empty while the last character is incomplete."""
         self._fresh.append(token)
         new = self._new_text()
         if not new or (new.endswith(_INCOMPLETE) and len(self._fresh) < _MOST_HELD_TOKENS):
@@ -110,7 +123,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is left when no more tokens come; half a character shows as U+FFFD."""
+        """Return the remaining text after the last token. An incomplete character becomes U+FFFD."""
         new = self._new_text()
         self._settle()
         return new

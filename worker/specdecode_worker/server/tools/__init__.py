@@ -1,1 +1,1 @@
-"""Tool calls out of an answer's text, as it arrives: a parser for each way in which models write them."""
+"""Streaming parsers of tool calls in generated text, one for each format in which models write them."""

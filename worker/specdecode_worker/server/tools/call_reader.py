@@ -1,7 +1,7 @@
-"""One call written as a JSON object, {"name": ..., "arguments": {...}}, read while it is being written.
+"""Streaming parser of one tool call that is a JSON object: {"name": ..., "arguments": {...}}.
 
-In that order, which models keep nearly always, name and arguments leave as they come; in any other the whole object
-is awaited. Llama says ``parameters`` where others say ``arguments``.
+With the name first, the usual order of models, name and arguments are returned as they arrive. With another order they
+are returned once the object is complete. Llama models write ``parameters`` instead of ``arguments``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADER = re.compile(
 
 
 class Braces:
-    """Finds where a JSON object ends, a character at a time; braces within strings do not count."""
+    """Depth counter that finds the end of a JSON object, character by character. Braces within strings do not count."""
 
     __slots__ = ("_escaped", "_in_string", "closed", "depth")
 
@@ -28,6 +28,7 @@ class Braces:
         self._in_string = self._escaped = False
 
     def take(self, letter: str) -> None:
+        """Process the next character. ``closed`` becomes true at the end of the object."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -45,7 +46,7 @@ class Braces:
 
 
 class CallReader:
-    """Push text until ``done`` or ``failed``; ``rest`` is then what stands behind the object, or all of the text."""
+    """Parser of one JSON tool call. Push text until ``done`` or ``failed`` is true; ``rest`` is then available."""
 
     def __init__(self, known: Known) -> None:
         self._known = known
@@ -59,10 +60,12 @@ class CallReader:
 
     @property
     def rest(self) -> str:
+        """Text behind the object after ``done``, or all text after ``failed``."""
         assert self.done or self.failed
         return self._text[self._read :] if self.done else self._text
 
     def push(self, text: str) -> list[Delta]:
+        """Add text and return the parts of the call that are complete."""
         assert not self.done
         assert not self.failed
         self._text += text
@@ -78,23 +81,27 @@ class CallReader:
         return deltas
 
     def end(self) -> None:
-        """No more text comes. A call that had begun stays one, cut short; anything else was none."""
+        """Mark the end of the text.
+
+        Once the arguments have begun, the call is done, although truncated. Otherwise the parser has failed.
+        """
         if not self.done:
             self.failed = self._arguments_from is None
             self.done = not self.failed
 
     def _header(self) -> list[Delta]:
+        """Return the start of the call once the name and the opening brace of the arguments have arrived."""
         if self._arguments_from is not None or (found := _HEADER.match(self._text)) is None:
             return []
         name = _loads(found[1])
         if not isinstance(name, str) or not self._known(name):
             return []
-        # The brace has only just come, or this would have matched before: nothing behind it was read yet.
+        # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
         self._arguments_from = found.end()
         return [Called(name)]
 
     def _scan(self) -> str:
-        """Reads on, to the end of the object at most; returns what it read of the arguments."""
+        """Scan to the end of the text or of the object, and return the argument text in it."""
         shown = []
         while self._read < len(self._text) and not self._braces.closed:
             letter = self._text[self._read]
@@ -113,6 +120,7 @@ class CallReader:
         return []
 
     def _take_whole(self) -> list[Delta]:
+        """Parse the complete object, for calls that do not begin with the name."""
         found = _loads(self._text[: self._read])
         name = found.get("name") if isinstance(found, dict) else None
         if not isinstance(name, str) or not self._known(name):
@@ -124,6 +132,7 @@ class CallReader:
 
 
 def _loads(text: str) -> Any:
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

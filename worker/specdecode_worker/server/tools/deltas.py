@@ -1,4 +1,4 @@
-"""What a parser makes of text, and what every parser is."""
+"""Output types and interface of the tool call parsers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text for the reader."""
+    """Text content of the message."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call begins; the Arguments that follow belong to it."""
+    """Start of a tool call. The `Arguments` that follow belong to it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A part of the last call's arguments, which join to the text of a JSON object."""
+    """Part of the arguments of the latest call. The parts of one call concatenate to the text of a JSON object."""
 
     text: str
 
 
 Delta = Said | Called | Arguments
 Known = Callable[[str], bool]
-"""Whether the request offers a function of this name."""
+"""Predicate: the request offers a function of this name."""
 
 
 class ToolParser(Protocol):
-    """Reads one answer. What it gives does not depend on how the text was cut into pieces, once joined."""
+    """Streaming parser of one choice. Its concatenated output does not depend on how the text was split into pieces."""
 
-    def push(self, text: str) -> list[Delta]: ...
+    def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
+        ...
 
     def end(self) -> list[Delta]:
-        """What was held back, once no more text can come."""
+        """Return the output held back. Call it at the end of the text."""
         ...
 
 
 def said(text: str) -> list[Delta]:
+    """Return ``text`` as content; no delta if it is empty."""
     return [Said(text)] if text else []

@@ -1,7 +1,8 @@
-"""Hermes' and Qwen's way: any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> behind some text.
+"""Parser of the tool call format of Hermes and Qwen models.
 
-What stands between the tags and is no call stays text, so that nothing of an answer is lost. The tag says that a call
-is meant, so a name that was not offered is passed on: the client can answer that there is no such function.
+The output is text, then any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> elements. Invalid
+content between the tags remains text, so no output is lost. The tag marks a call without doubt, so a call of a function
+that was not offered is returned too: the client can reply that there is no such function.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See the module."""
+    """Streaming parser of the Hermes format, which the module docstring describes."""
 
     def __init__(self) -> None:
         self._held = ""
         self._before = ""
-        """The space in front of the tag: no text if a call follows."""
+        """Whitespace before the opening tag. It is dropped if a call follows, and is text otherwise."""
         self._reader: CallReader | None = None
         self._closing = False
         self._called = False
 
     def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
         self._held += text
         deltas: list[Delta] = []
         while True:
@@ -33,6 +35,7 @@ class HermesParser:
                 return deltas
 
     def end(self) -> list[Delta]:
+        """Return the output held back, at the end of the text."""
         deltas: list[Delta] = []
         if self._reader is not None:
             self._reader.end()
@@ -43,6 +46,7 @@ class HermesParser:
         return deltas + said(rest)
 
     def _step(self) -> list[Delta]:
+        """Process the held text once in the current state: outside a call, within it, or before the closing tag."""
         if self._reader is not None:
             return self._within_call()
         if self._closing:
@@ -69,7 +73,7 @@ class HermesParser:
         reader = self._reader
         assert reader is not None
         if reader.failed:
-            # Its text is read again: a tag in it may begin a call.
+            # Parse the text again, because a tag in it can begin a call.
             self._held, self._reader = reader.rest + self._held, None
             return said(self._before + _OPEN)
         if reader.done:
@@ -82,12 +86,12 @@ class HermesParser:
         if begin.startswith(_CLOSE):
             self._held, self._closing = begin.removeprefix(_CLOSE), False
         elif not _CLOSE.startswith(begin):
-            self._closing = False  # the model forgot it
+            self._closing = False  # the model left out the closing tag
         return []
 
 
 def _undecided(text: str) -> int:
-    """Length of the end of ``text`` that is the space before a tag, or may begin one."""
+    """Return the length of the suffix of ``text`` that can be the start of an opening tag or whitespace before it."""
     tag = next((n for n in range(min(len(_OPEN) - 1, len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
     before = text[: len(text) - tag]
     return tag + len(before) - len(before.rstrip())

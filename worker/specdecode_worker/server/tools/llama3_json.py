@@ -1,6 +1,8 @@
-"""Llama 3's way: the whole answer is {"name": ..., "parameters": {...}}, or several of them with ; between.
+"""Parser of the JSON tool call format of Llama 3.
 
-Nothing marks a call, and people ask for JSON too: an answer is a call only if it names a function that was offered.
+The whole output is {"name": ..., "parameters": {...}}, or several of these objects separated by ``;``. The format has
+no marker for calls, and JSON can also be the requested text. So the output is a call only if it names a function that
+the request offers.
 """
 
 from __future__ import annotations
@@ -13,18 +15,19 @@ _BETWEEN = " \t\r\n;,"
 
 
 class Llama3JsonParser:
-    """See the module."""
+    """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
 
     def __init__(self, known: Known) -> None:
         self._known = known
         self._held = ""
         self._before = ""
-        """What stands in front of a brace: no text if a call follows."""
+        """Characters before the opening brace. They are dropped if a call follows, and are text otherwise."""
         self._reader: CallReader | None = None
         self._called = False
         self._text_only = False
 
     def push(self, text: str) -> list[Delta]:
+        """Add text and return the output that is certain."""
         if self._text_only:
             return said(text)
         self._held += text
@@ -37,6 +40,7 @@ class Llama3JsonParser:
         return deltas + self._as_text()
 
     def end(self) -> list[Delta]:
+        """Return the output held back, at the end of the text."""
         deltas: list[Delta] = []
         if self._reader is not None:
             self._reader.end()
@@ -45,7 +49,10 @@ class Llama3JsonParser:
         return deltas + ([] if self._called and not rest.strip(_BETWEEN) else said(rest))
 
     def _begin(self) -> bool:
-        """True when a reader is there to read on; False when more text, or only text, is to come."""
+        """Return whether a call reader is active, and start one at an opening brace.
+
+        False means that more input is needed, or that the rest of the output is text.
+        """
         if self._reader is not None:
             return True
         text = self._held.lstrip(_BETWEEN if self._called else None)

@@ -1,4 +1,4 @@
-"""Which parser reads a model's answers. Names are those of vLLM's --tool-call-parser."""
+"""Choice of the tool call parser for a model. The names are those of vLLM's --tool-call-parser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdecode_worker.server.tools.hermes import HermesParser
 from specdecode_worker.server.tools.llama3_json import Llama3JsonParser
 from specdecode_worker.server.tools.pythonic import PythonicParser
 
-# What a template tells the model to write, most telling first.
+# Text in the chat template that identifies the format, most specific first.
 _MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
@@ -19,12 +19,12 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
 
 
 def format_of(template_source: str) -> ToolFormat | None:
-    """How a model with this chat template writes its calls, as far as the template says."""
+    """Return the tool call format that a chat template asks for; None if it cannot be recognized."""
     return next((name for mark, name in _MARKS if mark in template_source), None)
 
 
 def parser_for(name: ToolFormat, functions: Sequence[str]) -> ToolParser:
-    """A parser for one answer to a request that offers ``functions``."""
+    """Return a parser for one choice of a request that offers ``functions``."""
     known = frozenset(functions).__contains__
     match name:
         case "hermes":

@@ -1,6 +1,7 @@
-"""Llama 3.2's and 4's way: the whole answer is a Python list of calls, [get_weather(city="Oslo"), now()].
+"""Parser of the pythonic tool call format of Llama 3.2 and 4.
 
-It is read once it is whole: only then is a list of calls told from a text in brackets.
+The whole output is a Python list of calls, such as [get_weather(city="Oslo"), now()]. It is parsed once it is complete,
+because only then a list of calls can be distinguished from text in brackets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Know
 
 
 class PythonicParser:
-    """See the module."""
+    """Parser of the pythonic format, which the module docstring describes."""
 
     def __init__(self, known: Known) -> None:
         self._known = known
@@ -20,6 +21,7 @@ class PythonicParser:
         self._text_only = False
 
     def push(self, text: str) -> list[Delta]:
+        """Add text. It is returned at once if the output does not begin with a bracket, else held until ``end``."""
         self._held += text
         begin = self._held.lstrip()
         self._text_only = self._text_only or (bool(begin) and begin[0] != "[")
@@ -29,6 +31,7 @@ class PythonicParser:
         return said(shown)
 
     def end(self) -> list[Delta]:
+        """Return the calls of the complete output, or its text if it is no list of valid calls."""
         text, self._held = self._held, ""
         try:
             return [delta for call in _calls(text) for delta in self._deltas(call)]
@@ -36,7 +39,7 @@ class PythonicParser:
             return said(text)
 
     def _deltas(self, call: ast.expr) -> list[Delta]:
-        """Raises ValueError for what is no call of an offered function with literal arguments."""
+        """Convert one call. Raises ValueError unless it calls an offered function with literal keyword arguments."""
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("not a call with named arguments")
         name = ast.unparse(call.func)
@@ -49,7 +52,12 @@ class PythonicParser:
 
 
 def _calls(text: str) -> list[ast.expr]:
-    """Raises ValueError, SyntaxError."""
+    """Parse a list of expressions.
+
+    Raises:
+        ValueError: The text is empty or no list.
+        SyntaxError: The text is no Python expression.
+    """
     if not text.strip():
         raise ValueError("empty")
     found = ast.parse(text.strip(), mode="eval").body

@@ -1,1 +1,1 @@
-"""Sampling parameters of a batch, applied to logits, and the samplers that use them."""
+"""Sampling parameters of a batch, their application to logits, and the samplers that use them."""

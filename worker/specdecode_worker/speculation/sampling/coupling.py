@@ -1,8 +1,8 @@
-"""Coupled choice: target and draft pick with the same noise, so that drafting cannot be seen in the text.
+"""Coupled sampling: draft and target choose with the same noise, so that drafts do not change the emitted text.
 
-The noise of a request belongs to the absolute position of the token to be chosen. On a GPU kernels draw it where they
-pick. Elsewhere it is drawn once per step and position, and serves the draft's proposals and the target's choice at
-every node of that depth.
+The noise of a request is a function of its seed and of the absolute position of the token to be chosen. On a GPU the
+kernels compute it where they choose. Elsewhere it is computed once per step and position, and is used for the proposals
+of the draft and for the choice of the target at every node of that depth.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from specdecode_worker.speculation.sampling.token_counts import Texts
 from specdecode_worker.speculation.trees import Forest
 
 Pick = Callable[[Tensor], Tensor]
-"""From scores [R, V] what is taken of each row: the best, or the best few."""
+"""Function that selects the best index [R], or the best k indices [R, k], of the scores [R, V]."""
 
 _SCORES_AT_ONCE = 100_000
-"""On a CPU: rows of so many scores together stay in cache from one operation to the next."""
+"""Number of scores processed together on a CPU, so that they stay in cache between operations."""
 
 
 class Coupling:
-    """Choices of one step for a batch; a `Sampler` (see sampler.py)."""
+    """Coupled choices of one step for a batch; a `Sampler` (see sampler.py)."""
 
     def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
         self._laws = Processing(laws, texts, forest, vocab_size)
@@ -52,8 +52,11 @@ class Coupling:
         sharpness: float,
         k: int,
     ) -> Tensor:
-        """[R, k] the top of the draft's logits, plus the target's noise where sampled. ``sharpness`` multiplies the
-        draft's logits there: it was fitted so that agreement is highest."""
+        """Return the top k tokens per row [R, k] of the draft's logits, plus the target's noise in sampled rows.
+
+        In sampled rows ``sharpness`` multiplies the draft's logits. It was fitted to maximise agreement with the
+        target. The other arguments are those of `Sampler.propose`.
+        """
         at = Nodes(batch_R, node_R, depth_R)
         if self._on_kernels:
             return self._proposed(logits_RV, target_ids_V, at, sharpness, k)
@@ -61,7 +64,7 @@ class Coupling:
         return best if target_ids_V is None else target_ids_V[best]
 
     def choose(self, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
-        """[R] the tokens that plain decoding emits behind these nodes."""
+        """Return the tokens [R] that plain decoding emits after these nodes."""
         at = Nodes(batch_R, node_R, depth_R)
         if not self._on_kernels:
             return self._picked(logits_RV, None, at, 1.0, _first)
@@ -80,14 +83,16 @@ class Coupling:
         ranked_BNK: Tensor | None,
         kept_depth_B: Tensor | None,
     ) -> Outcome:
+        """Accept the nodes that equal the choice of the target, as `Sampler.accept`."""
         chosen_BN = torch.full_like(forest.parents_BN, -1)
         chosen_BN[batch_R, node_R] = self.choose(logits_RV, batch_R, node_R, depth_R)
         return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_depth_B)
 
     def _proposed(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
+        """Return the proposals [R, k] of the GPU kernel."""
         law = self._laws.picking(at)
         if self._laws.adjusting and sharpness != 1:
-            # Bias is not sharpened, and greedy rows are not.
+            # Sharpness must not apply to greedy rows, nor to the bias that is added below.
             logits_RV = logits_RV * torch.where(law.temperature_R > 0, sharpness, 1.0)[:, None]
             sharpness = 1.0
         return top_k(
@@ -103,6 +108,10 @@ class Coupling:
         )
 
     def _picked(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
+        """Return ``pick`` of the scores of every row, on devices other than a GPU.
+
+        Rows with default greedy parameters use their logits as they are.
+        """
         if not self._laws.special.any:
             return pick(logits_RV)
         part = self._laws.special.of(at.batch_R)
@@ -113,7 +122,7 @@ class Coupling:
         return part.merge(found[0] if len(found) == 1 else torch.cat(found), lambda: pick(logits_RV))
 
     def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
-        """As ``_picked`` for rows that are sampled, or greedy with adjusted logits."""
+        """Return ``pick`` of the scores of rows that are sampled, or greedy with adjusted logits."""
         if not self._laws.sampled.any:
             return pick(self._laws.adjusted(logits_RV, ids_V, at))
         part = self._laws.sampled.of(at.batch_R)
@@ -121,7 +130,10 @@ class Coupling:
         return part.merge(pick(noisy), lambda: pick(self._laws.adjusted(logits_RV, ids_V, at)))
 
     def _noisy(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float) -> Tensor:
-        """log p + g; rows of greedy laws, where they run along, read somebody's noise to no effect."""
+        """Return log p + g [R, V], the Gumbel-max scores of sampled rows.
+
+        The values of greedy rows that are in the input have no meaning.
+        """
         noise = self._noise_SDV[self._row_of_B[at.batch_R], at.depth_R]
         logits = logits_RV if sharpness == 1 else logits_RV * sharpness
         logp = self._laws.logp(self._laws.adjusted(logits, ids_V, at), at)
@@ -129,11 +141,17 @@ class Coupling:
 
 
 def _first(scores_RV: Tensor) -> Tensor:
+    """Return the index of the highest score of each row."""
     return scores_RV.argmax(-1)
 
 
 def _noise(laws: Sequence[Law], roots_B: Tensor, depth: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """([B] the row of a sampled sequence, [S, D, V] noise behind the nodes of each depth of the S sampled ones)."""
+    """Compute the Gumbel noise of the S sampled sequences for a whole step.
+
+    Returns:
+        The row of each sequence in the noise [B] (0 for greedy sequences), and the noise [S, D, V] of the tokens after
+        the nodes of each depth.
+    """
     rows = [b for b, law in enumerate(laws) if not law.greedy]
     sampled = to_device(rows, roots_B.device)
     row_of_B = torch.zeros(len(laws), dtype=torch.int64, device=roots_B.device)

@@ -1,6 +1,7 @@
-"""The laws of a batch applied to logits, along the paths of its trees: what moves single tokens, then what cuts.
+"""Sampling parameters of a batch applied to logits at the nodes of its trees.
 
-Target and draft go through the same code, so that a draft that is right stays right.
+Adjustments of single tokens (bias, penalties, blocked tokens) come first, then temperature and truncation. Target and
+draft use the same code, so a draft that agrees with the target still agrees after processing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from specdecode_worker.speculation.trees import Forest
 
 @dataclass(frozen=True, slots=True)
 class Picking:
-    """By row: temperature (0 is greedy), seed, position of the token to be picked, and (top-k, top-p, min-p) where some
-    row cuts."""
+    """Parameters of R rows for the kernels that choose tokens.
+
+    ``temperature_R`` is 0 for greedy rows. ``position_R`` is the absolute position of the token to be chosen.
+    ``truncation`` is (top-k, top-p, min-p), or None if no row of the batch truncates.
+    """
 
     temperature_R: Tensor
     seed_R: Tensor
@@ -31,7 +35,11 @@ class Picking:
 
 
 class Processing:
-    """Of one step. ``vocab_size`` is the target's. ``special`` sequences ask for more than the first argmax."""
+    """Logits processing of one step. ``vocab_size`` is that of the target.
+
+    ``special`` groups the sequences that need more than the argmax of their raw logits, ``sampled`` those with a
+    temperature above 0.
+    """
 
     def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
         device = texts.roots_B.device
@@ -46,9 +54,14 @@ class Processing:
         )
 
     def adjusted(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes) -> Tensor:
-        """Logits after what greedy decoding feels too; the very same tensor when no law of the batch moves any.
+        """Return logits after bias, penalties and blocked tokens, which also apply to greedy decoding.
 
-        ``target_ids_V`` maps a draft's vocabulary (None: the target's own).
+        The same tensor is returned if no request of the batch adjusts logits.
+
+        Args:
+            logits_RV: Logits of R nodes, over the vocabulary of the target or of the draft.
+            target_ids_V: Target id of each draft token; None if the logits are over the target's vocabulary.
+            at: Nodes of the rows.
         """
         if not self._adjusting.any:
             return logits_RV
@@ -57,7 +70,7 @@ class Processing:
         if target_ids_V is None:
             moved = self._moved(part.of(logits_RV), mine)
         else:
-            # Bias and counts name the target's words.
+            # Bias, blocked tokens and counts use the token ids of the target.
             wide = logits_RV.new_full((len(mine.batch_R), self._size), -math.inf)
             wide[:, target_ids_V] = part.of(logits_RV)
             moved = self._moved(wide, mine)[:, target_ids_V]
@@ -65,11 +78,14 @@ class Processing:
 
     @property
     def adjusting(self) -> bool:
-        """Whether some law moves single tokens."""
+        """True if a request of the batch adjusts the logits of single tokens."""
         return self._adjusting.any
 
     def logp(self, logits_RV: Tensor, at: Nodes) -> Tensor:
-        """[R, V] log-probabilities after temperature and cuts, of adjusted logits; of greedy laws they mean nothing."""
+        """Return log-probabilities [R, V] of adjusted logits after temperature and truncation.
+
+        The values of greedy rows have no meaning.
+        """
         columns, b = self._columns, at.batch_R
         if not self._truncated:
             return op.processed(logits_RV, columns.temperature_B[b], b, b, truncated=False)
@@ -77,13 +93,14 @@ class Processing:
         return op.processed(logits_RV, columns.temperature_B[b], *cuts, truncated=True)
 
     def picking(self, at: Nodes) -> Picking:
-        """What the kernels that pick want to know of these rows."""
+        """Return the parameters of these rows for the kernels that choose tokens."""
         columns, b = self._columns, at.batch_R
         cuts = (columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]) if self._truncated else None
         position_R = self._roots_B[b] + 1 + at.depth_R
         return Picking(columns.own_temperature_B[b], columns.seed_B[b], position_R, cuts)
 
     def _moved(self, logits_RV: Tensor, at: Nodes) -> Tensor:
+        """Return adjusted logits over the whole vocabulary of the target."""
         columns, b = self._columns, at.batch_R
         bias, repetition_B = columns.bias_BK, columns.repetition_B
         frequency_B, presence_B = columns.frequency_B, columns.presence_B
@@ -99,6 +116,10 @@ class Processing:
         )
 
     def _blocked(self, at: Nodes) -> tuple[Tensor, Tensor] | None:
+        """Return the blocked token ids [R, K], and the mask [R, K] that is set while min_tokens is not reached.
+
+        Return None if no request of the batch blocks tokens.
+        """
         columns, b = self._columns, at.batch_R
         if columns.blocked_BK is None:
             return None

@@ -1,8 +1,8 @@
-"""Multi-round speculative sampling (SpecInfer, arXiv 2305.09781; the method of arXiv 2508.08192), to compare with.
+"""Multi-round speculative sampling (SpecInfer, arXiv 2305.09781; the method of arXiv 2508.08192), for comparison.
 
-Siblings are drawn from the draft without replacement and tried in turn; what is emitted has the target's law, but is
-not the text of plain decoding. Proposals, coins and residual have streams of noise of their own, by position. Greedy
-requests behave as under coupling.
+Siblings are drawn from the draft without replacement and tried in turn. The emitted text follows the target's
+distribution, but it is not the text of plain decoding. Proposals, acceptance coins and residual draws use separate
+noise streams, indexed by position. Greedy requests behave as under coupled sampling.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from specdecode_worker.speculation.trees import Forest
 
 
 class MultiRound:
-    """Choices of one step for a batch; a `Sampler` (see sampler.py). Keeps what it drew proposals from until they are
-    judged. A node that it proposed nothing behind has deterministic children."""
+    """Multi-round choices of one step for a batch; a `Sampler` (see sampler.py).
+
+    The draft distributions are stored from `propose` until `accept`. The children of a node without a stored
+    distribution are treated as deterministic.
+    """
 
     def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
         self._laws = Processing(laws, texts, forest, vocab_size)
@@ -49,7 +52,10 @@ class MultiRound:
         sharpness: float,
         k: int,
     ) -> Tensor:
-        """[R, k] drawn from q without replacement where sampled, the best elsewhere. ``sharpness`` is not for this."""
+        """Return proposals [R, k]: drawn from q without replacement in sampled rows, the top k in greedy rows.
+
+        ``sharpness`` has no effect on sampled rows. The other arguments are those of `Sampler.propose`.
+        """
 
         def best() -> Tensor:
             return self._greedy.propose(logits_RV, target_ids_V, batch_R, node_R, depth_R, sharpness, k)
@@ -72,6 +78,7 @@ class MultiRound:
         ranked_BNK: Tensor | None,
         kept_depth_B: Tensor | None,
     ) -> Outcome:
+        """Accept or reject the children of each node in turn, as `Sampler.accept`."""
         if not self._laws.sampled.any:
             return self._greedy.accept(forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, kept_depth_B)
         at = Nodes(batch_R, node_R, depth_R)
@@ -96,6 +103,10 @@ class MultiRound:
         return outcome(found, emitted_BD, ranked_BNK, kept_depth_B)
 
     def _draw(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, meant_R: Tensor | None, k: int) -> Tensor:
+        """Draw k tokens [R, k] per row without replacement (Gumbel top-k) and store log q for `accept`.
+
+        ``meant_R`` is the mask of the rows that are sampled (None: all).
+        """
         logq_RV = self._laws.logp(self._laws.adjusted(logits_RV, ids_V, at), at)
         position_R = self._roots_B[at.batch_R] + at.depth_R + 1
         noise = gumbel(self._seed_B[at.batch_R], position_R, self._size, PROPOSAL_STREAM)
@@ -107,7 +118,10 @@ class MultiRound:
         return best
 
     def _target_law(self, logits_RV: Tensor, at: Nodes) -> Tensor:
-        """[R, V] log-probabilities; a greedy request's are all on its choice."""
+        """Return the target's log-probabilities [R, V].
+
+        In greedy rows the chosen token has all of the probability.
+        """
         adjusted_RV = self._laws.adjusted(logits_RV, None, at)
         part = self._laws.sampled.of(at.batch_R)
         sampled_RV = self._laws.logp(part.of(adjusted_RV), part.nodes(at))
@@ -120,7 +134,12 @@ class MultiRound:
         return part.merge(sampled_RV, certain)
 
     def _proposed(self, forest: Forest, like_BNV: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """([B, N, V] log q behind each verified node, [B, N] whether its children were drawn from it)."""
+        """Return the stored draft distributions, or (None, None) if there are none.
+
+        Returns:
+            log q of the children of each verified node [B, N, V], and the mask [B, N] of the nodes for which it is
+            valid.
+        """
         if not self._drawn:
             return None, None
         nodes = max(len(tree.parents) for tree in forest.trees)

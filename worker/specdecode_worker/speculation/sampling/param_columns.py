@@ -1,4 +1,4 @@
-"""The laws of a batch as tensors, one row a sequence; each is made when something first asks for it."""
+"""Sampling parameters of a batch as tensors, with one row per sequence, built on first use."""
 
 from __future__ import annotations
 
@@ -13,59 +13,69 @@ from specdecode_worker.speculation.sampling.params import Law
 
 
 class Columns:
-    """[B] or [B, K]. A penalty is None when no law of the batch has it."""
+    """Tensors [B] or [B, K] of the sampling parameters. A penalty is None if no request of the batch uses it."""
 
     def __init__(self, laws: Sequence[Law], device: torch.device) -> None:
         self._laws, self._device = laws, device
 
     @cached_property
     def temperature_B(self) -> Tensor:
+        """Temperature, 1 for greedy requests, so that it can be a divisor."""
         return self._floats([law.temperature or 1.0 for law in self._laws])
 
     @cached_property
     def own_temperature_B(self) -> Tensor:
-        """0 where greedy."""
+        """Temperature, 0 for greedy requests."""
         return self._floats([law.temperature for law in self._laws])
 
     @cached_property
     def seed_B(self) -> Tensor:
+        """Seed of the noise."""
         return to_device([law.seed for law in self._laws], self._device)
 
     @cached_property
     def top_k_B(self) -> Tensor:
+        """Top-k; 0 disables it."""
         return to_device([law.top_k for law in self._laws], self._device)
 
     @cached_property
     def top_p_B(self) -> Tensor:
+        """Top-p; 1 disables it."""
         return self._floats([law.top_p for law in self._laws])
 
     @cached_property
     def min_p_B(self) -> Tensor:
+        """Min-p; 0 disables it."""
         return self._floats([law.min_p for law in self._laws])
 
     @cached_property
     def repetition_B(self) -> Tensor | None:
+        """Repetition penalty; 1 is neutral."""
         return self._penalty([law.repetition_penalty for law in self._laws], 1.0)
 
     @cached_property
     def frequency_B(self) -> Tensor | None:
+        """Frequency penalty; 0 is neutral."""
         return self._penalty([law.frequency_penalty for law in self._laws], 0.0)
 
     @cached_property
     def presence_B(self) -> Tensor | None:
+        """Presence penalty; 0 is neutral."""
         return self._penalty([law.presence_penalty for law in self._laws], 0.0)
 
     @cached_property
     def prompt_tokens_B(self) -> Tensor:
+        """Number of prompt tokens."""
         return to_device([law.prompt_tokens for law in self._laws], self._device)
 
     @cached_property
     def min_tokens_B(self) -> Tensor:
+        """Number of answer tokens before which tokens are blocked; 0 if no token is blocked."""
         return to_device([law.min_tokens if law.blocks else 0 for law in self._laws], self._device)
 
     @cached_property
     def bias_BK(self) -> tuple[Tensor, Tensor] | None:
-        """(token ids, values), padded with what changes nothing."""
+        """Token ids and logit biases, padded with a bias of 0; None if no request has a bias."""
         longest = max(len(law.logit_bias) for law in self._laws)
         if not longest:
             return None
@@ -75,7 +85,10 @@ class Columns:
 
     @cached_property
     def blocked_BK(self) -> Tensor | None:
-        """Token ids, padded with a law's own: none may be said to be blocked and free."""
+        """Token ids blocked before min_tokens; None if no request blocks any.
+
+        Rows are padded with one of their own ids, so that no id is marked as both blocked and free.
+        """
         rows = [law.blocked if law.blocks else (0,) for law in self._laws]
         if not any(law.blocks for law in self._laws):
             return None
@@ -83,6 +96,7 @@ class Columns:
         return to_device([[*row, *row[:1] * (longest - len(row))] for row in rows], self._device)
 
     def _penalty(self, values: list[float], neutral: float) -> Tensor | None:
+        """Return the values as a tensor, or None if all are neutral."""
         return None if all(value == neutral for value in values) else self._floats(values)
 
     def _floats(self, values: list[float] | list[list[float]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How one request is sampled, as the host knows it; processing.py makes tensors of a batch of laws."""
+"""Sampling parameters of one request on the host. logits_processing.py applies those of a batch to logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Law:
-    """``temperature`` 0 is greedy. Fields mean what messages.Sampling says. ``blocked`` are the token ids that cannot
-    be chosen before ``min_tokens`` are out; the answer begins at position ``prompt_tokens``."""
+    """Sampling parameters of one request. Fields have the meaning defined in engine/ipc/messages.py, `Sampling`.
+
+    ``temperature`` 0 is greedy. ``blocked`` are token ids that cannot be chosen before ``min_tokens`` answer tokens.
+    The answer begins at position ``prompt_tokens``.
+    """
 
     seed: int
     temperature: float
@@ -26,22 +29,25 @@ class Law:
 
     @cached_property
     def greedy(self) -> bool:
+        """True if the most likely token is always chosen."""
         return self.temperature == 0
 
     @cached_property
     def truncated(self) -> bool:
+        """True if top-k, top-p or min-p removes tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @cached_property
     def counts(self) -> bool:
-        """Whether the answer so far matters."""
+        """True if a penalty depends on the tokens emitted so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @cached_property
     def blocks(self) -> bool:
+        """True if tokens are blocked before min_tokens."""
         return self.min_tokens > 0 and bool(self.blocked)
 
     @cached_property
     def adjusts(self) -> bool:
-        """Whether single tokens' logits move, so that greedy decoding feels it too."""
+        """True if logits of single tokens change, which also affects greedy decoding."""
         return self.counts or self.blocks or bool(self.logit_bias)

@@ -1,8 +1,8 @@
-"""Rows of a batch, and the part of them that something concerns.
+"""Selection of the rows of a batch to which a sampling parameter applies.
 
-Who is concerned depends on the request, and the rows' requests are on the device. Looking there costs nothing on a
-CPU, so that rows which ask for nothing pay nothing; on an accelerator looking would wait, so all rows do the work and
-a mask says whose result counts. What a row gets is the same either way.
+The selected sequences are known on the host, but the sequence of each row is known only on the device. On a CPU the row
+indices are computed, so that other rows cost nothing. On an accelerator reading them would wait for the device, so all
+rows are processed and a mask selects the results. Both ways give the same result for each row.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ from specdecode_kernels.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where R rows of logits belong: sequence of the batch, node of its tree, and the node's depth."""
+    """Positions of R rows of logits: sequence of the batch, node of its tree, and depth of the node."""
 
     batch_R: Tensor
     node_R: Tensor
     depth_R: Tensor
 
     def __getitem__(self, rows: Tensor | slice) -> Nodes:
+        """Return the positions of a subset of the rows."""
         return Nodes(self.batch_R[rows], self.node_R[rows], self.depth_R[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of which ``mask_R`` (None: all) are meant; ``rows`` (None: all) do the work."""
+    """Selection of rows.
+
+    ``mask_R`` marks the selected rows (None: all). ``rows`` are the indices of the rows to process (None: all).
+    """
 
     mask_R: Tensor | None
     rows: Tensor | None
 
     def of(self, x_R: Tensor) -> Tensor:
+        """Return the rows of ``x_R`` to process."""
         return x_R if self.rows is None else x_R[self.rows]
 
     def nodes(self, at: Nodes) -> Nodes:
+        """Return the positions of the rows to process."""
         return at if self.rows is None else at[self.rows]
 
     def merge(self, found: Tensor, others: Callable[[], Tensor]) -> Tensor:
-        """``found`` where meant, ``others()``, of all rows, elsewhere."""
+        """Return ``found`` in selected rows and ``others()``, computed for all rows, elsewhere."""
         if self.mask_R is None:
             return found
         if self.rows is not None:
@@ -51,13 +57,14 @@ class Part:
 
 
 class Group:
-    """The sequences of a batch for which something holds, ``any`` and ``all`` as the host knows."""
+    """Subset of the sequences of a batch. ``any`` and ``all`` are known on the host."""
 
     def __init__(self, members: Sequence[bool], device: torch.device) -> None:
         self.any, self.all = any(members), all(members)
         self._mask_B = to_device(members, device) if self.any and not self.all else None
 
     def of(self, batch_R: Tensor) -> Part:
+        """Return the selection of the rows whose sequence ``batch_R`` is in the group."""
         if self._mask_B is None:
             return Part(None, None)
         mask_R = self._mask_B[batch_R]

@@ -1,7 +1,7 @@
-"""What a step asks of a sampler: proposals behind drafted nodes, and which of them the target accepts.
+"""Interface of the samplers of a step: proposals for drafted nodes, and acceptance by the target.
 
-`Coupling` emits the text of plain decoding, token for token. `MultiRound` emits its law, with coins of its own, and is
-there to be compared. One object serves one step.
+`Coupling` emits exactly the text of plain decoding. `MultiRound` emits text from the same distribution with random
+numbers of its own, and exists for comparison. One object serves one step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from specdecode_worker.speculation.trees import Forest
 
 
 class Sampler(Protocol):
-    """R rows of logits belong to nodes (``batch_R``, ``node_R``) of ``depth_R`` in the forest of the step."""
+    """Sampler of one step.
+
+    The R rows of logits belong to nodes (``batch_R``, ``node_R``) at ``depth_R`` in the forest of the step.
+    """
 
     def propose(
         self,
@@ -33,11 +36,19 @@ class Sampler(Protocol):
         sharpness: float,
         k: int,
     ) -> Tensor:
-        """[R, k] target ids for the children of these nodes, best first and all different: siblings take them in
-        turn. The tokens on the nodes' paths stand in the step's ``Texts`` by now.
+        """Return distinct target ids [R, k] for the children of these nodes, best first.
 
-        ``target_ids_V`` maps the draft's vocabulary (None: the target's own). ``sharpness`` was fitted for coupling.
-        Who proposes without logits (ngram) does not call this.
+        Siblings take the ids in order of rank. The tokens on the paths of the nodes must already be in the step's
+        ``Texts``. Methods that propose without logits (ngram) do not call this function.
+
+        Args:
+            logits_RV: Logits of the draft.
+            target_ids_V: Target id of each draft token; None if the draft uses the target's vocabulary.
+            batch_R: Sequence of each row.
+            node_R: Node of each row.
+            depth_R: Depth of each node.
+            sharpness: Factor on the draft's logits, fitted for coupled sampling.
+            k: Number of proposals per row.
         """
         ...
 
@@ -52,13 +63,23 @@ class Sampler(Protocol):
         ranked_BNK: Tensor | None,
         kept_depth_B: Tensor | None,
     ) -> Outcome:
-        """Which nodes stay and what is emitted. ``tokens_BN`` are the verified nodes' tokens (-2 as padding), the
-        target's logits behind each of them are ``logits_RV``; ``ranked_BNK`` (-1 where nothing was ranked) and
-        ``kept_depth_B`` are as in accept.py."""
+        """Return the accepted nodes and the emitted tokens.
+
+        Args:
+            forest: Trees of the step.
+            tokens_BN: Tokens of the verified nodes, -2 as padding.
+            logits_RV: Logits of the target after each of these nodes.
+            batch_R: Sequence of each row.
+            node_R: Node of each row.
+            depth_R: Depth of each node.
+            ranked_BNK: The draft's best tokens after each node, -1 where there are none; see acceptance.py.
+            kept_depth_B: Synthetic limit on accepted nodes; see acceptance.py.
+        """
         ...
 
 
 SamplerOf = Callable[[Sequence[Law], Texts, Forest, int], Sampler]
-"""Laws, texts and trees of a step's rows that choose, and the size of the target's vocabulary."""
+"""Constructor of a sampler: sampling parameters, texts and trees of a step's rows, and the target's vocabulary size."""
 
 SAMPLERS: dict[SamplerName, SamplerOf] = {"coupled": Coupling, "mss": MultiRound}
+"""Constructor of each sampler by its name in the configuration."""

@@ -1,4 +1,4 @@
-"""Small files of a training run, written so that a kill at any moment leaves the old one or the new one."""
+"""Atomic writes of small files: a kill at any moment leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 
 def write_json(path: Path, document: Any) -> None:
+    """Write ``document`` as JSON to ``path``, atomically."""
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` through a temporary file and one rename."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.rename(partial, path)

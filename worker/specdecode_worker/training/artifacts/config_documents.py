@@ -1,4 +1,4 @@
-"""config.json of trained drafts, in the fields that other engines' readers expect (DESIGN section 6)."""
+"""Content of config.json for trained drafts, in the formats that SafeAILab, vLLM, SGLang and speculators read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdecode_worker.models.networks.rope import Scaling
 
 
 def eagle3(config: Eagle3Config) -> dict[str, Any]:
-    """As SafeAILab, vLLM and SGLang read it."""
+    """Return config.json of an EAGLE-3 head as SafeAILab, vLLM and SGLang read it."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -25,7 +25,10 @@ def eagle3(config: Eagle3Config) -> dict[str, Any]:
 
 
 def speculators(config: Eagle3Config) -> dict[str, Any]:
-    """As speculators write it: the layers' shape nested, everything else outside."""
+    """Return config.json of an EAGLE-3 head as speculators writes it.
+
+    The fields of the layers are nested, the others are at the top level.
+    """
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -47,7 +50,7 @@ def speculators(config: Eagle3Config) -> dict[str, Any]:
 
 
 def eagle(config: EagleConfig) -> dict[str, Any]:
-    """As SafeAILab and vLLM read an EAGLE-1 head."""
+    """Return config.json of an EAGLE-1 head as SafeAILab and vLLM read it."""
     return {
         "architectures": ["LlamaForCausalLMEagle"],
         "model_type": "llama",
@@ -60,7 +63,7 @@ def eagle(config: EagleConfig) -> dict[str, Any]:
 
 
 def medusa(config: MedusaConfig) -> dict[str, Any]:
-    """As vLLM reads Medusa's heads."""
+    """Return config.json of Medusa heads as vLLM reads it."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -75,11 +78,12 @@ def medusa(config: MedusaConfig) -> dict[str, Any]:
 
 
 def draft_model(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """The target's own document, with fewer layers."""
+    """Return config.json of a draft model: the target's own, with fewer layers."""
     return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
 
 
 def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
+    """Return the fields that only EAGLE-3 heads have."""
     found: dict[str, Any] = {
         "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -94,6 +98,7 @@ def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
+    """Return the fields that describe the shape of the layers."""
     found = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

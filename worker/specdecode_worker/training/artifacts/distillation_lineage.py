@@ -1,4 +1,4 @@
-"""lineage.json of a distilled draft: what it was made for, from what, on which data, and what came of it."""
+"""The lineage.json of a distilled draft: target, parent, data, settings and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdecode_worker.training.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A target or a draft: what a user calls it, where it lies, and the hash of its weights."""
+    """Target or parent draft: the URI that the user gave, its folder and the hash of its weights."""
 
     uri: str
     folder: Path
@@ -31,6 +31,7 @@ def lineage(
     settings: dict[str, Any],
     results: dict[str, Any],
 ) -> dict[str, Any]:
+    """Return the content of lineage.json. ``draft`` is the hash of the candidate's weights."""
     begin, end = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in summary.window_seconds)
     return {
         "method": "eagle3",
@@ -54,7 +55,11 @@ def lineage(
 
 
 def read_lineage(folder: Path) -> dict[str, Any]:
-    """That of the draft in ``folder``, empty if it has none. Raises TrainingError."""
+    """Return the lineage of the draft in ``folder``, empty if it has none.
+
+    Raises:
+        TrainingError: The file is not valid JSON.
+    """
     path = folder / "lineage.json"
     if not path.exists():
         return {}

@@ -1,7 +1,7 @@
-"""A trained draft as a folder that engines load: config.json, and bf16 weights under the names that they know.
+"""Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.
 
-EAGLE-3 heads have three families of names for the same tensors (DESIGN section 6): SafeAILab's, speculators' and
-NeMo's. EAGLE-1 heads get SafeAILab's, Medusa's heads vLLM's, a draft model its target's.
+EAGLE-3 heads can be written with the tensor names of SafeAILab, speculators or NeMo. EAGLE-1 heads get SafeAILab's
+names, Medusa heads vLLM's, and a draft model its target's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = "safeailab") -> None:
-    """config.json and model.safetensors of a draft of any method; a reader never sees half a file."""
+    """Write config.json and model.safetensors of a draft of any method. A reader never sees a partial file."""
     if isinstance(draft, Eagle3Head):
         write_head(draft, folder, names)
         return
@@ -55,7 +55,7 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
 
 
 def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> None:
-    """An EAGLE-3 head. ``d2t`` and ``t2d`` are left out where the draft's vocabulary is the target's."""
+    """Write an EAGLE-3 head. ``d2t`` and ``t2d`` are omitted if the draft vocabulary is the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(head)
     if head.config.draft_vocab_size < head.config.vocab_size:
@@ -70,13 +70,14 @@ def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> No
 
 
 def _renamed(name: str, names: Names) -> str:
-    """Only layers are called otherwise; speculators have no word before them, NeMo nests them."""
+    """Return the tensor name in the family ``names``. Only the names of layers differ."""
     prefix = {"safeailab": "midlayer.", "speculators": "layers.0.", "nemo": "model.layers.0."}[names]
     name = re.sub(r"^midlayer\.", prefix, name)
     return re.sub(r"^layers\.", "model.layers.", name) if names == "nemo" else name
 
 
 def _rounded(draft: Draft) -> dict[str, Tensor]:
+    """Return the weights of ``draft`` in bf16; integer tensors stay as they are."""
     return {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in draft.state_dict().items()
@@ -84,6 +85,7 @@ def _rounded(draft: Draft) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write model.safetensors through a temporary file and one rename."""
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, {"format": "pt"})
     os.rename(partial, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What a draft comes from and what came out: lineage.json, README.md and curve.png beside a trained draft."""
+"""Lineage of a trained draft: its origin and results, as lineage.json, README.md and curve.png."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lineage(
     vocabulary: int,
     history: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """``target`` and ``parent`` are (uri, hash of config and weights)."""
+    """Return the content of lineage.json. ``target`` and ``parent`` are (uri, hash of config and weights)."""
     best = max(history, key=lambda line: line["tokens_per_step"], default={})
     return {
         "method": method,
@@ -65,7 +65,10 @@ def lineage(
 
 
 def _described(data: DataSet) -> dict[str, Any]:
-    """Window: when the oldest and the newest shard were written. The hash is over tokens, text by text."""
+    """Return a summary of the data.
+
+    ``window`` spans the modification times of the shards. ``hash`` covers the tokens of all conversations.
+    """
     every = [*data.training, *data.validation]
     times = [path.stat().st_mtime for path in shard_paths(data.folder)]
     tokens: Counter[str] = Counter()
@@ -82,6 +85,7 @@ def _described(data: DataSet) -> dict[str, Any]:
 
 
 def _hash(conversations: Sequence[Conversation]) -> str:
+    """Return 16 hex digits of SHA-256 over the tokens of all conversations."""
     digest = hashlib.sha256()
     for conversation in conversations:
         digest.update(len(conversation.tokens_N).to_bytes(4) + conversation.tokens_N.numpy().tobytes())
@@ -93,7 +97,7 @@ def _moment(seconds: float) -> str:
 
 
 def write_card(document: dict[str, Any], folder: Path) -> None:
-    """README.md in the words of ``lineage``."""
+    """Write README.md, the model card, from the content of lineage.json."""
     data, result, parent = document["data"], document["results"], document["parent"]
     parts = {**result.get("domains", {}), "all": result}
     text = _CARD.format(
@@ -121,7 +125,7 @@ def _row(name: str, part: dict[str, Any]) -> str:
 
 
 def write_curve(history: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Tokens per step over minutes, overall and by domain; False where matplotlib is not installed."""
+    """Plot tokens per step over minutes, overall and by domain. Return False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,6 +1,6 @@
-"""Batches of recorded conversations: validation texts apart, the rest shuffled, of one length a batch.
+"""Training and validation sets of recorded conversations, and batches of similar length in shuffled order.
 
-The order is a function of (seed, epoch) alone, so that a run that goes on after a kill sees what it would have seen.
+The order is a function of (seed, epoch) alone, so a resumed run sees the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
 
-# Batches are cut from pools of this many, sorted by length: little padding, still well mixed.
+# Batches are cut from pools of this many batches, sorted by length: little padding, still well mixed.
 _POOL_BATCHES = 16
 
 
@@ -20,10 +20,11 @@ _VALIDATION_EVERY = 8
 
 
 class DataSet:
-    """The conversations of the shards in a folder. ``grow`` takes in those that a rollout has added since.
+    """Conversations of the shards in a folder, divided into training and validation. ``grow`` adds new shards.
 
-    Every eighth greedy conversation of a domain is kept apart, until there are ``validation``, at most ``per_domain``
-    of a domain; everything else is for training, but for what asks the same as one that is kept apart.
+    Every eighth greedy conversation of a domain is for validation, until there are ``validation`` in all or
+    ``per_domain`` of the domain. All others are for training, except those with the same prompt as a validation
+    conversation.
     """
 
     def __init__(self, folder: Path, *, validation: int, per_domain: int | None = None) -> None:
@@ -37,7 +38,7 @@ class DataSet:
         self._asked: set[tuple[int, ...]] = set()
 
     def grow(self, limit: int | None = None) -> int:
-        """Reads new shards, up to ``limit`` in all; returns how many are in use."""
+        """Read new shards, up to ``limit`` in all, and return the number of shards in use."""
         for path in shard_paths(self.folder)[self._shards : limit]:
             self._shards += 1
             for conversation in read_shard(path):
@@ -46,6 +47,7 @@ class DataSet:
         return self._shards
 
     def _apart(self, conversation: Conversation) -> bool:
+        """Return whether the conversation is for validation."""
         domain = conversation.domain
         if conversation.temperature > 0 or len(self.validation) >= self._validation_size:
             return False
@@ -58,15 +60,17 @@ class DataSet:
 
 
 def _asked(conversation: Conversation) -> tuple[int, ...]:
+    """Return the tokens of the prompt."""
     return tuple(conversation.tokens_N[: conversation.answer_start].tolist())
 
 
 def answer_length(conversation: Conversation) -> int:
+    """Return the number of answer tokens."""
     return len(conversation.tokens_N) - conversation.answer_start
 
 
 def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, epoch: int) -> list[list[Conversation]]:
-    """One epoch, each batch of about ``tokens`` answer tokens with its padding."""
+    """Return the batches of one epoch, each of about ``tokens`` answer tokens including padding."""
     rng = random.Random(f"{seed}/{epoch}")
     order = list(conversations)
     rng.shuffle(order)
@@ -85,9 +89,10 @@ def _mean_length(conversations: Sequence[Conversation]) -> int:
 
 
 def _cut(by_length: Sequence[Conversation], tokens: int) -> Iterator[list[Conversation]]:
+    """Yield batches of conversations in the order of their length."""
     batch: list[Conversation] = []
     for conversation in by_length:
-        # The newest is the longest, so it is what all rows of the batch would be padded to.
+        # The newest conversation is the longest, so all rows of the batch would be padded to its length.
         if batch and (len(batch) + 1) * answer_length(conversation) > tokens:
             yield batch
             batch = []

@@ -1,6 +1,6 @@
-"""Text to token ids and back for training: the target's own tokenizer and chat template.
+"""The target's tokenizer and chat template for training.
 
-The server has its own, incremental one; here whole conversations are turned at once.
+The server has an incremental implementation of its own. This one converts whole conversations at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from specdecode_worker.training.errors import TrainingError
 
 
 class Chat:
-    """Renders conversations as the target was taught to read them."""
+    """Tokenizer and chat template of a target.
+
+    Raises:
+        TrainingError: The tokenizer configuration has no chat template.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -27,7 +31,7 @@ class Chat:
         self._template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
 
     def render(self, messages: list[dict[str, str]], *, answer: bool = True) -> str:
-        """The conversation as text, up to where the assistant's answer starts."""
+        """Return the conversation as text, with ``answer`` up to where the assistant's answer starts."""
         special = {
             name: token["content"] if isinstance(token, dict) else token
             for name, token in self._settings.items()
@@ -36,15 +40,19 @@ class Chat:
         return self._template.render(messages=messages, add_generation_prompt=answer, **special)
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, without adding special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def ask(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation that waits for its answer."""
+        """Return the token ids of a conversation, up to where the assistant's answer starts."""
         return self.encode(self.render(messages))
 
     def around_question(self) -> tuple[list[int], list[int]]:
-        """(ids before a user's question, ids between it and its answer), for questions made token by token."""
+        """Return the ids before a user's question and the ids between it and its answer.
+
+        They frame questions that are generated token by token.
+        """
         mark = "QUESTION"
         before, after = self.render([{"role": "user", "content": mark}]).split(mark)
         return self.encode(before), self.encode(after)

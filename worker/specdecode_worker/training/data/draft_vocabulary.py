@@ -1,9 +1,9 @@
-"""The draft's vocabulary: the tokens that leave the least uncovered in the domain that is covered worst.
+"""Choice of the draft vocabulary: the tokens that minimize the uncovered probability of the worst covered domain.
 
-Tokens are weighed by the probability that the target gives them in its own answers, per domain: that says far more
-than the few tokens that were drawn. A vocabulary by the mean would give a small domain's words away; here domains that
-are covered badly count more, round by round, until none can gain without another losing as much (the multiplicative
-weights of a zero-sum game between tokens and domains).
+Tokens are weighted by the probability that the target gives them in its own answers, by domain. This is a better
+estimate than the counts of the few sampled tokens. A vocabulary chosen by the mean over domains would drop the tokens
+of small domains. Instead, badly covered domains gain weight round by round, until none can improve without another
+getting worse (multiplicative weights for a zero-sum game between tokens and domains).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from specdecode_worker.training.data.shards import read_shard
 
 _ROUNDS = 120
 _STRENGTH = 8.0
-"""How strongly the first round moves the weights, by uncovered mass; later ones less and less."""
+"""Change of the domain weights in the first round, per uncovered probability. Later rounds change them less."""
 
 
 @torch.inference_mode()
 def domain_masses(shards: Iterable[Path], output_VE: Tensor, *, every: int = 8) -> dict[str, Tensor]:
-    """For each domain the mean probability [V] that the target gives each token, at every ``every``th of an answer."""
+    """Return for each domain the target's mean probability of each token, [V], over every ``every``-th answer token."""
     sums: dict[str, Tensor] = {}
     for path in shards:
         for conversation in read_shard(path):
@@ -34,7 +34,10 @@ def domain_masses(shards: Iterable[Path], output_VE: Tensor, *, every: int = 8) 
 
 
 def choose(masses: dict[str, Tensor], size: int) -> Tensor:
-    """[size] rising token ids; of the vocabularies that were weighed, the one whose worst domain lacks least."""
+    """Return ``size`` token ids in ascending order, [size].
+
+    Of the vocabularies of all rounds, it is the one with the least uncovered probability in its worst domain.
+    """
     mass_DV = torch.stack(list(masses.values()))
     weight_D = torch.full((len(mass_DV),), 1 / len(mass_DV), dtype=torch.float64)
     best, least = torch.arange(size), 2.0
@@ -48,5 +51,5 @@ def choose(masses: dict[str, Tensor], size: int) -> Tensor:
 
 
 def uncovered(masses: dict[str, Tensor], vocabulary: Tensor) -> dict[str, float]:
-    """By domain, the probability of what the draft cannot say."""
+    """Return by domain the probability of the tokens outside ``vocabulary``."""
     return {domain: round(1 - float(mass_V[vocabulary].sum()), 4) for domain, mass_V in masses.items()}

@@ -1,8 +1,8 @@
-"""What the target's probabilities of a recorded token sum to, per temperature, over its whole vocabulary.
+"""Log normalizers of the target's distribution at recorded tokens, by temperature.
 
-Logits are never stored: training makes those of the draft's vocabulary anew from the hidden state. What it cannot make
-from them is how much probability lies outside, so the logarithm of the sum over all tokens is kept for every
-temperature of ``TEMPERATURES``, in a file beside each shard (``shards`` reads both).
+Logits are not stored: training recomputes those of the draft vocabulary from the hidden state. The probability outside
+the draft vocabulary cannot be recomputed that way. A file next to each shard therefore stores the log of the sum over
+all tokens for every temperature of ``TEMPERATURES``. Module ``shards`` reads both files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from torch import Tensor
 from specdecode_worker.training.data.shards import normalisers_path, read_shard, shard_paths
 
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
-"""0.3 stands for greedy: a distribution so sharp has nearly all of its mass on the first token, and still a slope."""
+"""Temperatures of the stored normalizers. 0.3 represents greedy requests.
+
+At 0.3 nearly all probability is on the first token, but the distribution still has a gradient.
+"""
 _ROWS = 256
 
 
 def normalise(folder: Path, output_VE: Tensor, tell: Callable[[str], None] = lambda _: None) -> None:
-    """Computes what is missing, shard by shard; goes on where a killed run stopped."""
+    """Compute missing normalizer files shard by shard. A killed run resumes with the next shard."""
     missing = [path for path in shard_paths(folder) if not normalisers_path(path).exists()]
     for done, path in enumerate(missing, start=1):
         found = torch.cat([normalisers(c.hidden_NE, output_VE, c.answer_start) for c in read_shard(path)])
@@ -36,7 +39,10 @@ def normalise(folder: Path, output_VE: Tensor, tell: Callable[[str], None] = lam
 
 @torch.inference_mode()
 def normalisers(hidden_NE: Tensor, output_VE: Tensor, answer_start: int) -> Tensor:
-    """[N, temperatures] fp32: log of the sum of exp(logit / temperature); zero for the prompt, where no loss falls."""
+    """Return log sum exp(logit / temperature) at every token, [N, temperatures] fp32.
+
+    Prompt tokens get zero, because no loss is computed there.
+    """
     found_NT = torch.zeros(len(hidden_NE), len(TEMPERATURES))
     for start in range(answer_start, len(hidden_NE), _ROWS):
         rows = slice(start, start + _ROWS)

@@ -1,7 +1,7 @@
-"""Text that every machine with Python has: paragraphs, names and short functions of the standard library (PSF-2.0).
+"""Paragraphs, names and short functions of Python's standard library (license PSF-2.0), as text for training prompts.
 
-Training prompts (``prompts``) ask about them; the target's answers are what is trained on. Modules are read as text and
-never imported, so nothing that they do at import happens here.
+Training prompts (``prompts``) ask about them, and the target's answers are trained on. Any machine with Python has
+them. Modules are read as text and never imported, so they have no side effects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules whose words a small model may know, and whose documentation is prose.
+# Modules with terms that a small model may know and with documentation in prose.
 _NAMES = (
     "argparse ast base64 bisect calendar collections configparser contextlib copy csv dataclasses "
     "datetime difflib enum fileinput fractions functools getpass glob gzip hashlib heapq html imaplib "
@@ -30,14 +30,14 @@ _CODE_LETTERS = 480
 
 @functools.cache
 def passages() -> tuple[str, ...]:
-    """Paragraphs of prose of 30 to 90 words, each on one line."""
+    """Return paragraphs of prose of 30 to 90 words, each on one line."""
     found = (paragraph for tree in _trees() for text in _docstrings(tree) for paragraph in text.split("\n\n"))
     return tuple(dict.fromkeys(" ".join(p.split()) for p in found if _is_prose(p)))
 
 
 @functools.cache
 def symbols() -> tuple[str, ...]:
-    """Public functions and classes, as ``module.name``."""
+    """Return public functions and classes, as ``module.name``."""
     return tuple(
         dict.fromkeys(
             f"{module}.{node.name}"
@@ -50,12 +50,16 @@ def symbols() -> tuple[str, ...]:
 
 @functools.cache
 def snippets() -> tuple[str, ...]:
-    """Short functions without their docstrings, as code."""
+    """Return the source of short functions without their docstrings."""
     nodes = (node for tree in _trees() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return tuple(dict.fromkeys(code for node in nodes if (code := _short_code(node)) is not None))
 
 
 def _short_code(node: ast.FunctionDef) -> str | None:
+    """Return the code of a function without its docstring.
+
+    Return None if the function is private, has no other code, or its length is outside the limits.
+    """
     documented = ast.get_docstring(node) is not None
     body = node.body[1:] if documented else node.body
     if not body or node.name.startswith("_"):
@@ -66,6 +70,7 @@ def _short_code(node: ast.FunctionDef) -> str | None:
 
 
 def _is_prose(paragraph: str) -> bool:
+    """Return whether a paragraph is prose of suitable length, without code or markup."""
     words = paragraph.split()
     plain = not re.search(r">>>|::|[=<>|{}\\]|^\s*[-*]", paragraph, re.MULTILINE)
     return plain and _PROSE_WORDS[0] <= len(words) <= _PROSE_WORDS[1] and paragraph.rstrip().endswith(".")
@@ -83,6 +88,7 @@ def _trees() -> Iterator[ast.Module]:
 
 @functools.cache
 def _parsed() -> dict[str, ast.Module]:
+    """Return the syntax trees of ``MODULES`` by name, without modules that this Python lacks."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return {name: ast.parse(path.read_text()) for name in MODULES for path in _files(library, name)[:1]}
 

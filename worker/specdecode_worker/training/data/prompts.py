@@ -1,8 +1,8 @@
-"""Training prompts: topics times forms of task, so that a few hundred words make many thousand different questions.
+"""Training prompts: topics combined with forms of task, many thousand different questions from a few hundred words.
 
-The words are in prompts.toml. About half of the conversations of a rollout start here, the others from a question that
-the target asks itself (see ``questions``). Held-out prompts live in benchmarks/prompts/, written by hand; ``overlaps``
-keeps the two apart.
+The words are in prompts.toml. A rollout takes most of its questions from here. The target generates the others itself
+(see ``question_sources``). Held-out prompts are in benchmarks/prompts/ and written by hand; ``overlaps`` keeps training
+prompts apart from them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ NGRAM_WORDS = 13
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question in a domain."""
+    """Question of a domain."""
 
     text: str
     domain: str
 
 
 def draw(rng: random.Random) -> Prompt:
-    """A random prompt of the combinatorial set."""
+    """Return a random prompt of the combinatorial set."""
     domains: dict[str, dict[str, Any]] = _lists()["domains"]
     domain = rng.choices(list(domains), [part["share"] for part in domains.values()])[0]
     form: str = rng.choice(domains[domain]["forms"])
     words = _words(rng)
     sentences = _lists()["words"]["sentence"]
     words["sentence"] = rng.choice(sentences).format_map(words)
-    # Every sentence of a story has its own words.
+    # Each sentence of a story draws its own words.
     words["story"] = " ".join(sentence.format_map(_words(rng)) for sentence in rng.sample(sentences, 4))
     return Prompt(form.format_map(words), domain)
 
@@ -49,6 +49,7 @@ def _lists() -> dict[str, Any]:
 
 
 def _words(rng: random.Random) -> dict[str, str]:
+    """Return a random word for every placeholder of the forms."""
     lists: dict[str, list[str]] = _lists()["words"]
     words = {name: rng.choice(lists[name]) for name in ("language", "task", "place", "mood")}
     words["topic"], words["other"] = rng.sample(lists["topic"], 2)
@@ -65,23 +66,27 @@ def _words(rng: random.Random) -> dict[str, str]:
 
 
 def _identifiers(words: dict[str, str]) -> dict[str, str]:
-    """Things as tables and columns are called."""
+    """Return names of tables and columns made from the words, with underscores."""
     made = {"table": words["entity"] + "s", "column": words["field"], "column2": words["field2"]}
     return {name: word.replace(" ", "_") for name, word in made.items()}
 
 
 def _quoted(rng: random.Random) -> dict[str, str]:
+    """Return a random passage, symbol and code snippet of the standard library."""
     texts = {"passage": passages.passages(), "symbol": passages.symbols(), "snippet": passages.snippets()}
     return {name: rng.choice(found) for name, found in texts.items()}
 
 
 def ngrams(text: str, size: int = NGRAM_WORDS) -> set[tuple[str, ...]]:
-    """Runs of ``size`` words of a text, lower case and without punctuation; a shorter text is one run by itself."""
+    """Return the runs of ``size`` words of a text, in lower case and without punctuation. A shorter text is one run."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[i : i + size]) for i in range(max(1, len(words) - size + 1))}
 
 
 def overlaps(text: str, held_out: Iterable[set[tuple[str, ...]]]) -> bool:
-    """Whether a training prompt shares a run of words with a held-out prompt (or is the same short prompt)."""
+    """Return whether a training prompt shares a run of words with a held-out prompt.
+
+    A prompt shorter than a run overlaps only with the same prompt.
+    """
     mine = ngrams(text)
     return any(mine & theirs for theirs in held_out)

@@ -1,7 +1,7 @@
-"""What the target is asked: files of prompts for evaluation, the combinatorial set and its own questions for training.
+"""Sources of the target's questions: prompt files, the combinatorial set, and questions that the target generates.
 
-Training never sees a held-out prompt: whatever shares a run of words with one is dropped here, both of the prompts
-that were made up (``prompts``) and of those that the target makes up.
+Training never uses a held-out prompt: a combinatorial prompt (``prompts``) or a generated question that shares a run of
+words with one is dropped here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from specdecode_worker.training.data import prompts
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.errors import PromptFileError
 
-# Temperatures of the answers and their shares: greedy text is what most requests want, the others add variety.
+# Temperatures of the answers and their shares: most requests are greedy, the other temperatures add variety.
 TEMPERATURES = ((0.0, 0.4), (0.6, 0.2), (0.8, 0.25), (1.0, 0.15))
-SELF_ASKED = 0.3  # share of conversations whose question the target makes up itself
+SELF_ASKED = 0.3  # share of conversations with a question that the target generates itself
 LONGEST_PROMPT = 224  # tokens; longer training prompts are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """``ids`` is the conversation up to the answer, or None where the target makes up the question itself."""
+    """Question to answer, with the temperature of its answer.
+
+    ``ids`` is the conversation up to the answer, or None if the target generates the question.
+    """
 
     ids: tuple[int, ...] | None
     temperature: float
@@ -34,6 +37,8 @@ class Question:
 
 
 class Message(BaseModel):
+    """Chat message of a prompt."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: str
@@ -41,7 +46,7 @@ class Message(BaseModel):
 
 
 class PromptLine(BaseModel):
-    """A line of a prompts file."""
+    """Line of a file of prompts: chat messages or a plain prompt, and its domain."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,17 +62,22 @@ class PromptLine(BaseModel):
 
     @property
     def text(self) -> str:
+        """Text of the prompt or of all its messages."""
         return self.prompt if self.prompt is not None else "\n".join(message.content for message in self.messages)
 
     def ids(self, chat: Chat) -> tuple[int, ...]:
-        """A prompt is continued as it stands, messages are answered."""
+        """Return the token ids to continue: a plain prompt unchanged, messages through the chat template."""
         if self.prompt is not None:
             return tuple(chat.encode(self.prompt))
         return tuple(chat.ask([message.model_dump() for message in self.messages]))
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Raises PromptFileError, which names the line."""
+    """Return the lines of a file of prompts (JSON lines).
+
+    Raises:
+        PromptFileError: The file cannot be read, has no prompts or has an invalid line, which the message names.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -86,13 +96,13 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:
-    """Each prompt of a file once."""
+    """Yield each prompt of a file once, at temperature 0."""
     for line in lines:
         yield Question(line.ids(chat), 0.0, line.domain)
 
 
 class TrainingQuestions:
-    """Questions without end: of a file if there is one, else the combinatorial set and the target's own."""
+    """Endless training questions: from ``own`` if given, else from the combinatorial set and the target itself."""
 
     def __init__(self, chat: Chat, held_out: Sequence[PromptLine], seed: int, own: Sequence[PromptLine] = ()) -> None:
         self._chat, self._own, self._rng = chat, own, random.Random(seed)
@@ -107,6 +117,7 @@ class TrainingQuestions:
                 yield Question(ids[0], temperature, ids[1])
 
     def _made_up(self) -> tuple[tuple[int, ...], str] | None:
+        """Return the token ids and domain of a random prompt, or None if it is too long or held out."""
         if self._own:
             line = self._rng.choice(self._own)
         else:
@@ -117,6 +128,6 @@ class TrainingQuestions:
         return (ids, line.domain) if wanted else None
 
     def refuse(self, question: list[int]) -> bool:
-        """Whether a question that the target asked itself is too short to be one, or is held out."""
+        """Return whether a question that the target generated is shorter than three words or held out."""
         text = self._chat.tokenizer.decode(question)
         return len(text.split()) < 3 or prompts.overlaps(text, self._held_out)

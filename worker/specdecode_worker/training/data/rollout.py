@@ -1,9 +1,9 @@
-"""On-policy text: the target answers questions, many at a time, and its hidden states are recorded as it talks.
+"""On-policy text generation: the target answers many questions at once while its hidden states are recorded.
 
-Every step feeds one token to each conversation, whether it is a token of a question or one just drawn; a conversation
-that ends makes room for the next at once, so the matrices never run half empty. For training, text is cut where it
-begins to repeat itself: a small model loops, and a draft that learns loops looks better than it is. Some repeats stay:
-what a draft never sees repeated it does not learn to copy.
+Every step feeds one token to each row, either a question token or one just sampled. A row whose conversation ends
+starts the next one at once, so the matrices stay full. For training, an answer is cut where it begins to loop: a small
+model loops, and a draft trained on loops scores higher than it performs. Some repeats stay, because a draft learns to
+copy only from text that repeats.
 """
 
 from __future__ import annotations
@@ -25,41 +25,44 @@ from specdecode_worker.training.heads.dense_attention import DenseCache
 LOOP_NGRAM, LOOP_COUNT = 10, 6
 SHORTEST_ANSWER = 12
 HOPELESS = 200
-"""Answers dropped one after another, after which a target has nothing to teach."""
+"""Number of consecutively dropped answers after which the rollout fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
+    """Settings of a rollout. ``rows`` is the number of conversations generated at once."""
+
     rows: int = 96
-    question_tokens: int = 224  # of a question that the target asks itself, with all around it
+    question_tokens: int = 224  # most tokens of a question that the target generates, with its template
     answer_tokens: int = 320
-    for_training: bool = True  # cut loops, drop the shortest answers
+    for_training: bool = True  # cut loops and drop short answers
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Row:
-    """One conversation in progress. ``forced`` tokens come next whatever the target says."""
+    """Conversation in progress. ``forced`` tokens are fed next, without sampling."""
 
     question: Question
     forced: list[int]
-    answer_start: int | None  # None while the target is still making up its question
+    answer_start: int | None  # None while the target is still generating its question
     tokens: list[int] = field(default_factory=list)
     ngrams: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
     def says_little(self) -> bool:
-        """Whether the answer is short but for what it says again."""
+        """True when the answer is short apart from its repeats."""
         assert self.answer_start is not None
         repeats = self.ngrams.total() - len(self.ngrams)
         return len(self.tokens) - self.answer_start - repeats < SHORTEST_ANSWER
 
     @property
     def draw_temperature(self) -> float:
+        """Sampling temperature of the next token: 1 in a generated question."""
         return 1.0 if self.answer_start is None else self.question.temperature
 
     def repeats_with(self, token: int) -> bool:
-        """Whether the n-gram that ``token`` completes has now occurred too often in the answer."""
+        """Count the n-gram that ``token`` completes, and return whether it has now occurred too often in the answer."""
         assert self.answer_start is not None
         last = (*self.tokens[max(self.answer_start, len(self.tokens) - LOOP_NGRAM + 1) :], token)
         if len(last) < LOOP_NGRAM:
@@ -69,10 +72,10 @@ class Row:
 
 
 class Rollout:
-    """Conversations of one target, as long as there are questions.
+    """Generator of conversations of one target, until the questions run out.
 
-    ``around`` are the tokens before and after a question that the target asks itself; ``refuse`` says which of its
-    questions (as tokens) are not wanted.
+    ``around`` are the tokens before and after a question that the target generates. ``refuse`` returns whether such a
+    question (as tokens) is to be discarded.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Rollout:
         self.target, self.settings, self.questions, self.refuse = target, settings, questions, refuse
         self.before, self.after = around
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.dropped = 0  # since the last answer that was kept
+        self.dropped = 0  # answers dropped since the last one that was kept
         self.rows: list[Row | None] = [self._new_row() for _ in range(settings.rows)]
         longest = max([len(row.forced) for row in self.rows if row], default=0)
         self.length = max(settings.question_tokens, longest) + settings.answer_tokens
@@ -97,7 +100,11 @@ class Rollout:
 
     @torch.inference_mode()
     def conversations(self) -> Iterator[Conversation]:
-        """Raises TrainingError for a target whose every answer loops or is a few tokens short."""
+        """Yield the conversations as they end.
+
+        Raises:
+            TrainingError: The last ``HOPELESS`` answers were loops or too short.
+        """
         while any(self.rows):
             yield from self._step()
             if self.dropped >= HOPELESS:
@@ -107,6 +114,7 @@ class Rollout:
                 )
 
     def _new_row(self) -> Row | None:
+        """Return a row with the next question, or None if there is none."""
         question = next(self.questions, None)
         if question is None:
             return None
@@ -115,6 +123,7 @@ class Rollout:
         return Row(question, list(question.ids), len(question.ids))
 
     def _step(self) -> list[Conversation]:
+        """Sample a token for each row that needs one, run the target once and return the conversations that ended."""
         drawing = [i for i, row in enumerate(self.rows) if row and not row.forced]
         ended: list[Conversation] = []
         if drawing:
@@ -124,6 +133,7 @@ class Rollout:
         return ended
 
     def _draw(self, drawing: list[int]) -> list[int]:
+        """Sample the next token of the rows ``drawing``."""
         rows = [row for i in drawing if (row := self.rows[i])]
         width = self.target.config.hidden_size
         last_R = torch.tensor([len(row.tokens) - 1 for row in rows])
@@ -136,7 +146,10 @@ class Rollout:
         return result
 
     def _take(self, index: int, token: int) -> Conversation | None:
-        """A drawn token goes to its row; the conversation, when it ends here, and a new row in its place."""
+        """Append a sampled token to its row.
+
+        Return the conversation if it ends here, and start a new row in its place.
+        """
         row = self.rows[index]
         assert row is not None
         if row.answer_start is None:
@@ -154,7 +167,10 @@ class Rollout:
         return ended
 
     def _take_question(self, index: int, row: Row, token: int) -> None:
-        """Ends the question that a target asks itself at its end of turn, or before it grows too long."""
+        """Append a token to a question that the target generates.
+
+        The question ends at an end-of-turn token or when its token budget is used up.
+        """
         room = self.settings.question_tokens - len(self.after) - len(row.tokens)
         if token not in self.target.config.eos_token_ids and room > 1:
             row.forced.append(token)
@@ -165,6 +181,7 @@ class Rollout:
             row.answer_start = len(row.tokens) + len(self.after)
 
     def _recorded(self, index: int, row: Row) -> Conversation | None:
+        """Return the conversation of a finished row, or None if its answer is too short."""
         assert row.answer_start is not None
         n, width = len(row.tokens), self.target.config.hidden_size
         if n <= row.answer_start or (self.settings.for_training and row.says_little):
@@ -181,11 +198,14 @@ class Rollout:
         )
 
     def _feed(self) -> None:
-        """One token of each row through the target; its states are kept. Rows without a conversation idle at 0."""
+        """Run the target on one token of each row and store its states.
+
+        Rows without a conversation idle at position 0.
+        """
         positions_B = torch.tensor([len(row.tokens) if row else 0 for row in self.rows])
         tokens_B = torch.zeros(len(self.rows), dtype=torch.int64)
         for i, row in enumerate(self.rows):
-            # A row that was refused its question before its first token is fed is new and has its prompt to come.
+            # A row that replaced a refused question is new: its forced tokens are still to be fed.
             if row is not None:
                 row.tokens.append(row.forced.pop(0))
                 tokens_B[i] = row.tokens[-1]

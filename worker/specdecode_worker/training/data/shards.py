@@ -1,8 +1,8 @@
 """Recorded conversations on disk: tokens and the target's hidden states, in safetensors shards.
 
-A shard is written at once and never changed, so a rollout that was killed goes on with the next one. ``recording``
-writes shards, ``data`` reads them. States are kept because the target computes them anyway while it talks:
-running it again would cost as much as a training step.
+A shard is written at once and never changed, so a killed rollout resumes with the next one. ``state_recording`` writes
+shards, ``batches`` reads them. The states are stored because the target computes them anyway during generation;
+computing them again would cost as much as a training step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation; the answer starts at token ``answer_start``.
+    """Conversation with its hidden states. The answer starts at token ``answer_start``.
 
-    ``tokens_N`` int32; ``aux_NA`` [N, 3E] and ``hidden_NE`` [N, E] are the target's at each token. The token after the
-    last (an end of text, or what was cut) is not kept: no slot reads it.
+    ``tokens_N`` is int32. ``aux_NA`` [N, 3E] and ``hidden_NE`` [N, E] are the target's states at each token. The token
+    after the last (an end of text, or text that was cut) is not stored: no slot reads it.
     """
 
     tokens_N: Tensor
@@ -34,11 +34,11 @@ class Conversation:
     temperature: float
     domain: str
     normalisers_NT: Tensor | None = None
-    """[N, temperatures] fp32, see ``normalisers``; None where nobody has computed them yet."""
+    """Log normalizers [N, temperatures] fp32, see ``normalizers``; None if not computed."""
 
 
 def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> Path:
-    """Writes shard ``index`` by one rename."""
+    """Write shard ``index`` through a temporary file and one rename, and return its path."""
     path = folder / f"shard-{index:05}.safetensors"
     partial = path.with_suffix(".partial")
     lengths = [len(c.tokens_N) for c in conversations]
@@ -56,15 +56,17 @@ def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> 
 
 
 def shard_paths(folder: Path) -> list[Path]:
+    """Return the paths of the shards in ``folder``, in order."""
     return sorted(folder.glob("shard-*.safetensors"))
 
 
 def normalisers_path(shard: Path) -> Path:
-    """The file beside a shard that holds its tokens' normalisers, in the shard's order."""
+    """Return the path of the file with a shard's normalizers, which are in the shard's order."""
     return shard.with_name(shard.name.replace("shard-", "normalisers-"))
 
 
 def read_shard(path: Path) -> Iterator[Conversation]:
+    """Yield the conversations of a shard, with normalizers if their file exists."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
         domains: list[str] = json.loads(file.metadata()["domains"])

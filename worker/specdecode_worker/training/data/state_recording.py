@@ -1,4 +1,4 @@
-"""Fills a folder with shards, from a rollout or from a text file. Both go on where a killed run stopped."""
+"""Recording of conversations into shards, from a rollout or from a text file. A killed recording resumes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from specdecode_worker.training.data.shards import Conversation, read_shard, sha
 from specdecode_worker.training.errors import PromptFileError
 
 SHARD_TOKENS = 16384
-_TEXT_TOKENS = 384  # of one piece of a text file
+_TEXT_TOKENS = 384  # tokens of one piece of a text file
 
 
 def answer_tokens(folder: Path) -> int:
-    """How many answer tokens a folder of shards holds."""
+    """Return the number of answer tokens in a folder of shards."""
     return sum(len(c.tokens_N) - c.answer_start for path in shard_paths(folder) for c in read_shard(path))
 
 
 def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, tell: Callable[[str], None]) -> None:
-    """Writes shards until ``folder`` holds about ``tokens`` answer tokens, or the conversations end."""
+    """Write shards until ``folder`` holds about ``tokens`` answer tokens or the conversations end."""
     folder.mkdir(parents=True, exist_ok=True)
     already = total = answer_tokens(folder)
     started = time.monotonic()
@@ -48,7 +48,13 @@ def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, 
 
 
 def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) -> Iterator[Conversation]:
-    """Pieces of a text file as the target reads them, all of each piece counting as answer. Off-policy, but cheap."""
+    """Yield pieces of a text file with the target's states. All tokens of a piece but the first count as answer.
+
+    The text is not the target's own, so training on it is off-policy, but recording it is cheap.
+
+    Raises:
+        PromptFileError: The file cannot be read as text.
+    """
     try:
         ids = chat.encode(path.read_text())[skip_tokens:]
     except (OSError, UnicodeDecodeError) as error:
@@ -62,12 +68,13 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 
 @torch.inference_mode()
 def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(aux [N, 3E], last hidden [N, E]) of the target over one text, in one pass."""
+    """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, from one pass."""
     out = target(tokens_N, torch.arange(len(tokens_N)), _causal, Reads(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA, out.hidden_TE
 
 
 def _causal(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """Return causal attention over one text."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

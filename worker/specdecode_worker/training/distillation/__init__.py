@@ -1,1 +1,1 @@
-"""Train a draft on captured traffic: read the records, split them, train a student, judge it."""
+"""Training of a draft on captured traffic: read the records, split them, train a student, evaluate it."""

@@ -1,7 +1,7 @@
-"""What a round of distillation is made of, and what follows from the rounds before: pure functions of their lines.
+"""Composition of distillation rounds and their stopping rules, as pure functions of the validation results so far.
 
-A round mixes captured conversations with replayed ones of the parent's training text. The seed and the lines of the
-rounds so far decide everything, and stand in the checkpoint: a run that was stopped goes on as it would have.
+A round mixes captured conversations with replayed ones from the parent's training text. The seed and the results of the
+rounds so far determine everything, and the checkpoint contains both, so a stopped run resumes with the same rounds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from specdecode_worker.training.data.batches import answer_length
 from specdecode_worker.training.data.shards import Conversation
 
 FALL = 0.01
-"""An old domain that loses so much against the deployed draft is replayed more."""
+"""Relative loss of tokens per step against the deployed draft from which an old domain counts as degraded.
+
+The share of replay then grows.
+"""
 REPLAY_STEP, MOST_REPLAY = 0.1, 0.8
 LEAST_PROGRESS = 0.001
-"""A round that gains less than this on the best is no progress."""
+"""Relative gain over the best earlier round below which a round counts as no progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Validation after a round (the first: before any): tokens per step by domain, captured and old ones apart.
-    ``old_mean`` is over all old texts: a domain may have few of them, and its pace then jumps by chance."""
+    """Validation after a round: tokens per step by domain, for captured and old domains. The first is before any round.
+
+    ``old_mean`` is over all old texts together: a single domain may have few texts, and its tokens per step are then
+    noisy.
+    """
 
     step: int
     captured: Mapping[str, float]
@@ -33,33 +39,42 @@ class Line:
 
 
 def mix_pace(line: Line, weights: Mapping[str, float]) -> float:
-    """Tokens per step over the traffic's mix: shares of tokens, so steps add up. 1 where nothing was captured."""
+    """Return the tokens per step over the traffic's mix, or 1 if nothing was captured.
+
+    The weights are shares of tokens, so the steps per token of the domains add up and the mean is harmonic.
+    """
     steps = sum(weights.get(domain, 0.0) / pace for domain, pace in line.captured.items())
     total = sum(weights.get(domain, 0.0) for domain in line.captured)
     return total / steps if steps else 1.0
 
 
 def worst_fall(line: Line, first: Line) -> float:
-    """How much the old domain that lost most has lost against the deployed draft, as a share."""
+    """Return the largest relative loss of an old domain against the deployed draft, 0 if none lost."""
     return max([0.0, *(1 - pace / first.old[domain] for domain, pace in line.old.items() if domain in first.old)])
 
 
 def replay_share(lines: Sequence[Line], start: float) -> float:
-    """The share of replay in the next round: more after every round that left an old domain fallen. 0 stays 0."""
+    """Return the share of replayed tokens in the next round.
+
+    It grows by ``REPLAY_STEP`` after each round that left an old domain degraded. A ``start`` of 0 disables replay.
+    """
     falls = sum(worst_fall(line, lines[0]) > FALL for line in lines[1:])
     return min(max(MOST_REPLAY, start), start + REPLAY_STEP * falls) if start else 0.0
 
 
 def best_of(lines: Sequence[Line], weights: Mapping[str, float]) -> int:
-    """The line whose draft to propose: the fastest mix among those where old text as a whole has not fallen. Whether a
-    single domain has is for the verdict to say, which has texts enough."""
+    """Return the index of the validation whose draft is the candidate.
+
+    It is the one with the most tokens per step on the mix among those where the mean over old texts has not degraded.
+    Single domains are judged by the final verdict, which has enough texts for that.
+    """
     sound = [i for i, line in enumerate(lines) if line.old_mean >= lines[0].old_mean * (1 - FALL)]
-    # The first line is the deployed draft's own, so there is always one.
+    # The first line is the deployed draft's own, so the list is never empty.
     return max(sound, key=lambda i: (mix_pace(lines[i], weights), -i))
 
 
 def has_stalled(lines: Sequence[Line], weights: Mapping[str, float], patience: int) -> bool:
-    """Whether the last ``patience`` rounds brought no progress on the mix."""
+    """Return whether the last ``patience`` rounds brought no progress on the mix."""
     if len(lines) <= patience:
         return False
     before = max(mix_pace(line, weights) for line in lines[:-patience])
@@ -68,7 +83,7 @@ def has_stalled(lines: Sequence[Line], weights: Mapping[str, float], patience: i
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A captured conversation, and how many of the traffic's it stands for."""
+    """Captured conversation and its weight: the number of conversations of the traffic that it represents."""
 
     conversation: Conversation
     weight: float
@@ -77,10 +92,13 @@ class Weighted:
 def compose(
     captured: Sequence[Weighted], replay: Sequence[Conversation], *, share: float, tokens: int, seed: int, number: int
 ) -> list[Conversation]:
-    """About ``tokens`` answer tokens for round ``number``, ``share`` of them replayed with each domain's part equal."""
+    """Return the conversations of round ``number``, about ``tokens`` answer tokens.
+
+    ``share`` of the tokens are replayed, with an equal part for each replayed domain.
+    """
     rng = random.Random(f"{seed}/{number}")
     share = share if replay else 0.0
-    # Weighted order without replacement: Efraimidis and Spirakis 2006.
+    # Weighted random order without replacement (Efraimidis and Spirakis 2006).
     order = sorted(captured, key=lambda one: rng.random() ** (1 / one.weight), reverse=True)
     found = _up_to([one.conversation for one in order], tokens * (1 - share))
     by_domain: dict[str, list[Conversation]] = defaultdict(list)
@@ -94,7 +112,10 @@ def compose(
 
 
 def _up_to(order: Sequence[Conversation], tokens: float) -> list[Conversation]:
-    """The first of ``order`` that hold so many answer tokens, over and over where all together hold fewer."""
+    """Return the first conversations of ``order`` that hold ``tokens`` answer tokens.
+
+    The order repeats as often as needed.
+    """
     found: list[Conversation] = []
     total = 0
     while order and total < tokens:

@@ -1,12 +1,12 @@
-"""From captured traffic to a draft and a verdict on it.
+"""The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
 
-    OUT/data/       records that passed, by split, with the target's states (records.py)
-    OUT/golden/     the golden prompts' answers
-    OUT/checkpoint.pt, OUT/best/   the study so far (student.py)
-    OUT/head/       the candidate: weights, calibration.json, lineage.json
-    OUT/verdict.json   written last, once; a further run only repeats it
+    OUT/data/                      accepted records by split, with the target's states (record_shards.py)
+    OUT/golden/                    answers to the golden prompts
+    OUT/checkpoint.pt, OUT/best/   state of the training (student_training.py)
+    OUT/head/                      the candidate: weights, calibration.json, lineage.json
+    OUT/verdict.json               written once, at the end; a further run returns it unchanged
 
-Every stage goes on where it was stopped: a run that was preempted is repeated with the same flags.
+Every stage resumes where it stopped: repeat a preempted run with the same flags.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample
 from specdecode_worker.training.heads.continued_head import continued_head
 
 VALIDATION_CONVERSATIONS = 64
-"""Of a captured domain; validation comes after every round."""
+"""Most conversations of a captured domain used for validation, which runs after every round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run. ``parent`` is the deployed draft, ``target`` where the target lies."""
+    """Parameters of one distillation run. ``parent`` is the deployed draft.
+
+    ``oldest_seconds`` is the Unix time before which records are ignored. ``most_tokens`` limits the training text,
+    captured and replayed each. ``wanted_gain`` is the relative gain in tokens per second that a better candidate must
+    exceed.
+    """
 
     target: Ancestor
     parent: Ancestor
@@ -63,13 +68,23 @@ class Job:
 
 
 class Distillation:
-    """The stages in turn. ``tell`` is told how far it is, ``stopped`` asked between pieces of work."""
+    """Stages of a distillation run, in order.
+
+    ``tell`` receives progress lines. ``stopped`` is polled between pieces of work and ends the run when it returns
+    True.
+    """
 
     def __init__(self, target: Llama, chat: Chat, job: Job, tell: Callable[[str], None], stopped: Stopped) -> None:
         self._target, self._chat, self._job, self._tell, self._stopped = target, chat, job, tell, stopped
 
     def run(self) -> dict[str, Any]:
-        """The document of the verdict. Raises TrainingError, CaptureError, Interrupted."""
+        """Run all remaining stages and return the document of the verdict.
+
+        Raises:
+            TrainingError: The inputs cannot be used; the message says why.
+            CaptureError: The capture folders cannot be read.
+            Interrupted: ``stopped`` returned True.
+        """
         path = self._job.out / "verdict.json"
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text())
@@ -89,6 +104,7 @@ class Distillation:
         return document
 
     def _golden(self) -> Golden:
+        """Return the golden set, checked against the one that the deployed draft was judged by."""
         job = self._job
         self._tell(f"distill: answering the golden prompts of {job.golden}")
         golden = golden_set(
@@ -104,6 +120,7 @@ class Distillation:
         return golden
 
     def _summary(self, golden: Golden) -> Summary:
+        """Replay the captured records into shards and return their summary."""
         job = self._job
         source = Source(
             folders=job.capture,
@@ -116,7 +133,10 @@ class Distillation:
         return prepare(self._target, source, job.out / "data", self._tell, self._stopped)
 
     def _study(self, golden: Golden, summary: Summary) -> Study | None:
-        """Trains; None where there is nothing to learn, and the candidate is the deployed draft."""
+        """Train the candidate and write it to OUT/head.
+
+        Return None if there is no conversation to train on; the candidate is then a copy of the deployed draft.
+        """
         head_folder = self._job.out / "head"
         if not summary.used.get("train"):
             self._tell("distill: no captured conversation is left to learn from")
@@ -136,6 +156,7 @@ class Distillation:
         return study
 
     def _lessons(self, golden: Golden, summary: Summary) -> Lessons:
+        """Return the texts for training and validation."""
         data = self._job.out / "data"
         train = list(read_samples(data / "train"))
         validation, test = (list(read_samples(data / split)) for split in ("validation", "test"))
@@ -149,6 +170,7 @@ class Distillation:
         )
 
     def _pool(self, golden: Golden, judging: list[Sample]) -> Pool:
+        """Return the text to replay, without conversations that share a run of tokens with the evaluation texts."""
         job = self._job
         if not job.settings.replay_share:
             return Pool()
@@ -162,6 +184,7 @@ class Distillation:
         return Pool(kept, pool.validation)
 
     def _verdict(self, golden: Golden, summary: Summary) -> dict[str, Any]:
+        """Compare the candidate with the deployed draft and return the document of the verdict."""
         job = self._job
         trial = Trial(
             deployed=self._drafted(job.parent.folder),
@@ -180,10 +203,12 @@ class Distillation:
         return load_eagle3(folder, self._target, dtype=dtype, device=torch.device("cpu"))
 
     def _account(self, summary: Summary, study: Study | None) -> dict[str, Any]:
+        """Return the part of the document that describes the data and the training."""
         training = None if study is None else {"rounds": study.history, "best_round": study.best}
         return {"draft": str(self._job.out / "head"), "capture": asdict(summary), "training": training}
 
     def _write_lineage(self, golden: Golden, summary: Summary, document: dict[str, Any]) -> None:
+        """Write OUT/head/lineage.json."""
         job, head = self._job, self._job.out / "head"
         settings = asdict(job.settings) | {"replay": [str(path) for path in job.replay], "shape": str(job.shape)}
         found = lineage(
@@ -199,7 +224,7 @@ class Distillation:
 
 
 def _few(samples: list[Sample]) -> list[Sample]:
-    """At most so many of each domain."""
+    """Return at most ``VALIDATION_CONVERSATIONS`` samples of each domain."""
     counts: dict[str, int] = {}
     kept = []
     for sample in samples:

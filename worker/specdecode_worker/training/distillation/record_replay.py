@@ -1,7 +1,9 @@
-"""Captured answers chosen again: what the target would not say by its own law is no text of its, and no text to learn.
+"""Verification of captured records: replay each with the target and drop those that the target does not reproduce.
 
-One teacher-forced pass gives the logits at every place of a record; the engine's own sampling code then chooses there,
-with the record's parameters and seed. The same rows let a draft propose, so that acceptance follows at any temperature.
+An answer that the target would not generate with the record's sampling parameters is not its own text, so a draft must
+not learn it. One teacher-forced pass gives the logits at every position of a record. The engine's own sampling code
+then chooses tokens there with the record's parameters and seed. The same rows let a draft propose tokens, which gives
+its acceptance at any temperature.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.data.state_recording import read_states
 
 SHORTEST_OUTPUT = 2
-"""Tokens; the first comes out of the prompt and teaches a draft nothing."""
+"""Fewest output tokens of a usable record. The first token comes from the prefill and trains no draft."""
 TIE_LOGITS = {torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""How far two passes over one text may be apart, by what they calculate in: other batches, other kernels."""
+"""Largest difference of logits between two passes over one text, by dtype.
+
+Other batch sizes and other kernels round differently.
+"""
 _ROWS = 64
 
 
 class Unfit(StrEnum):
-    """Why a record is not used."""
+    """Reason for which a record is not used."""
 
     other_target = "other_target"
     too_old = "too_old"
@@ -41,19 +46,22 @@ class Unfit(StrEnum):
     not_reproduced = "not_reproduced"
     overlaps = "overlaps"
     superseded = "superseded"
-    """Newer records fill the room that there is."""
+    """Dropped because newer records fill the token budget of its split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A record that the target says again, with its states; ``ties`` are the places where it nearly did not."""
+    """Record that the target reproduces, with its states.
+
+    ``ties`` is the number of its tokens that the target chose only as near ties.
+    """
 
     conversation: Conversation
     ties: int
 
 
 def misfit(record: Record, target: str, vocab_size: int, positions: int) -> Unfit | None:
-    """What is wrong with a record before any pass is made over it."""
+    """Return why a record cannot be used, as far as that is known without a pass of the target, or None."""
     if record.target != target:
         return Unfit.other_target
     inside = 0 < record.prompt_length < len(record.tokens) and all(0 <= t < vocab_size for t in record.tokens)
@@ -65,6 +73,7 @@ def misfit(record: Record, target: str, vocab_size: int, positions: int) -> Unfi
 
 
 def _lawful(record: Record, vocab_size: int) -> bool:
+    """Return whether the record's sampling parameters are valid."""
     try:
         check_tokens(_law(record, ()), vocab_size)
     except ValueError:
@@ -74,7 +83,10 @@ def _lawful(record: Record, vocab_size: int) -> bool:
 
 @torch.inference_mode()
 def replay(target: Llama, record: Record) -> Replayed | Unfit:
-    """The record as a conversation to learn from. Its last token is told by the slot before it and kept by none."""
+    """Return the record as a conversation with the target's states, or the reason why it is dropped.
+
+    The conversation leaves out the record's last token: no slot reads it, and the slot before it predicts it.
+    """
     tokens_N = torch.tensor(record.tokens)
     aux_NA, hidden_NE = read_states(target, tokens_N[:-1])
     ties = near_ties(target, record, hidden_NE[record.prompt_length - 1 :])
@@ -92,8 +104,11 @@ def replay(target: Llama, record: Record) -> Replayed | Unfit:
 
 
 def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
-    """How many of the O output tokens are chosen only if their logits are raised by a tie's width; None where that
-    does not help: the target does not say this."""
+    """Return the number of output tokens that are near ties, or None if the target does not reproduce the record.
+
+    A near tie is a token that the target chooses only after its logit is raised by ``TIE_LOGITS``. ``hidden_OE`` are
+    the states before each of the O output tokens.
+    """
     wanted_O = torch.tensor(record.tokens[record.prompt_length :])
     width = TIE_LOGITS[hidden_OE.dtype]
     ties = 0
@@ -112,9 +127,10 @@ def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
 
 
 class Rows:
-    """``count`` places of a record's text as steps of one token each: the first root at index ``first``, and so on.
+    """Consecutive positions of a record's text, each as a decoding step of one token.
 
-    The noise is drawn once and serves the target and every draft at every depth, for it belongs to the place.
+    There are ``count`` positions; the root of the first is the token at index ``first``. The sampling noise is drawn
+    once and shared by the target and every draft at every depth, because it belongs to the position.
     """
 
     def __init__(self, record: Record, first: int, count: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -125,15 +141,16 @@ class Rows:
         self._row_R, self._node_R = torch.arange(count), torch.zeros(count, dtype=torch.int64)
 
     def choose(self, logits_RV: Tensor) -> Tensor:
-        """[R] what plain decoding emits behind each root."""
+        """Return the token that plain decoding emits after each root, [R]."""
         return self._coupling.choose(logits_RV, self._row_R, self._node_R, self._node_R)
 
     def propose(self, logits_RV: Tensor, target_ids_V: Tensor | None, sharpness: float, k: int) -> Tensor:
-        """[R, k] target ids, best first, of a draft's logits behind each root."""
+        """Return the ``k`` best tokens of a draft's logits after each root as target ids, [R, k], best first."""
         at = (self._row_R, self._node_R, self._node_R)
         return self._coupling.propose(logits_RV, target_ids_V, *at, sharpness, k)
 
 
 def _law(record: Record, eos_token_ids: tuple[int, ...]) -> Law:
+    """Return the sampling parameters of the record."""
     prompt = record.tokens[: record.prompt_length]
     return law_of(Submit(request_id="", prompt=prompt, sampling=record.sampling), eos_token_ids)

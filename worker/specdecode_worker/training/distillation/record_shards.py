@@ -1,9 +1,11 @@
-"""From captured records to shards of the three splits, replayed and checked; a run that was stopped goes on.
+"""Shards of captured records for the three splits, selected, replayed and checked.
 
-OUT/data/{train,validation,test}/shard-*.safetensors   conversations with the target's states
-OUT/data/{train,validation,test}/shard-*.records       the records they were made of, in the shard's order
-OUT/data/done-*.json                                   what became of the records of one shard
-OUT/data/summary.json                                  what was used and what was dropped, once all is there
+    OUT/data/{train,validation,test}/shard-*.safetensors   conversations with the target's states
+    OUT/data/{train,validation,test}/shard-*.records       the records they were made from, in the shard's order
+    OUT/data/done-*.json                                   results of the replay of one chunk of records
+    OUT/data/summary.json                                  counts of used and dropped records, written at the end
+
+A stopped run resumes with the first chunk that has no done file.
 """
 
 from __future__ import annotations
@@ -29,18 +31,21 @@ from specdecode_worker.training.evaluation.paired_steps import Sample
 
 _LIMITS: Mapping[Split, float] = {"train": 1, "validation": 1 / 8, "test": 1 / 4}
 _CHUNK = 32
-"""Records replayed between two looks at whether to stop; what they give is written together."""
+"""Records replayed between two polls of ``stopped``, and written together."""
 
 Stopped = Callable[[], bool]
 
 
 class Interrupted(Exception):
-    """Asked to stop; what was done so far is on disk, and the same command goes on from it."""
+    """Stop on request. All finished work is on disk, and the same command resumes from it."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """What became of the records of a capture. ``mix`` are the domains' shares of the traffic's output tokens."""
+    """Counts of the used and dropped records of a capture.
+
+    ``mix`` holds the domains' shares of the traffic's output tokens.
+    """
 
     records: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -57,7 +62,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where records come from and whom they must be of. Times are Unix seconds."""
+    """Folders of captured records and the conditions that records must meet. Times are Unix seconds.
+
+    ``target`` is the hash of the target that must have served the records. ``positions`` is the longest text that the
+    target can read, in tokens.
+    """
 
     folders: tuple[Path, ...]
     target: str
@@ -66,11 +75,19 @@ class Source:
     judged: Runs | None = None
     """Runs of tokens of the golden set, which no captured text may share."""
     most_tokens: int = 400_000
-    """Of training text: states take four times the hidden size a token. Validation takes an eighth, test a quarter."""
+    """Most tokens of training text. The states of a token take four times the hidden size.
+
+    Validation gets an eighth of this number, test a quarter.
+    """
 
 
 def prepare(target: Llama, source: Source, folder: Path, tell: Callable[[str], None], stopped: Stopped) -> Summary:
-    """Fills ``folder``. Raises Interrupted, FolderUnusable."""
+    """Select, replay and write the records of ``source`` to ``folder``, and return their summary.
+
+    Raises:
+        Interrupted: ``stopped`` returned True.
+        FolderUnusable: A capture folder cannot be read.
+    """
     path = folder / "summary.json"
     if path.exists():
         return msgspec.convert(json.loads(path.read_text()), Summary)
@@ -89,7 +106,10 @@ def prepare(target: Llama, source: Source, folder: Path, tell: Callable[[str], N
 
 
 def _selected(source: Source, folder: Path, vocab_size: int) -> tuple[Summary, list[Record]]:
-    """The records of this run, the same after a restart though the workers have gone on: they are kept in a file."""
+    """Return the selected records and their summary.
+
+    The selection is stored in a file, so that a resumed run uses the same records while workers continue to capture.
+    """
     kept, noted = folder / "selected.records", folder / "selected.json"
     if not noted.exists():
         reading = Reading()
@@ -102,9 +122,11 @@ def _selected(source: Source, folder: Path, vocab_size: int) -> tuple[Summary, l
 
 
 def select(records: Iterable[Record], source: Source, vocab_size: int) -> tuple[Summary, list[Record]]:
-    """What is fit to be replayed, the newest of it, no run of 13 tokens in two splits; the rest is counted by reason.
+    """Select the newest usable records such that no run of 13 tokens occurs in two splits.
 
-    Holds no more than what may be kept: a capture may be far larger than memory."""
+    Return a summary that counts the dropped records by reason, and the selected records. Memory holds no more records
+    than the token budgets allow, because a capture may be far larger than memory.
+    """
     dropped: Counter[str] = Counter()
     newest = {split: _Newest(source.most_tokens * part) for split, part in _LIMITS.items()}
     count = 0
@@ -124,6 +146,7 @@ def select(records: Iterable[Record], source: Source, vocab_size: int) -> tuple[
 
 
 def _summary(count: int, dropped: Counter[str], chosen: Sequence[Record]) -> Summary:
+    """Return the summary of a selection. Its hash does not depend on the reading order of the records."""
     times = [record.time_seconds for record in chosen] or [0.0]
     digest = hashlib.sha256()
     for record in sorted(chosen, key=lambda one: (one.time_seconds, one.opening, one.tokens)):
@@ -135,13 +158,14 @@ def _summary(count: int, dropped: Counter[str], chosen: Sequence[Record]) -> Sum
 
 
 class _Newest:
-    """The newest records that hold ``most_tokens``; ``heap`` entries are (time, order of reading, record)."""
+    """The newest records up to ``most_tokens`` tokens. Entries of ``heap`` are (time, reading order, record)."""
 
     def __init__(self, most_tokens: float) -> None:
         self._most_tokens, self._tokens = most_tokens, 0
         self.heap: list[tuple[float, int, Record]] = []
 
     def add(self, record: Record, number: int) -> None:
+        """Add a record and remove the oldest ones that exceed the token budget."""
         heapq.heappush(self.heap, (record.time_seconds, number, record))
         self._tokens += len(record.tokens)
         while self._tokens - len(self.heap[0][2].tokens) >= self._most_tokens:
@@ -154,7 +178,10 @@ def _text(record: Record) -> Text:
 
 
 def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: int) -> None:
-    """Shards first, the note of them last: a chunk without its note is replayed again, onto the same names."""
+    """Replay a chunk and write its shards, then its done file.
+
+    A chunk without a done file is replayed again and overwrites its shards.
+    """
     parts: dict[Split, list[tuple[Record, Conversation]]] = {split: [] for split in get_args(Split)}
     dropped: Counter[str] = Counter()
     ties = 0
@@ -174,6 +201,7 @@ def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: 
 
 
 def _add_up(summary: Summary, folder: Path) -> None:
+    """Complete ``summary`` with the counts of all chunks."""
     dropped = Counter(summary.dropped)
     for path in sorted(folder.glob("done-*.json")):
         note = json.loads(path.read_text())
@@ -200,7 +228,7 @@ def _records(folder: Path) -> Iterator[Record]:
 
 
 def read_samples(folder: Path) -> Iterator[Sample]:
-    """Of one split."""
+    """Yield the samples of the split in ``folder``."""
     for path in shard_paths(folder):
         records = msgspec.msgpack.decode(path.with_suffix(".records").read_bytes(), type=list[Record])
         yield from (Sample(record, c) for record, c in zip(records, read_shard(path), strict=True))

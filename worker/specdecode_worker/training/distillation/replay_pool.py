@@ -1,7 +1,7 @@
-"""Text of the parent's training split, so that a draft does not forget what it could: from where the parent left it.
+"""The replay pool: text of the parent's training, replayed so that the student does not forget it.
 
-A folder of `train` holds ``recorded/``, one of `distill` ``data/train`` and ``data/validation``; of either, what the
-parent was validated on steers and what it was trained on is replayed.
+An output folder of `train` holds ``recorded/``, one of `distill` ``data/train`` and ``data/validation``. In both cases,
+text that the parent was validated on is used for validation, and text that it was trained on is replayed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATI
 
 @dataclass(slots=True)
 class Pool:
+    """Conversations to replay and conversations to validate on."""
+
     training: list[Conversation] = field(default_factory=list)
     validation: list[Conversation] = field(default_factory=list)
 
     @property
     def domains(self) -> list[str]:
+        """Domains of the training conversations, sorted."""
         return sorted({conversation.domain for conversation in self.training})
 
 
 def read_pool(folders: Sequence[Path], *, most_tokens: int) -> Pool:
-    """About ``most_tokens`` tokens of training text, the same part of each folder. Raises TrainingError."""
+    """Return about ``most_tokens`` tokens of training text, an equal part from each folder.
+
+    Raises:
+        TrainingError: A folder is not the output of `train` or `distill`.
+    """
     pool = Pool()
     for folder in folders:
         most = most_tokens // len(folders)
@@ -42,6 +49,7 @@ def read_pool(folders: Sequence[Path], *, most_tokens: int) -> Pool:
 
 
 def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
+    """Add conversations of a `train` run, divided as in that run, up to ``most_tokens`` training tokens."""
     data = DataSet(folder, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
     shards, seen = len(shard_paths(folder)), 0
     while seen < shards and _tokens(data.training) < most_tokens:
@@ -51,6 +59,7 @@ def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
 
 
 def _read(folder: Path, most_tokens: int) -> list[Conversation]:
+    """Return the conversations of the first shards that hold ``most_tokens`` tokens."""
     found: list[Conversation] = []
     for path in shard_paths(folder):
         if _tokens(found) >= most_tokens:

@@ -1,8 +1,8 @@
-"""Which captured conversations teach, which steer and which judge; pure functions over token ids.
+"""Train, validation and test splits of captured conversations, without overlap; pure functions over token ids.
 
-A conversation's split is a hash of its opening user text, so that it is the same in every generation of a draft and on
-every machine. Texts of different openings may still share passages: what shares a run of 13 tokens with a split that
-judges is dropped from those that it is to be judged by.
+The split of a conversation is a hash of its opening user text, so it is the same in every generation of a draft and on
+every machine. Texts with different openings may still share passages. A text that shares a run of 13 tokens with a text
+of a split used for evaluation is dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from numpy.typing import NDArray
 
 Split = Literal["train", "validation", "test"]
 SHARES: tuple[tuple[Split, float], ...] = (("test", 0.1), ("validation", 0.1), ("train", 0.8))
-"""Never to be changed: drafts in use were trained on what these shares say is training text."""
+"""Shares of the splits, in order of precedence.
+
+They must never change: drafts in use were trained on the training texts that these shares define.
+"""
 NGRAM_TOKENS = 13
 _COMMON = (3, 0.05)
-"""A run in the prompts of more conversations of a task than both of these (count, share) is the frame around them."""
+"""Limits (count, share) of conversations of a task: a run in the prompts of more than both belongs to the task's frame.
+"""
 
 Runs = NDArray[np.uint64]
-"""Hashes of runs of tokens, rising and each once."""
+"""Hashes of runs of tokens, sorted and unique."""
 
 
 def split_of(opening: str) -> Split:
-    """The split of a conversation that opens like this (``capture.opening_of``)."""
-    # Hashed again: whatever else was decided by the digits of the opening is independent of this.
+    """Return the split of a conversation by the hash of its opening (``capture.opening_of``)."""
+    # The opening is hashed again, so that the split is independent of any other decision made by its digits.
     drawn = int.from_bytes(hashlib.sha256(f"split/{opening}".encode()).digest()[:8]) / 2**64
     for split, share in SHARES:
         drawn -= share
@@ -39,24 +43,24 @@ def split_of(opening: str) -> Split:
 
 
 def runs_of(tokens: Sequence[int], size: int = NGRAM_TOKENS) -> Runs:
-    """Hashes of all runs of ``size`` tokens; a text of fewer is one run by itself."""
+    """Return the hashes of all runs of ``size`` tokens. A shorter text counts as one run."""
     return np.unique(_windows(tokens, min(size, len(tokens))))
 
 
 def _windows(tokens: Sequence[int], size: int) -> Runs:
-    """The hash of the run that begins at each token, in order."""
+    """Return the hash of the run of ``size`` tokens that begins at each token, in order."""
     if not 0 < size <= len(tokens):
         return np.empty(0, np.uint64)
     ids = _mixed(np.asarray(tokens, np.uint64) + np.uint64(1))
     found = np.zeros(len(ids) - size + 1, np.uint64)
     for i in range(size):
-        # A polynomial modulo 2^64 over mixed ids; a collision only drops a text too many.
+        # A polynomial modulo 2^64 over mixed ids. A collision only drops a text without need.
         found = found * np.uint64(0x9E3779B97F4A7C15) + ids[i : len(ids) - size + 1 + i]
     return found
 
 
 def _mixed(x: Runs) -> Runs:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Return ``x`` mixed by SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -64,7 +68,7 @@ def _mixed(x: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One record for the purpose of overlap: the prompt's tokens, the answer's runs, and where it belongs."""
+    """Record as the overlap check needs it: the prompt's tokens, the answer's runs, its conversation and domain."""
 
     conversation: str
     domain: str
@@ -73,7 +77,7 @@ class Text:
 
 
 def frames(texts: Iterable[Text]) -> dict[str, Runs]:
-    """By domain, the runs that stand around what users say: chat template, system prompt, a task's instructions."""
+    """Return by domain the runs around the user text: chat template, system prompt, a task's instructions."""
     conversations: dict[str, dict[str, list[Runs]]] = defaultdict(lambda: defaultdict(list))
     for text in texts:
         conversations[text.domain][text.conversation].append(np.unique(_windows(text.prompt, NGRAM_TOKENS)))
@@ -86,8 +90,11 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
 
 
 def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
-    """What may stand in one split alone: the runs of the answer, the prompt as a whole, and the runs of what is left of
-    it without its frame: runs half of which are frame would make two questions one that only begin alike."""
+    """Return the runs of a text that must occur in one split only.
+
+    They are the runs of the answer, the prompt as a whole, and the runs of the prompt's parts outside its frame. Runs
+    that are partly frame are left out: they would match two different questions that only begin with the same words.
+    """
     windows = _windows(text.prompt, NGRAM_TOKENS)
     framed_N = np.zeros(len(text.prompt), bool)
     for at in np.flatnonzero(np.isin(windows, frame.get(text.domain, windows[:0]))):
@@ -98,14 +105,15 @@ def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
 
 
 def _stretches(places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Places in a row, each row by itself."""
+    """Return ``places`` divided into stretches of consecutive positions."""
     return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
 
 
 def overlapping(texts: Sequence[Text], splits: Sequence[Split], judged: Runs | None = None) -> list[bool]:
-    """Which texts to drop so that no run of tokens stands in two splits; ``judged`` are runs of the golden set.
+    """Return for each text whether to drop it, so that no run of tokens occurs in two splits.
 
-    Test stays whole, validation gives way to it, and training to both; to the golden set all give way.
+    Test texts are dropped only for ``judged``, the runs of the golden set. Validation texts are also dropped for test
+    texts, training texts for both.
     """
     frame = frames(texts)
     own = [own_runs(text, frame) for text in texts]
@@ -120,10 +128,12 @@ def overlapping(texts: Sequence[Text], splits: Sequence[Split], judged: Runs | N
 
 
 def united(parts: Sequence[Runs]) -> Runs:
+    """Return the union of ``parts``."""
     return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
 
 
 def shares_run(mine: Runs, theirs: Runs) -> bool:
+    """Return whether the two sets of runs have one in common."""
     if not len(theirs) or not len(mine):
         return False
     at = np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)

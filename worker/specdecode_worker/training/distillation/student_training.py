@@ -1,4 +1,4 @@
-"""The draft while it is distilled: rounds of training steps, validation after each, all of it in one checkpoint."""
+"""Training of the student draft: rounds of optimizer steps with validation after each, in one checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TELL_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySettings:
-    """Training ends after ``steps`` or ``minutes``, whatever comes first, or when validation has stalled."""
+    """Settings of a distillation. Training ends after ``steps`` or ``minutes``, or when validation has stalled."""
 
     steps: int = 2000
     minutes: float = 60.0
     learning_rate: float = 2e-4
     batch_tokens: int = 1024
     round_steps: int = 50
-    """Between two validations."""
+    """Optimizer steps between two validations."""
     patience: int = 3
     """Rounds without progress after which training stops."""
     replay_share: float = 0.5
@@ -45,7 +45,7 @@ class StudySettings:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """What to learn from and what to look at. ``weights`` are the shares of the traffic by captured domain."""
+    """Texts for training and validation. ``weights`` are the shares of the traffic by captured domain."""
 
     captured: Sequence[Weighted]
     replay: Sequence[Conversation]
@@ -55,16 +55,17 @@ class Lessons:
 
 
 class _Student(Trainer):
-    """A trainer with both bounds at once."""
+    """Trainer that ends at the step limit or the time limit, whichever comes first."""
 
     @property
     def share_done(self) -> float:
+        """Completed share of the run; 1 or more means complete."""
         at, limits = self.progress, self.settings
         return max(at.step / limits.steps, at.seconds / (60 * limits.minutes))
 
 
 class Study:
-    """One draft's way through its rounds. Everything is written to ``out``; the best draft so far lies in out/best."""
+    """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
     def __init__(
         self, head: Eagle3Head, output_VE: Tensor, lessons: Lessons, settings: StudySettings, out: Path,
@@ -77,24 +78,32 @@ class Study:
 
     @property
     def lines(self) -> list[Line]:
-        """Validation so far, as the checkpoint holds it."""
+        """Validation results so far, as the checkpoint stores them."""
         return [Line(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
 
     @property
     def history(self) -> list[dict[str, Any]]:
+        """Entries of all validations so far."""
         return self._trainer.progress.history
 
     @property
     def best(self) -> int:
+        """Index of the best validation so far, see ``mixture.best_of``."""
         return best_of(self.lines, self._lessons.weights)
 
     @property
     def is_over(self) -> bool:
+        """True when the limits are reached or validation has stalled."""
         stalled = has_stalled(self.lines, self._lessons.weights, self.settings.patience)
         return bool(self.history) and (stalled or self._trainer.share_done >= 1)
 
     def run(self, tell: Callable[[str], None], stopped: Stopped) -> None:
-        """To the end, from wherever a run before was stopped. Raises Interrupted, ResumeMismatch."""
+        """Train to the end, from the checkpoint of an earlier run if there is one.
+
+        Raises:
+            Interrupted: ``stopped`` returned True; a checkpoint is written.
+            ResumeMismatch: The checkpoint was made with other settings.
+        """
         if self._trainer.restore(self._out):
             tell(f"distill: going on from step {self._trainer.progress.step}")
         if not self.history:
@@ -103,7 +112,7 @@ class Study:
             self._look(self._round(tell, stopped), tell)
 
     def _round(self, tell: Callable[[str], None], stopped: Stopped) -> float:
-        """Returns the mean loss."""
+        """Train one round, or the rest of an interrupted one, and return the mean loss."""
         settings, at = self.settings, self._trainer.progress
         texts = compose(
             self._lessons.captured, self._lessons.replay, share=self.share, seed=settings.seed, number=at.epoch,
@@ -123,11 +132,11 @@ class Study:
 
     @property
     def share(self) -> float:
-        """Of replay, in the round that runs or comes next."""
+        """Share of replayed tokens in the current or next round."""
         return replay_share(self.lines, self.settings.replay_share)
 
     def _look(self, loss: float, tell: Callable[[str], None]) -> None:
-        """Validates, keeps the draft if it is the best, and then all of it in the checkpoint."""
+        """Validate, save the draft if it is the best, and write the checkpoint."""
         at = self._trainer.progress
         old = self._old_tallies()
         at.history.append(
@@ -147,7 +156,7 @@ class Study:
         tell(f"distill: validation {at.history[-1]}")
 
     def _captured_pace(self) -> dict[str, float]:
-        """Tokens per step of the chain that is trained, by captured domain."""
+        """Return the tokens per step of the trained chain by captured domain."""
         tallies: dict[str, Tally] = defaultdict(Tally)
         draft, shape = Drafted(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
         for sample in self._lessons.validation:
@@ -157,6 +166,7 @@ class Study:
         return {domain: round(tally.tokens_per_step, 4) for domain, tally in sorted(tallies.items())}
 
     def _old_tallies(self) -> dict[str, Tally]:
+        """Return the step counts of the trained chain by old domain."""
         tallies: dict[str, Tally] = defaultdict(Tally)
         texts = sorted(self._lessons.old_validation, key=lambda c: len(c.tokens_N))
         head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
@@ -167,6 +177,7 @@ class Study:
         return dict(sorted(tallies.items()))
 
     def _tell(self, loss: float, tell: Callable[[str], None]) -> None:
+        """Report progress, at most every 15 seconds."""
         now = time.monotonic()
         if now < self._told + _TELL_SECONDS:
             return
@@ -180,19 +191,19 @@ class Study:
 
 
 def _pace(tallies: Sequence[Tally]) -> float:
-    """Tokens per step of all together; 1 of nothing."""
+    """Return the tokens per step over all ``tallies``, 1 if there are none."""
     return sum(t.tokens for t in tallies) / max(sum(t.steps for t in tallies), 1) if tallies else 1.0
 
 
 def train_settings(settings: StudySettings) -> TrainSettings:
-    """What a `Trainer` is told."""
+    """Return the settings of the ``Trainer``."""
     return TrainSettings(
         steps=settings.steps,
         minutes=settings.minutes,
         learning_rate=settings.learning_rate,
         batch_tokens=settings.batch_tokens,
         depth=settings.depth,
-        # The head drafts deep already; unrolling it less at first would let it forget that.
+        # The head can draft at every depth already. With fewer depths at first it would forget the deeper ones.
         deepen_at=(0.0,) * (settings.depth - 1),
         seed=settings.seed,
     )

@@ -1,8 +1,10 @@
-"""Exact acceptance of a draft on recorded text, at every root, depth and rank, without running an engine.
+"""Exact acceptance of a draft on recorded text at every root, depth and rank, without an engine.
 
-The text does not depend on the draft, so one teacher-forced pass a depth says which rank the target's token had in the
-draft's ordering wherever a draft could have started; what any chain or tree would have accepted follows by walking.
-Used for validation while training and by ``eval``.
+The text does not depend on the draft. One teacher-forced pass per depth therefore gives the rank of the target's token
+in the draft's ordering at every slot where a draft could have started. Walking the ranks gives the tokens that any
+chain or tree would have had accepted. Used for validation during training and by ``eval``.
+
+Shape suffixes: B texts, A answer slots, I roots of one text, K depths, X ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, unrolled, vocabulary_of
 
-RANKS = 8  # ranks 0-7 are told apart; RANKS means a miss
+RANKS = 8  # ranks 0-7 are distinguished; the value RANKS means a miss
 
 
 @torch.inference_mode()
 def ranks(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int) -> list[Tensor]:
-    """For each (greedy) conversation [answer slots, depth]: at [i, k] the rank of the target's token for the token
-    after slot i + k, drafted k deep from a root at slot i. Beyond the end of the text everything is a miss."""
+    """Return the rank of the target's token by root and depth, [answer slots, depth], for each greedy conversation.
+
+    Entry [i, k] is the rank of the token after slot i + k in a draft of depth k from a root at slot i. Beyond the end
+    of the text every entry is a miss.
+    """
     batch = batch_for(head, conversations, output_VE.dtype)
     wanted_BA = (batch.final_BAE @ output_VE.T).argmax(dim=-1)
     vocabulary = vocabulary_of(head, len(output_VE))
@@ -37,18 +42,19 @@ def ranks(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor,
 
 
 def _rank(best_BAX: Tensor, wanted_BA: Tensor) -> Tensor:
+    """Return the position of the target's token among the draft's best, or ``RANKS`` if it is not among them."""
     hit = best_BAX == wanted_BA[:, :, None]
     return torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS)
 
 
 def _by_root(by_slot: list[Tensor]) -> Tensor:
-    """Depth k of root i was computed at slot i + k."""
+    """Return ranks by root from ranks by slot: depth k of root i was computed at slot i + k."""
     missing = torch.full_like(by_slot[0], RANKS)
     return torch.stack([torch.cat((at[k:], missing[:k]))[: len(missing)] for k, at in enumerate(by_slot)], dim=1)
 
 
 def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
-    """How many drafted tokens of a tree of ``shape`` the target accepts where its tokens have these ranks."""
+    """Return the number of accepted drafted tokens of a tree of ``shape`` if the target's tokens have these ranks."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(shape.parents, start=1):
         children.setdefault(parent, []).append(node)
@@ -62,7 +68,11 @@ def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over conversations, of one shape. ``reached[k]`` steps got to depth k, ``hits[k]`` were accepted there."""
+    """Counts of steps and tokens over conversations, for one draft shape.
+
+    ``reached[k]`` is the number of steps that drafted at depth k after accepted parents; ``hits[k]`` of them were
+    accepted.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -70,7 +80,7 @@ class Tally:
     hits: list[int] = field(default_factory=list)
 
     def walk(self, ranks_IK: Tensor, shape: TreeShape) -> None:
-        """Drafts one recorded answer from its first token to its end, as an engine would."""
+        """Add the decoding steps that an engine would take through one recorded answer."""
         depth = ranks_IK.shape[1]
         self.reached = self.reached or [0] * depth
         self.hits = self.hits or [0] * depth
@@ -87,15 +97,19 @@ class Tally:
 
     @property
     def tokens_per_step(self) -> float:
+        """Mean number of tokens per decoding step."""
         return self.tokens / max(self.steps, 1)
 
     @property
     def acceptance(self) -> list[float]:
-        """Share of accepted drafts by depth, of those whose parents were accepted."""
+        """Acceptance rate by depth, among drafts whose parents were accepted."""
         return [hit / max(n, 1) for hit, n in zip(self.hits, self.reached, strict=True)]
 
 
 def distinct_ngrams(token_lists: Sequence[Sequence[int]], size: int = 4) -> float:
-    """Share of different n-grams among all; text that loops has few, and flatters every draft."""
+    """Return the share of distinct n-grams among all n-grams.
+
+    Text that loops has few distinct n-grams and raises the acceptance of every draft.
+    """
     found = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
     return len(set(found)) / max(len(found), 1)

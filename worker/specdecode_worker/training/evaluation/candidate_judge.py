@@ -1,4 +1,4 @@
-"""The verdict on a candidate: both drafts over all test texts, timed in turn, judged, told as a document."""
+"""Evaluation of a candidate draft: step counts on all test texts, paired step times, and the verdict document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is judged and by what. ``weights`` are the traffic's shares by captured domain; others are golden ones."""
+    """Drafts to compare and the texts to compare them on.
+
+    ``weights`` are the traffic's shares by captured domain. Domains without a weight are golden ones.
+    """
 
     deployed: Drafted
     candidate: Drafted
@@ -31,7 +34,11 @@ class Trial:
 
 
 def decide(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> dict[str, Any]:
-    """The document of the verdict. Raises Interrupted."""
+    """Compare the two drafts and return the document of the verdict.
+
+    Raises:
+        Interrupted: ``stopped`` returned True.
+    """
     domains = _walk(target, trial, tell, stopped)
     missing = [name for name in trial.weights if name not in {domain.name for domain in domains}]
     nothing = np.empty(0)
@@ -42,6 +49,7 @@ def decide(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: St
 
 
 def _walk(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> list[Domain]:
+    """Return the token and step counts of both drafts by domain."""
     found = []
     config = target.config
     for name, conversations in sorted(by_conversation(trial.samples).items()):
@@ -63,6 +71,7 @@ def _walk(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Sto
 
 
 def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, trial: Trial) -> dict[str, Any]:
+    """Return the content of verdict.json."""
     return {
         "verdict": verdict.finding,
         "exit_code": verdict.exit_code,

@@ -1,10 +1,10 @@
-"""How sharply to draft where text is sampled: a factor on the draft's logits for every depth.
+"""Calibration of a draft for sampled text: a factor on the draft's logits for every depth.
 
-With coupled sampling the draft proposes the top of log q + g with the target's own noise g. A head trained on soft
-targets is flatter than the target where it is unsure, and then follows the noise instead of the target; a factor above
-one makes it follow its own opinion. The factors that agree most often on validation text are kept in
-calibration.json, a file beside the weights, so that their format stays everybody's: by depth for each temperature, and
-one by depth for all of them, which is what a worker uses that does not tell temperatures apart.
+With coupled sampling the draft proposes the top of log q + g, where g is the target's own noise. A head trained on soft
+targets is flatter than the target where it is uncertain, so it follows the noise instead of its own distribution. A
+factor above one corrects this. The factors that agree with the target most often on validation text are written to
+calibration.json, a file of its own, so that the weights keep their standard format. It holds factors by depth for each
+temperature, and common factors by depth for workers that do not distinguish temperatures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdecode_worker.training.heads.trainable_drafts import batch_for, deepest
 FACTORS = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
 _POOLED = (0.6, 0.8, 1.0)
-"""Temperatures that the common factors are chosen by: at lower ones every factor agrees nearly as often."""
+"""Temperatures that select the common factors. At lower temperatures every factor agrees nearly as often."""
 _BATCH = 2
 
 
@@ -32,7 +32,10 @@ _BATCH = 2
 def agreement(
     head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, *, depth: int, seed: int = 0
 ) -> Tensor:
-    """[temperatures, depth, factors] share of slots where target and draft draw the same token from the same noise."""
+    """Return the share of slots where target and draft draw the same token from the same noise.
+
+    The result is [temperatures, depth, factors], in the order of ``TEMPERATURES`` and ``FACTORS``.
+    """
     generator = torch.Generator().manual_seed(seed)
     hits = torch.zeros(len(TEMPERATURES), depth, len(FACTORS))
     slots = torch.zeros(depth, 1)
@@ -51,6 +54,7 @@ def agreement(
 
 
 def _hits(draft_RV: Tensor, noise_RV: Tensor, target_ids: Tensor, drawn_R: Tensor) -> Tensor:
+    """Return the number of rows where the draft proposes ``drawn_R``, for each factor."""
     proposals = (target_ids[(factor * draft_RV + noise_RV).argmax(dim=-1)] for factor in FACTORS)
     return torch.stack([(proposed_R == drawn_R).sum() for proposed_R in proposals])
 
@@ -58,7 +62,7 @@ def _hits(draft_RV: Tensor, noise_RV: Tensor, target_ids: Tensor, drawn_R: Tenso
 def write_calibration(
     head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, folder: Path, *, depth: int
 ) -> list[float]:
-    """Writes ``folder``/calibration.json; returns the common factors by depth."""
+    """Write ``folder``/calibration.json and return the common factors by depth."""
     found = agreement(head, conversations, output_VE, depth=deepest(head, depth))
     pooled = found[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
     document = {
@@ -72,7 +76,7 @@ def write_calibration(
 
 
 def _best(found_DF: Tensor) -> dict[str, Any]:
-    """Of [depth, factors]."""
+    """Return the best factor and its agreement by depth, from agreements [depth, factors]."""
     return {
         "sharpness": [FACTORS[int(best)] for best in found_DF.argmax(dim=-1)],
         "agreement": [round(float(share), 4) for share in found_DF.max(dim=-1).values],

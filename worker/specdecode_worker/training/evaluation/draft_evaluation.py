@@ -1,7 +1,7 @@
-"""How good a draft is on prompts: acceptance by depth and tokens per step, by domain, and what that is worth here.
+"""Evaluation of a draft on prompts: acceptance by depth, tokens per step and speedup on this machine, by domain.
 
-The target's greedy text is recorded once; acceptance comes from ``replay``. Step times are measured on this machine
-with one sequence, so that the speedup and the advice are about it and not about acceptance alone.
+The target's greedy text is recorded once, and acceptance comes from ``acceptance_replay``. Step times are measured on
+this machine with one sequence, because the speedup and the advised depth depend on them as well as on acceptance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TIMED = 15
 def evaluate(
     target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], shape: TreeShape
 ) -> dict[str, Any]:
-    """The document of ``eval``: figures overall and per domain for ``shape``, and what chains would bring."""
+    """Return the document of ``eval``: results for ``shape`` overall and by domain, and the best chain."""
     depth = max(shape.depths)
     found = _all_ranks(target, head, conversations, depth)
     times = StepTimes(target, head)
@@ -61,6 +61,7 @@ def evaluate(
 def _figures(
     conversations: Sequence[Conversation], found: Sequence[Tensor], shape: TreeShape, times: StepTimes
 ) -> dict[str, Any]:
+    """Return the results of some conversations: acceptance, tokens per step, speedup and the best chain."""
     tally = walked(found, shape)
     chains = {d: TreeShape.chain(d) for d in range(1, found[0].shape[1] + 1)}
     speedups = {d: times.speedup(walked(found, chain).tokens_per_step, chain) for d, chain in chains.items()}
@@ -75,6 +76,7 @@ def _figures(
 
 
 def walked(found: Sequence[Tensor], shape: TreeShape) -> Tally:
+    """Return the step counts of ``shape`` over the ranks of several conversations."""
     tally = Tally()
     for ranks_IK in found:
         tally.walk(ranks_IK, shape)
@@ -94,7 +96,7 @@ def _answer_length(conversation: Conversation) -> int:
 
 @torch.inference_mode()
 def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation]) -> float:
-    """Mean probability that the target gives to the tokens that the draft knows."""
+    """Return the mean probability that the target gives to the tokens of the draft vocabulary."""
     shares = [
         torch.softmax(target.logits(c.hidden_NE[c.answer_start :]).float(), dim=-1)[:, head.target_ids].sum(dim=-1)
         for c in conversations
@@ -103,7 +105,7 @@ def _coverage(target: Llama, head: Eagle3Head, conversations: Sequence[Conversat
 
 
 class StepTimes:
-    """Seconds of a step of one sequence on this machine: the networks alone, without an engine around them."""
+    """Seconds per step of one sequence on this machine: the networks alone, without an engine."""
 
     def __init__(self, target: Llama, head: Eagle3Head) -> None:
         self._target, self._head = target, head
@@ -112,12 +114,15 @@ class StepTimes:
         self._draft_pass = _timed(self._draft_once)
 
     def speculative(self, shape: TreeShape) -> float:
+        """Return the seconds of a speculative step of ``shape``: one verification and one draft pass per depth."""
         return self._verified(1 + shape.nodes) + max(shape.depths) * self._draft_pass
 
     def speedup(self, tokens_per_step: float, shape: TreeShape) -> float:
+        """Return the speedup over plain decoding."""
         return tokens_per_step * self.plain / self.speculative(shape)
 
     def _verified(self, tokens: int) -> float:
+        """Return the seconds of a target pass over ``tokens`` tokens, measured once."""
         if tokens not in self._verify:
             self._verify[tokens] = _timed(lambda: self._target_once(tokens))
         return self._verify[tokens]
@@ -135,9 +140,10 @@ class StepTimes:
 
 
 class PastZeros(Attend):
-    """An Attend that sees a context of zeros before the new tokens."""
+    """Attention over a context of zeros and the new tokens, to time a pass behind a context."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Return the attended values, see ``layers.Attend``."""
         before = k_TKD.new_zeros(CONTEXT, *k_TKD.shape[1:])
         keys, values = (torch.cat((before, x)).transpose(0, 1)[None] for x in (k_TKD, v_TKD))
         q = q_THD.transpose(0, 1)[None]
@@ -146,6 +152,7 @@ class PastZeros(Attend):
 
 @torch.inference_mode()
 def _timed(once: Callable[[], None]) -> float:
+    """Return the median seconds of ``once``, after warmup."""
     for _ in range(3):
         once()
     seconds = []

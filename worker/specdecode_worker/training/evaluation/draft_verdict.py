@@ -1,8 +1,11 @@
-"""Whether a draft is better than the one it came from: paired time per token, by domain and over the traffic's mix.
+"""Statistical comparison of two drafts: paired time per token, by domain and over the traffic's mix.
 
-Pure but for its own seeded resampling. Both drafts went through the same texts, so a conversation gives a pair of step
-counts, and a round of timing a pair of step costs. Conversations are resampled within their domain, rounds of timing
-among themselves (Efron's bootstrap, percentiles), so that bounds hold what either leaves uncertain.
+All functions are pure except for seeded resampling. Both drafts were evaluated on the same texts, so a conversation
+gives a pair of step counts and a round of timing gives a pair of step times. Conversations are resampled within their
+domain and rounds of timing among themselves (Efron's percentile bootstrap), so the bounds include the uncertainty of
+both.
+
+Shape suffixes: C conversations, R rounds of timing, B the data followed by the resamples, D domains.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ Floats = NDArray[np.float64]
 Finding = Literal["better", "worse", "inconclusive"]
 EXIT_CODES: Mapping[Finding, int] = {"better": 0, "worse": 2, "inconclusive": 3}
 FEWEST_CONVERSATIONS = 64
-"""Of a domain; with fewer nothing is concluded."""
+"""Fewest conversations of a domain; with fewer the verdict is inconclusive."""
 TOLERATED_LOSS = -0.02
-"""A domain's gain may be this at least."""
+"""Lowest gain that a single domain may have."""
 _TAILS = (0.025, 0.975)
 _RESAMPLES = 4000
 _AT_ONCE = 250
@@ -28,8 +31,11 @@ _AT_ONCE = 250
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Of one domain's conversations (C): tokens behind the first of each answer, and the steps either draft takes for
-    them. ``weight`` is the domain's share of the traffic's tokens; a golden domain has none."""
+    """Token and step counts of one domain by conversation (C).
+
+    ``tokens_C`` counts the tokens after the first of each answer; ``deployed_C`` and ``candidate_C`` the steps that
+    either draft takes for them. ``weight`` is the domain's share of the traffic's tokens, 0 for a golden domain.
+    """
 
     name: str
     weight: float
@@ -40,7 +46,7 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step with either draft, from rounds (R) in which both were timed one after the other."""
+    """Seconds per step with either draft, from rounds (R) that time both in turn."""
 
     deployed_R: Floats
     candidate_R: Floats
@@ -48,7 +54,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Deployed over candidate time per token, less one: 0.1 is ten percent more tokens in the same time."""
+    """Deployed over candidate time per token, minus one, with bounds: 0.1 is 10 % more tokens in the same time."""
 
     estimate: float
     lower: float
@@ -57,6 +63,8 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """Result of the comparison with its reasons and gains. ``mix`` is the gain over the traffic's mix."""
+
     finding: Finding
     reasons: tuple[str, ...]
     mix: Gain | None
@@ -64,12 +72,16 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
+        """Exit code of the command for this finding."""
         return EXIT_CODES[self.finding]
 
 
 def judge(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
-    """``better``: the mix's lower bound exceeds ``wanted_gain`` and no domain's is under the tolerated loss.
-    ``worse``: some domain's upper bound is under it, or the mix's under zero. Bounds leave out 2.5 % on each side.
+    """Compare the drafts and return the verdict.
+
+    ``better``: the lower bound of the mix exceeds ``wanted_gain``, and the lower bound of every domain exceeds
+    ``TOLERATED_LOSS``. ``worse``: the upper bound of a domain is below ``TOLERATED_LOSS``, or that of the mix is below
+    zero. The bounds leave out 2.5 % on each side.
     """
     few = [f"{d.name}: {len(d.tokens_C)} conversations" for d in domains if len(d.tokens_C) < FEWEST_CONVERSATIONS]
     judged = [d for d in domains if len(d.tokens_C)]
@@ -84,6 +96,7 @@ def judge(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, se
 
 
 def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Finding, tuple[str, ...]]:
+    """Return the finding for these gains and the reasons for it."""
     lost = [f"{name}: gain under {g.upper:+.1%}" for name, g in gains.items() if g.upper < TOLERATED_LOSS]
     lost += [f"mix: gain under {mix.upper:+.1%}"] if mix.upper < 0 else []
     if lost:
@@ -94,9 +107,10 @@ def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Findi
 
 
 def _gains(domains: Sequence[Domain], costs: StepCosts, seed: int) -> tuple[Gain, dict[str, Gain]]:
+    """Return the gain over the mix and the gain of each domain."""
     rng = np.random.default_rng(seed)
     ratio_B = _cost_ratios(costs, rng)
-    steps = [_steps_per_token(domain, rng) for domain in domains]  # of each domain [2, 1 + resamples]
+    steps = [_steps_per_token(domain, rng) for domain in domains]  # each [2, 1 + resamples]
     gains = {d.name: _gain(ratio_B * each[0] / each[1] - 1) for d, each in zip(domains, steps, strict=True)}
     weight_D = np.array([d.weight for d in domains])
     mixed_2B = np.tensordot(weight_D, np.stack(steps), axes=1)
@@ -104,14 +118,17 @@ def _gains(domains: Sequence[Domain], costs: StepCosts, seed: int) -> tuple[Gain
 
 
 def _gain(drawn_B: Floats) -> Gain:
-    """The first is of the data as they are."""
+    """Return the gain and its bounds. The first entry of ``drawn_B`` is the estimate, the others are resamples."""
     lower, upper = np.quantile(drawn_B[1:], _TAILS)
     return Gain(float(drawn_B[0]), float(lower), float(upper))
 
 
 def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
-    """[1 + resamples] deployed over candidate seconds of a step, medians of the rounds' ratios: what slows a round
-    falls on both, what disturbs one of them is no cost."""
+    """Return deployed over candidate seconds per step, [1 + resamples].
+
+    Each is the median of the rounds' ratios: a disturbance of a whole round cancels in its ratio, and one of a single
+    measurement does not move the median.
+    """
     rounds = len(costs.deployed_R)
     drawn_BR = np.vstack([np.arange(rounds), rng.integers(rounds, size=(_RESAMPLES, rounds))])
     found: Floats = np.median((costs.deployed_R / costs.candidate_R)[drawn_BR], axis=1)
@@ -119,7 +136,7 @@ def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
 
 
 def _steps_per_token(domain: Domain, rng: np.random.Generator) -> Floats:
-    """[2, 1 + resamples] of deployed and candidate, in ratio of sums over the drawn conversations."""
+    """Return the steps per token of both drafts, [2, 1 + resamples], as ratios of sums over the drawn conversations."""
     count = len(domain.tokens_C)
     sums_3C = np.stack([domain.deployed_C, domain.candidate_C, domain.tokens_C])
     parts = [sums_3C.sum(axis=1, keepdims=True)]

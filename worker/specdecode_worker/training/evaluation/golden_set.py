@@ -1,6 +1,6 @@
-"""The golden set: prompts by domain that never change, answered by the target; no draft may get slower on them.
+"""The golden set: fixed prompts by domain, answered by the target, on which no draft may lose speed.
 
-It is frozen by the hash of its file, which a draft's lineage names: the next generation is held to the same prompts.
+The hash of its file is part of a draft's lineage, so the next generation is evaluated on the same prompts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from specdecode_worker.training.distillation.splits import Runs, Text, frames, o
 from specdecode_worker.training.evaluation.paired_steps import Sample
 
 PREFIX = "golden/"
-"""Of the names of its domains: a task of the traffic may be called the same."""
+"""Prefix of the names of golden domains, which keeps them apart from tasks of the traffic with the same name."""
 _ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """``sha256`` is of the file; ``runs`` are the runs of tokens that no training text may share."""
+    """Samples of the golden set, with the hash of their file.
+
+    ``runs`` are the runs of tokens that no training text may share.
+    """
 
     sha256: str
     samples: tuple[Sample, ...]
@@ -42,7 +45,12 @@ class Golden:
 def golden_set(
     target: Llama, chat: Chat, prompts: Path, folder: Path, *, answer_tokens: int, stopped: Stopped
 ) -> Golden:
-    """Answers the prompts greedily, once: they lie in ``folder`` afterwards. Raises PromptFileError, Interrupted."""
+    """Return the golden set with the target's greedy answers, which are generated once and stored in ``folder``.
+
+    Raises:
+        PromptFileError: The file of prompts cannot be used.
+        Interrupted: ``stopped`` returned True.
+    """
     if not shard_paths(folder):
         lines = read_prompts(prompts)
         settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=answer_tokens, for_training=False)
@@ -57,15 +65,19 @@ def golden_set(
 
 
 def _write(folder: Path, conversations: list[Conversation], records: list[Record]) -> None:
+    """Write the records, then the shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The shard is what tells that all is there.
+    # The shard is written last, because its presence marks the folder as complete.
     (folder / "shard-00000.records").write_bytes(msgspec.msgpack.encode(records))
     write_shard(folder, 0, conversations)
 
 
 @torch.inference_mode()
 def _record(target: Llama, conversation: Conversation) -> Record:
-    """As if it had been served: with the token that the last slot chooses."""
+    """Return the conversation in the form of a captured request.
+
+    The record ends with the token that the target chooses after the conversation's last one.
+    """
     last = int(target.logits(conversation.hidden_NE[-1:]).argmax())
     tokens = conversation.tokens_N.tolist()
     prompt = tokens[: conversation.answer_start]
@@ -81,14 +93,14 @@ def _record(target: Llama, conversation: Conversation) -> Record:
 
 
 def runs_of_samples(samples: Sequence[Sample]) -> Runs:
-    """All runs of tokens of these texts but the frames of their domains."""
+    """Return all runs of tokens of the samples except the frames of their domains."""
     texts = [text_of(sample.record.opening, sample.conversation) for sample in samples]
     frame = frames(texts)
     return united([own_runs(text, frame) for text in texts])
 
 
 def apart_from(conversations: Sequence[Conversation], judged: Runs) -> list[Conversation]:
-    """Those that share no run of tokens with ``judged``."""
+    """Return the conversations that share no run of tokens with ``judged``."""
     texts = [text_of(str(i), conversation) for i, conversation in enumerate(conversations)]
     frame = frames(texts)
     pairs = zip(conversations, texts, strict=True)
@@ -96,13 +108,14 @@ def apart_from(conversations: Sequence[Conversation], judged: Runs) -> list[Conv
 
 
 def text_of(name: str, conversation: Conversation) -> Text:
+    """Return a conversation in the form of the overlap check."""
     tokens = conversation.tokens_N.tolist()
     start = conversation.answer_start
     return Text(name, conversation.domain, tokens[:start], runs_of(tokens[start:]))
 
 
 def by_conversation(samples: Sequence[Sample]) -> dict[str, dict[str, list[Sample]]]:
-    """By domain, then by conversation: turns of one are one."""
+    """Group samples by domain and then by conversation: turns of one conversation share their opening."""
     found: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         found[sample.record.task][sample.record.opening].append(sample)

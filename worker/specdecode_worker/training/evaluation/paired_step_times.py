@@ -1,7 +1,7 @@
-"""What a step costs with either of two drafts, on this machine, timed in turn so that what drifts falls on both.
+"""Paired step times of two drafts on this machine, measured in alternation so that drift affects both equally.
 
-The networks alone, one sequence: the target's verification of the shape is timed once a round and is the same for both;
-a draft adds as many passes as the shape is deep.
+Only the networks are timed, with one sequence. The target's verification of the shape is timed once per round and
+counts for both. A draft adds one pass per depth of the shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WARM = 2
 def step_costs(
     target: Llama, deployed: Eagle3Head, candidate: Eagle3Head, shape: TreeShape, *, rounds: int = ROUNDS
 ) -> StepCosts:
-    """Processor seconds by round; within a round the two take turns in going first."""
+    """Return the processor seconds per step by round. The two drafts alternate in going first."""
     depth = max(shape.depths)
     verify = _verification(target, 1 + shape.nodes)
     drafts = (_draft_pass(deployed), _draft_pass(candidate))
@@ -42,14 +42,15 @@ def step_costs(
 
 
 def _seconds(once: Callable[[], object]) -> float:
-    """Of the processor, all threads: what neighbours on the machine take is no cost of a draft."""
+    """Return the processor seconds of a call over all threads, which exclude the load of other processes."""
     began = time.process_time()
     once()
     return time.process_time() - began
 
 
 def _verification(target: Llama, tokens: int) -> Callable[[], object]:
-    # Behind a context, as far as the model has positions.
+    """Return a function that runs one verification pass over ``tokens`` tokens."""
+    # The tokens follow a context, shortened if the model has too few positions.
     positions = min(CONTEXT, target.config.max_position_embeddings - tokens) + torch.arange(tokens)
 
     def verify() -> object:
@@ -60,6 +61,7 @@ def _verification(target: Llama, tokens: int) -> Callable[[], object]:
 
 
 def _draft_pass(head: Eagle3Head) -> Callable[[], object]:
+    """Return a function that runs one draft pass over one token."""
     hidden = torch.zeros(1, head.config.hidden_size, dtype=head.fc.weight.dtype)
     token, position = (
         torch.ones(1, dtype=torch.int64),

@@ -1,7 +1,9 @@
-"""Two drafts on the same texts: how many steps each would take through every recorded answer.
+"""Step counts of two drafts on the same recorded answers.
 
-Texts do not depend on drafts, so one teacher-forced pass a draft and depth gives it exactly, at any temperature, and
-the difference of the two is not blurred by the difference of texts.
+Recorded text does not depend on the draft. One teacher-forced pass per draft and depth therefore gives the number of
+steps exactly, at any temperature, and the difference of the drafts has no variance from different texts.
+
+Shape suffixes: R rows, A answer slots, I roots, K depths or ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A record that was replayed, with the states that drafts read."""
+    """Replayed record with the states that drafts read."""
 
     record: Record
     conversation: Conversation
@@ -33,12 +35,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A head and the factors on its logits by depth, where text is sampled; the last repeats, none means 1."""
+    """Draft head and the factors on its logits by depth for sampled text.
+
+    The last factor applies to all deeper depths; without factors it is 1.
+    """
 
     head: Eagle3Head
     sharpness: tuple[float, ...] = ()
 
     def factor(self, depth: int) -> float:
+        """Return the factor on the logits at ``depth``."""
         return self.sharpness[min(depth, len(self.sharpness) - 1)] if self.sharpness else 1.0
 
 
@@ -46,7 +52,10 @@ class Drafted:
 def steps_of(
     drafts: Sequence[Drafted], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> list[Tally]:
-    """For each draft the walk of ``shape`` through one answer; ``Tally.tokens`` are all behind the first."""
+    """Return for each draft the step counts of ``shape`` through one answer.
+
+    ``Tally.tokens`` excludes the first token of the answer.
+    """
     first = sample.record.prompt_length
     count = len(sample.conversation.tokens_N) - first
     states = [_states(draft.head, sample.conversation, max(shape.depths)) for draft in drafts]
@@ -62,12 +71,13 @@ def steps_of(
 
 
 def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Tensor]:
-    """By depth, [A, E] at every slot of the answer."""
+    """Return the head's states by depth, [A, E], at every slot of the answer."""
     batch = make_batch([conversation], head.fc.weight.dtype)
     return [state_BAE[0] for state_BAE, _ in unroll(head, batch, depth)]
 
 
 def _ranks(draft: Drafted, rows: Rows, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
+    """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
     logits_RV = draft.head.logits(state_RE)
     k = min(RANKS, logits_RV.shape[-1])
     best_RK = rows.propose(logits_RV, draft.head.target_ids, draft.factor(depth), k)
@@ -76,7 +86,10 @@ def _ranks(draft: Drafted, rows: Rows, state_RE: Tensor, depth: int, wanted_R: T
 
 
 def _by_root(by_slot_AK: Tensor) -> Tensor:
-    """[roots, depth]: depth k of root i was computed at slot i + k; behind the end everything is a miss."""
+    """Return ranks by root, [roots, depth], from ranks by slot.
+
+    Depth k of root i was computed at slot i + k. Beyond the end of the answer every entry is a miss.
+    """
     found = torch.full_like(by_slot_AK, RANKS)
     for k in range(by_slot_AK.shape[1]):
         found[: len(found) - k, k] = by_slot_AK[k:, k]
@@ -84,8 +97,9 @@ def _by_root(by_slot_AK: Tensor) -> Tensor:
 
 
 def _walked(ranks_IK: Tensor, shape: TreeShape) -> Tally:
+    """Return the step counts of ``shape`` through one answer."""
     tally = Tally()
     tally.walk(ranks_IK, shape)
-    # The last step may end with a token behind the end, which nobody sees.
+    # The last step may emit a token beyond the end of the answer, which no client receives.
     tally.tokens = len(ranks_IK)
     return tally

@@ -1,4 +1,4 @@
-"""A draft that is trained on: the same network, fp32, with another draft vocabulary where it has one of its own."""
+"""Preparation of an existing draft for further training: fp32, with another draft vocabulary if it has its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from specdecode_worker.training.heads.initialization import start_silent
 
 
 def continued(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
-    """``origin`` to be trained on. Raises CannotContinue, which names what stands in the way."""
+    """Return ``origin`` ready for further training.
+
+    Raises:
+        CannotContinue: The draft cannot be trained further; the message names the reason.
+    """
     if isinstance(origin, Eagle3Head):
         return continued_head(origin, target, vocabulary, layers)
     known = origin.target_ids if isinstance(origin, MedusaHeads) else None
@@ -28,9 +32,14 @@ def continued(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1)
 
 @torch.no_grad()
 def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
-    """An EAGLE-3 head with another draft vocabulary; tokens that are new to it start as the target's. Norms of its
-    inputs, further layers and an embedding of its own stay as they are; up to ``layers`` are put behind them, and
-    start silent. Raises CannotContinue."""
+    """Return an EAGLE-3 head like ``origin`` with the draft vocabulary ``vocabulary``.
+
+    Output rows of tokens that are new to the head are copied from the target. Norms of its inputs, further layers and
+    its own embedding are kept. Layers are appended up to ``layers``; their outputs start at zero.
+
+    Raises:
+        CannotContinue: The head reads other states than training records, or its width rules out the change.
+    """
     _check_states(origin, target)
     layers = max(layers, origin.config.num_hidden_layers)
     if layers > origin.config.num_hidden_layers and origin.config.hidden_size != target.config.hidden_size:
@@ -54,6 +63,7 @@ def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers
 
 
 def _check_states(origin: Eagle3Head, target: Llama) -> None:
+    """Raise CannotContinue if the head reads other layers of the target than training records."""
     reads = origin.config.aux_layers
     if reads and reads != target.config.aux_layers:
         raise CannotContinue(
@@ -63,6 +73,7 @@ def _check_states(origin: Eagle3Head, target: Llama) -> None:
 
 
 def _output_rows(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Tensor:
+    """Return the output rows for ``vocabulary``: those of ``origin`` where it has them, else the target's."""
     mine = origin.lm_head.weight.float()
     if torch.equal(origin.target_ids, vocabulary):
         return mine

@@ -1,14 +1,17 @@
-"""Attention heads that begin as copiers: they look where the text stood before, at what came next there.
+"""Copy attention heads: initial weights that attend to earlier occurrences of the last tokens and read what followed.
 
 Text repeats itself: names, code, lists, a small model's loops. At slot m a draft's layer sees the state of token m - 1
-and the embedding of token m. So a query that says what the last tokens are, and keys that say what the tokens before
-their slot were, meet where those tokens stood before, and the slot's own embedding is what followed. A head hardly
-finds that by itself in a million tokens of training; here the match is there from the start, by least squares over
-recorded states, and only what to make of it is learnt: what these heads say is zero at first.
+and the embedding of token m. A query that encodes the last tokens, and keys that encode the tokens before their slot,
+match where those tokens occurred before, and the embedding of the slot is the token that followed. A head rarely learns
+this from a million training tokens. Here the match is fitted beforehand by least squares over recorded states, and
+training learns only to use it: the output of these heads starts at zero.
 
-Which tokens were just said is the state's affair: its three parts together tell the last token well and the one before
-fairly, but what a head has learnt to fuse of them does not, so the quietest directions of the fused state are given up
-for it.
+The match needs the last tokens from the state. The three layer states that the head fuses determine the last token well
+and the one before fairly, but the fused state of a trained head does not. Its directions of lowest variance are
+therefore replaced by the codes of these tokens.
+
+Shape suffixes: N recorded tokens, L lags, A width of the three layer states, E hidden size, C code size, D head size, P
+width of the pair [embedding, state], V vocabulary, Q width of all query heads.
 """
 
 from __future__ import annotations
@@ -26,22 +29,26 @@ from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.errors import CannotContinue
 
 MOST_TOKENS = 30_000
-"""Of recorded text that the match is fitted on."""
+"""Most tokens of recorded text that the match is fitted on."""
 RIDGE = 1e-3
 SHARPNESS = 0.25
-"""Of the first head of a group; each further one is twice as sharp."""
+"""Scale of the queries of the first head of a group. Each further head has twice the scale of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Recorded tokens, each with those before it (``tokens_LN``: by lag) and the states behind it."""
+    """Recorded tokens with the tokens before them (``tokens_LN``, by lag) and their layer states."""
 
     tokens_LN: Tensor
     aux_NA: Tensor
 
     @classmethod
     def of(cls, conversations: Sequence[Conversation], lags: int) -> _Text:
-        """Raises CannotContinue when there is nothing to fit on."""
+        """Return the text of ``conversations``, up to ``MOST_TOKENS`` tokens.
+
+        Raises:
+            CannotContinue: There is no recorded text.
+        """
         tokens, states, count = [], [], 0
         for conversation in conversations:
             length = len(conversation.tokens_N) - lags + 1
@@ -57,9 +64,12 @@ class _Text:
 
 @torch.no_grad()
 def with_copiers(origin: Eagle3Head, target: Llama, conversations: Sequence[Conversation], groups: int) -> Eagle3Head:
-    """``origin`` with ``groups`` more key-value heads and their queries, fp32. Group g looks for the last g + 1 tokens.
+    """Return ``origin`` in fp32 with ``groups`` more key-value heads and their queries.
 
-    Raises CannotContinue for heads whose queries or inputs have norms or biases of their own.
+    The heads of group g match the last g + 1 tokens.
+
+    Raises:
+        CannotContinue: The head has norms or biases at its queries or inputs, or a width of its own.
     """
     _check(origin)
     config, text = origin.config, _Text.of(conversations, groups)
@@ -91,6 +101,7 @@ def with_copiers(origin: Eagle3Head, target: Llama, conversations: Sequence[Conv
 
 
 def _check(origin: Eagle3Head) -> None:
+    """Raise CannotContinue if the architecture of ``origin`` does not allow copy heads."""
     config = origin.config
     odd = {
         "norms of its queries": config.qk_norm,
@@ -104,20 +115,23 @@ def _check(origin: Eagle3Head) -> None:
 
 
 def _slow_dims(head_dim: int) -> Tensor:
-    """The slower half of the rotary pairs: they hardly turn within some hundred tokens."""
+    """Return the slower half of the rotary dimensions, which hardly rotate within some hundred tokens."""
     quarter = head_dim // 4
     return torch.cat((torch.arange(quarter, 2 * quarter), torch.arange(3 * quarter, 4 * quarter)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Few numbers that tell tokens apart: whitened principal parts of normed embeddings, the strongest first."""
+    """Short codes that distinguish tokens: whitened principal components of normed embeddings, the strongest first."""
 
     parts_CE: Tensor
 
     @classmethod
     def of(cls, embedding_VE: Tensor, tokens_N: Tensor, size: int) -> _Codes:
-        """``tokens_N`` say how common each token is. The mean is projected out: queries have no bias to take it off."""
+        """Return the codes of size ``size`` fitted on ``tokens_N``, which give the frequency of each token.
+
+        The mean is projected out, because queries have no bias to subtract it.
+        """
         said_NE = embedding_VE[tokens_N]
         mean_E = said_NE.mean(dim=0)
         direction_E = mean_E / mean_E.norm()
@@ -128,12 +142,13 @@ class _Codes:
         return cls((parts_EE[:, strongest] / scale_C).T @ without_EE)
 
     def of_tokens(self, embedding_NE: Tensor, size: int) -> Tensor:
+        """Return the first ``size`` components of the codes of these embeddings, [N, C]."""
         codes_NC: Tensor = embedding_NE @ self.parts_CE[:size].T
         return codes_NC
 
 
 def _carrying(fc_EA: Tensor, aux_NA: Tensor, codes_NC: Tensor) -> Tensor:
-    """``fc_EA`` whose quietest outputs tell the codes instead, as loud as an ordinary direction."""
+    """Return ``fc_EA`` with its outputs of lowest variance replaced by the codes, scaled to the median variance."""
     spread_E, parts_EE = torch.linalg.eigh(torch.cov((aux_NA @ fc_EA.T).T))
     quiet_EC = parts_EE[:, : codes_NC.shape[1]]
     loudness = spread_E.median().clamp(min=0).sqrt()
@@ -142,7 +157,10 @@ def _carrying(fc_EA: Tensor, aux_NA: Tensor, codes_NC: Tensor) -> Tensor:
 
 
 def _fitted(inputs_NE: Tensor, wanted_NC: Tensor) -> Tensor:
-    """[C, E] of the ridge regression of ``wanted_NC``, its intercept left out: in keys it would be the same for all."""
+    """Return the ridge regression of ``wanted_NC`` on ``inputs_NE``, [C, E].
+
+    The intercept is left out: in keys it would add the same to every score.
+    """
     centred_NE, wanted_NC = inputs_NE - inputs_NE.mean(dim=0), wanted_NC - wanted_NC.mean(dim=0)
     gram_EE = centred_NE.T @ centred_NE
     ridge = RIDGE * gram_EE.diagonal().mean()
@@ -153,8 +171,11 @@ def _fitted(inputs_NE: Tensor, wanted_NC: Tensor) -> Tensor:
 def _add_group(
     own: dict[str, Tensor], codes: _Codes, told: Sequence[Tensor], slow: Tensor, group: int, queries: int
 ) -> None:
-    """Weights read the pair [embedding, state]. The state before a slot tells the token before it and those before
-    that, so queries take the last token from the embedding and earlier ones from the state."""
+    """Add the weights of group ``group`` to the state dict ``own``.
+
+    The weights read the pair [embedding, state]. The state before a slot encodes the token before the slot and those
+    before that one. Queries therefore take the last token from the embedding and earlier ones from the state.
+    """
     names = {name: f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}
     width, size = codes.parts_CE.shape[1], len(slow) // (group + 1)
     head_dim = 2 * len(slow)

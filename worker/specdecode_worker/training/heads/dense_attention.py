@@ -1,7 +1,11 @@
-"""Attention over a dense cache, for rollouts: every row holds one token a step, rows are at different lengths.
+"""Attention over a dense key-value cache for rollouts: one token per row and step, rows at different lengths.
 
-Reading keys is most of a rollout's attention, and a group of rows is read as far as its longest reaches. So the rows
-are kept roughly sorted by length: whenever a conversation starts anew its place sinks, one swap a group.
+Reading keys dominates the attention time of a rollout, and a group of rows is read up to the length of its longest row.
+The rows are therefore kept roughly sorted by length. Whenever a row starts a new conversation its place moves towards
+the short end, one swap per group and step.
+
+Shape suffixes: B rows, P places, T tokens of the pass, H query heads, K key-value heads, G queries per key-value head,
+L positions, D head size.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ GROUPS = 8
 
 
 class DenseCache:
-    """An Attend whose keys and values live in [layer, place, kv head, position, head dim].
+    """Attention over keys and values stored as [layer, place, kv head, position, head dim].
 
-    ``step`` says at which position each row's next token stands. A row is used again by starting at position 0: what
-    an earlier conversation left behind lies beyond the mask. Callers count in rows; places are the cache's own order.
+    ``step`` sets the position of each row's next token. A row is reused by starting at position 0: the mask hides keys
+    of an earlier conversation. Callers count in rows; places are the internal order of the cache.
     """
 
     def __init__(self, config: LlamaConfig, rows: int, positions: int, *, dtype: torch.dtype) -> None:
@@ -32,7 +36,7 @@ class DenseCache:
         self._masks: list[Tensor] = []
 
     def step(self, positions_B: Tensor) -> None:
-        """Every row's next token stands at ``positions_B``."""
+        """Set the position of every row's next token and update order and masks."""
         self._positions_P = positions_B[self._row_at_P]
         for longer, shorter in zip(self._groups, self._groups[1:], strict=False):
             self._sort(
@@ -41,7 +45,7 @@ class DenseCache:
         self._masks = [_seen(self._positions_P[group], self.keys.dtype) for group in self._groups]
 
     def _sort(self, first: int, second: int) -> None:
-        """Swaps two places unless the first holds the longer row already."""
+        """Swap two places unless the first holds the longer row already."""
         swapped, places = torch.tensor([second, first]), torch.tensor([first, second])
         length = int(self._positions_P[second])
         if length <= int(self._positions_P[first]):
@@ -53,11 +57,12 @@ class DenseCache:
         self._place_of_B[self._row_at_P[places]] = places
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Store the new keys and values and return the attended values, see ``layers.Attend``."""
         keys, values = self.keys[layer], self.values[layer]
         places = torch.arange(len(self._row_at_P))
         keys[places, :, self._positions_P] = k_TKD[self._row_at_P]
         values[places, :, self._positions_P] = v_TKD[self._row_at_P]
-        # The queries that share a kv head stand as the rows of one small matrix: no key is repeated.
+        # The queries that share a kv head form the rows of one small matrix, so that no key is repeated.
         q_PKGD = q_THD[self._row_at_P].view(len(places), k_TKD.shape[1], -1, q_THD.shape[-1])
         outs = []
         for group, mask_P11L in zip(self._groups, self._masks, strict=True):
@@ -69,6 +74,6 @@ class DenseCache:
 
 
 def _seen(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask: the processor's attention takes a boolean one many times slower."""
+    """Return an additive mask, [P, 1, 1, L]. With a boolean mask the processor's attention is many times slower."""
     beyond = torch.arange(int(positions_P.max()) + 1) > positions_P[:, None]
     return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]

@@ -1,8 +1,9 @@
-"""A draft before its first step: shape and weights taken from the target, so that training starts near language.
+"""Initial drafts whose shape and weights come from the target, so that training starts close to a language model.
 
-An EAGLE-3 layer starts as the target's last one; its query, key and value matrices read the state's half of the pair,
-those of the target's first layer the embedding's half, which is what that layer was made to read. The fused state
-starts as the deepest of the three, the output rows as the target's own. Drafts that are trained on are in ``going_on``.
+An EAGLE-3 layer starts as the target's last one. Its query, key and value matrices for the state half of the pair are
+those of the target's last layer, and those for the embedding half are the ones of the first layer, which was trained on
+embeddings. The fused state starts as the deepest of the three states, the output rows as the target's own. Existing
+drafts are prepared by ``continued_head``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specdecode_worker.models.networks.medusa import MedusaHeads
 
 
 def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:
-    """Layers of the target's own shape."""
+    """Return the configuration of an EAGLE-3 head with layers of the target's shape."""
     return Eagle3Config(
         **_blocks(target),
         target_hidden_size=target.hidden_size,
@@ -34,7 +35,7 @@ def head_config(target: LlamaConfig, draft_vocab_size: int, layers: int = 1) -> 
 
 
 def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
-    """A trainable fp32 EAGLE-3 head whose draft vocabulary is ``vocabulary`` (target ids, rising)."""
+    """Return a trainable fp32 EAGLE-3 head with the draft vocabulary ``vocabulary`` (target ids, ascending)."""
     head = Eagle3Head(head_config(target.config, len(vocabulary), layers), target.model.embed_tokens)
     head.float()
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
@@ -47,7 +48,7 @@ def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
 
 
 def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
-    """A trainable fp32 EAGLE-1 head: the feature passes through, the target's last layer works on it."""
+    """Return a trainable fp32 EAGLE-1 head that passes the target's feature to layers that start without effect."""
     width = target.config.hidden_size
     config = EagleConfig(**_blocks(target.config), vocab_size=target.config.vocab_size, num_hidden_layers=layers)
     head = EagleHead(replace(config, fc_bias=False), target).float()
@@ -61,7 +62,7 @@ def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
 
 
 def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
-    """Trainable fp32 Medusa heads of one residual block that starts silent, as FasterDecoding's do."""
+    """Return trainable fp32 Medusa heads of one residual block that starts at zero, as FasterDecoding's do."""
     size = target.config.vocab_size
     config = MedusaConfig(
         num_heads=heads,
@@ -83,7 +84,7 @@ def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
 
 
 def new_draft_model(target: Llama, layers: int) -> Llama:
-    """A trainable fp32 model of ``layers`` of the target's layers, evenly spread, its first and last among them."""
+    """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last."""
     kept = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
     model = Llama(replace(target.config, num_hidden_layers=layers)).float()
     with torch.no_grad():
@@ -96,14 +97,14 @@ def new_draft_model(target: Llama, layers: int) -> Llama:
 
 
 def _blocks(target: LlamaConfig) -> dict[str, Any]:
-    """Shape of a layer like the target's. Biases and norms of heads are what a new head does without."""
+    """Return the fields of a layer like the target's. New heads have no biases and no norms of queries and keys."""
     names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"]
     return {name: getattr(target, name) for name in names}
 
 
 def start_silent(block: Block, target: Llama) -> None:
-    """The target's last layer, which adds nothing yet: its outputs start at zero."""
+    """Load the target's last layer into ``block``, with zero output matrices so that it adds nothing at first."""
     last = target.model.layers[-1].state_dict()
     known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}
     block.load_state_dict(known)
@@ -112,6 +113,7 @@ def start_silent(block: Block, target: Llama) -> None:
 
 
 def _copy_weights(head: Eagle3Head, target: Llama, vocabulary: Tensor) -> None:
+    """Copy the initial weights of an EAGLE-3 head from the target."""
     first: Any = target.model.layers[0]
     last: Any = target.model.layers[-1]
     layer, width = head.midlayer, target.config.hidden_size

@@ -1,7 +1,7 @@
-"""Drafts of every method as training and replay see them: states for each unrolled depth, and logits out of states.
+"""Uniform access to drafts of every method for training and replay: states by unrolled depth, and logits of states.
 
-What a method makes of a recorded text differs; what is asked of it does not: slot i at depth k, k tokens behind its
-root, proposes token i + 1. Losses, validation and calibration are written once, over these functions.
+Each method computes different states from a recorded text, but all propose in the same way: slot i at depth k, which is
+k tokens after its root, proposes token i + 1. Losses, validation and calibration use only these functions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from specdecode_worker.training.heads.unroll import Batch, make_batch, pick, shi
 
 
 def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
-    """The texts with the states of the target that ``draft`` reads."""
+    """Return the conversations as a batch with the states of the target that ``draft`` reads."""
     return make_batch(conversations, dtype, final=not isinstance(draft, Llama) and draft.reads.final)
 
 
 def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each depth k: (states [B, A, E], which of them [B, A] have a root in the answer)."""
+    """Yield for each depth k the states [B, A, E] and the mask [B, A] of slots with a root in the answer."""
     match draft:
         case Eagle3Head() | EagleHead():
             yield from unroll(draft, batch, depth)
@@ -42,7 +42,7 @@ def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, T
 
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
-    """[R, draft vocabulary] of states that were unrolled ``k`` deep."""
+    """Return the logits [R, draft vocabulary] of states that were unrolled to depth ``k``."""
     if isinstance(draft, MedusaHeads):
         found: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
         return found
@@ -50,18 +50,18 @@ def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
 
 
 def vocabulary_of(draft: Draft, size: int) -> Tensor:
-    """Target ids of the columns of ``logits_of``; ``size`` is the target's vocabulary."""
+    """Return the target ids of the columns of ``logits_of``. ``size`` is the size of the target's vocabulary."""
     ids = None if isinstance(draft, Llama) else draft.target_ids
     return torch.arange(size) if ids is None else ids
 
 
 def deepest(draft: Draft, wanted: int) -> int:
-    """How deep ``draft`` can be unrolled: Medusa has one head a depth."""
+    """Return the number of depths to unroll, at most ``wanted``: Medusa has one head per depth."""
     return min(wanted, draft.count) if isinstance(draft, MedusaHeads) else wanted
 
 
 def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
-    """A trainable copy in ``dtype`` that shares what is the target's."""
+    """Return a trainable copy in ``dtype`` that shares the target's modules with ``draft``."""
     shared: tuple[nn.Module, ...] = ()
     if isinstance(draft, Eagle3Head):
         shared = draft._shared_embedding
@@ -72,11 +72,12 @@ def working_copy(draft: Draft, dtype: torch.dtype) -> Draft:
 
 
 def _rooted(batch: Batch, k: int) -> Tensor:
+    """Return the mask [B, A] of valid slots with a root ``k`` slots before them in the answer."""
     return batch.valid_BA & (torch.arange(batch.valid_BA.shape[1]) >= k)
 
 
 def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
-    """A draft model reads the whole text itself; what it says at a slot does not depend on the root."""
+    """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1]).expand(tokens_BN.shape)
     found = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
@@ -84,7 +85,7 @@ def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
 
 
 class _Causal(Attend):
-    """Attention of a whole batch of texts at once."""
+    """Causal attention over a whole batch of texts at once."""
 
     def __init__(self, texts: int) -> None:
         self._texts = texts

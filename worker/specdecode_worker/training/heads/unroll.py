@@ -1,12 +1,13 @@
-"""EAGLE-3's training-time test: the head drafts from every slot of a recorded text at once, several tokens deep.
-EAGLE-1 heads are trained by it too.
+"""Unrolled forward pass of EAGLE heads over recorded text (EAGLE-3's training-time test).
 
-Slot i reads the pair (state of token i - 1, embedding of token i) and is asked for token i + 1. At depth 0 the state is
-the target's. At depth k it is what the head itself said at depth k - 1 of slot i - 1, just as when it drafts: so slot i
-stands k tokens behind a root i - k, and its query sees the true slots up to that root and the k slots of its own
-branch. The texts are real, so one pass a depth is exact for every root (it is also how acceptance is replayed).
+The head drafts from every slot of a text at once, several tokens deep. Slot i reads the pair (state of token i - 1,
+embedding of token i) and proposes token i + 1. At depth 0 the state is the target's. At depth k it is the head's own
+output at depth k - 1 of slot i - 1, as in drafting. Slot i at depth k is thus k tokens after the root i - k, and its
+query sees the true slots up to that root and the k slots of its own branch. The texts are recorded, so one pass per
+depth is exact for every root. Acceptance replay uses the same pass. EAGLE-1 heads are trained with it too.
 
-Shape suffixes: B texts, L slots of a text, A answer slots, H query heads, K key-value heads, G queries a kv head.
+Shape suffixes: B texts, L slots of a text, A answer slots, T flattened slots of a pass, E hidden size, H query heads, K
+key-value heads, G queries per kv head, D head size.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from specdecode_worker.training.data.shards import Conversation
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts padded to one length. Slots start at token 1: token 0 has no state before it, so its pair does not exist.
+    """Texts padded to one length. Slots start at token 1: token 0 has no state before it.
 
-    ``aux_BLA`` are the target's states before each slot, as the draft reads them. ``answers_BA`` are the slots (counted
-    from 0) whose proposals matter, ``valid_BA`` which of them are no padding. ``normalisers_BAT`` is there if every
-    text has them.
+    ``first_B`` is token 0 and ``tokens_BL`` the token of each slot. ``aux_BLA`` are the target's states before each
+    slot, as the draft reads them. ``final_BAE`` are the target's final states at the answer slots. ``answers_BA`` are
+    the indices of the answer slots, ``valid_BA`` marks those that are not padding. ``normalisers_BAT`` is None unless
+    every text has them.
     """
 
     first_B: Tensor
@@ -43,7 +45,10 @@ class Batch:
 
 
 def make_batch(conversations: Sequence[Conversation], dtype: torch.dtype, *, final: bool = False) -> Batch:
-    """``final``: the draft reads the target's last hidden state (EAGLE-1, Medusa) instead of those in between."""
+    """Return the conversations as a padded batch.
+
+    With ``final``, the draft reads the target's last hidden state (EAGLE-1, Medusa) instead of the layer states.
+    """
     tokens_BL = pad_sequence([c.tokens_N[1:].long() for c in conversations], batch_first=True)
     first_B = torch.tensor([c.answer_start - 1 for c in conversations])
     count_B = torch.tensor([len(c.tokens_N) - c.answer_start for c in conversations])
@@ -63,7 +68,7 @@ def make_batch(conversations: Sequence[Conversation], dtype: torch.dtype, *, fin
 
 
 def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each depth k: (states [B, A, E] before the head's norm, which of them [B, A] have a root in the answer)."""
+    """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root."""
     answers_BA = batch.answers_BA
     shape_BL = batch.tokens_BL.shape
     attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
@@ -82,12 +87,16 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
 
 
 def pick(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
+    """Return the rows ``index_BA`` of dimension 1."""
     picked: Tensor = x_BLE.gather(1, index_BA[:, :, None].expand(-1, -1, x_BLE.shape[-1]))
     return picked
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """Along dimension 1, so that row a holds what row a - by held; the first rows are zero and never counted."""
+    """Return ``x`` shifted along dimension 1, so that row a holds row a - ``by``.
+
+    The first rows are zero and never counted.
+    """
     if by == 0:
         return x
     return torch.cat((torch.zeros_like(x[:, :by]), x[:, :-by]), dim=1)
@@ -95,21 +104,24 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 @dataclass(slots=True)
 class _Kept:
-    """Keys and values of one layer: of true slots [B, K, L, D], and per depth from 1 of the branches [B, A, K, D]."""
+    """Keys and values of one layer: true slots [B, K, L, D], and branches [B, A, K, D] for each depth from 1."""
 
     true: tuple[Tensor, Tensor] | None = None
     branch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def shifted_back(x: Tensor, by: int) -> Tensor:
-    """Along dimension 1, so that row a holds what row a + by held; the last rows are zero."""
+    """Return ``x`` shifted along dimension 1, so that row a holds row a + ``by``.
+
+    The last rows are zero.
+    """
     if by == 0:
         return x
     return torch.cat((x[:, by:], torch.zeros_like(x[:, :by])), dim=1)
 
 
 class UnrolledAttention:
-    """An Attend for ``unroll``: depth 0 is causal over all slots, deeper ones are branches of one slot a depth."""
+    """Attention for ``unroll``: causal over all slots at depth 0, along branches of one slot per depth below."""
 
     def __init__(self, answers_BA: Tensor, *, layers: int = 1) -> None:
         self._answers_BA = answers_BA
@@ -118,7 +130,7 @@ class UnrolledAttention:
         self._hidden_BAL = torch.empty(0)
 
     def deepen(self) -> None:
-        """The next call is of the next depth."""
+        """Advance to the next depth."""
         true = self._kept[0].true
         assert true is not None, "depth 0 comes first"
         self._depth += 1
@@ -127,6 +139,7 @@ class UnrolledAttention:
         self._hidden_BAL = torch.arange(slots) > roots_BA1
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Store the new keys and values and return the attended values, see ``layers.Attend``."""
         rows = self._answers_BA.shape[0]
         q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
         if self._depth == 0:
@@ -139,11 +152,12 @@ class UnrolledAttention:
         return self._along_branch(q_BAKGD, self._kept[layer]).flatten(0, 1).flatten(1, 2)
 
     def _along_branch(self, q_BAKGD: Tensor, kept: _Kept) -> Tensor:
+        """Return the attention of branch queries over the true slots up to their root and their own branch."""
         assert kept.true is not None
         keys_BKLD, values_BKLD = kept.true
         answers, kv_heads, groups = q_BAKGD.shape[1:4]
         grouped = (len(q_BAKGD), kv_heads, groups, answers)
-        q_BKXD = (q_BAKGD * q_BAKGD.shape[-1] ** -0.5).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X runs over G and A
+        q_BKXD = (q_BAKGD * q_BAKGD.shape[-1] ** -0.5).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X is G times A
         true = (q_BKXD @ keys_BKLD.transpose(2, 3)).view(*grouped, -1)
         true = true.masked_fill(self._hidden_BAL[:, None, None], float("-inf"))
         q_BKGAD = q_BKXD.view(*grouped, -1)

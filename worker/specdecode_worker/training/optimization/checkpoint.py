@@ -1,4 +1,7 @@
-"""Everything that the next training step depends on, in one file that is always whole."""
+"""The checkpoint file of a training run, written atomically.
+
+It holds everything that the next training step depends on.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,32 @@ from specdecode_worker.training.optimization.schedule import TrainSettings
 
 @dataclass(slots=True)
 class Progress:
+    """Counters and validation history of a training run, as the checkpoint stores them."""
+
     step: int = 0
     epoch: int = 0
-    batch: int = 0  # of the epoch
-    shards: int = 0  # in use in this epoch
+    batch: int = 0  # next batch of the epoch
+    shards: int = 0  # number of shards in use in this epoch
     seconds: float = 0.0
     tokens: int = 0
-    most: float = 0.0  # tokens per step of the best validation
-    worse: int = 0  # validations since then
+    most: float = 0.0  # best validation so far, tokens per step
+    worse: int = 0  # validations since the best one
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write(state: dict[str, Any], folder: Path) -> None:
-    """Writes ``folder``/checkpoint.pt by one rename."""
+    """Write ``state`` to ``folder``/checkpoint.pt through a temporary file and one rename."""
     partial = folder / "checkpoint.partial"
     torch.save(state, partial)
     os.rename(partial, folder / "checkpoint.pt")
 
 
 def read(folder: Path, settings: TrainSettings) -> dict[str, Any] | None:
-    """The checkpoint in ``folder``, None if there is none. Raises ResumeMismatch if other settings made it."""
+    """Return the checkpoint in ``folder``, or None if there is none.
+
+    Raises:
+        ResumeMismatch: The checkpoint was made with other settings.
+    """
     path = folder / "checkpoint.pt"
     if not path.exists():
         return None

@@ -1,7 +1,8 @@
-"""The processes of a data-parallel run: gradients are summed over gloo, and rank 0's clock is everybody's.
+"""Communication between the processes of a data-parallel training run.
 
-``torchrun --nproc-per-node 2 -m specdecode_worker train ...`` sets what ``join`` reads. A step of ``accumulate``
-batches gives batch i to rank i modulo the number of ranks, so that the sum is that of one rank that takes them all.
+Gradients are summed over gloo; rank 0's clock decides for all ranks. ``torchrun --nproc-per-node 2 -m specdecode_worker
+train ...`` sets the environment variables that ``join`` reads. In a step of ``accumulate`` batches, batch i goes to
+rank i modulo the number of ranks, so that the summed gradient equals that of one rank that processes all batches.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ Item = TypeVar("Item")
 
 
 class Peers:
-    """One process by itself."""
+    """Single-process run: every collective operation is a no-op."""
 
     rank, count = 0, 1
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Those of ``items`` that this rank works on."""
+        """Return the part of ``items`` that this rank processes."""
         return items[self.rank :: self.count]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sums each tensor over the ranks, in place."""
+        """Sum each tensor over the ranks, in place."""
 
     def agree(self, seconds: float) -> float:
-        """What rank 0 says."""
+        """Return rank 0's value of ``seconds`` on every rank."""
         return seconds
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Block until all ranks have reached this call."""
 
 
 class Gloo(Peers):
-    """One of several processes."""
+    """One rank of a multi-process run over ``torch.distributed`` with the gloo backend."""
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
     def add(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the ranks, in place, in one all-reduce."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -52,14 +54,16 @@ class Gloo(Peers):
             tensor.copy_(summed.view_as(tensor))
 
     def agree(self, seconds: float) -> float:
+        """Return rank 0's value of ``seconds`` on every rank."""
         said = torch.tensor([seconds], dtype=torch.float64)
         dist.broadcast(said, src=0)
         return float(said)
 
     def wait(self) -> None:
+        """Block until all ranks have reached this call."""
         dist.barrier()
 
 
 def join() -> Peers:
-    """The other processes of this run, if the environment names any (``WORLD_SIZE``, as torchrun sets it)."""
+    """Return this run's process group: ``Gloo`` if ``WORLD_SIZE`` (set by torchrun) is above 1, else ``Peers``."""
     return Gloo() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Peers()

@@ -1,9 +1,12 @@
-"""What a draft is trained to do: say what the target says, first as a distribution, then as often as possible.
+"""The training loss: divergence from the target's distribution, then expected tokens per step.
 
-Training starts on the divergence from the target's distribution at every unrolled depth; deeper ones weigh less, since
-they are reached only where those before were right. It ends on what coupled sampling rewards: with S_k = sum of
-min(p, q) at depth k, the chance that target and draft can be made to agree there, 1 + S_1 + S_1 S_2 + ... tokens a step
-are expected of a root, and the loss is -log of them. p and q are taken at a temperature of the served mix.
+Training starts with the divergence from the target's distribution at every unrolled depth. Deeper depths weigh less,
+because they are reached only where the drafts before them were accepted. It ends with the quantity that coupled
+sampling rewards. With S_k = sum of min(p, q) at depth k, the highest probability with which target and draft can agree
+there, the expected tokens per step from a root are 1 + S_1 + S_1 S_2 + ..., and the loss is -log of them. p and q are
+taken at a temperature of the served mix.
+
+Shape suffixes: R rows (valid slots), V draft vocabulary, B texts, A answer slots, E hidden size, T temperatures.
 """
 
 from __future__ import annotations
@@ -26,17 +29,21 @@ _ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """The loss of one step: ``divergence`` is the share of the divergence in it, the rest is acceptance."""
+    """Parameters of the loss of one training step.
+
+    ``divergence`` is the weight of the divergence term, 0 to 1. The acceptance term gets the rest. ``decay`` is the
+    factor by which the divergence weight of each depth falls from the depth before.
+    """
 
     depth: int
     decay: float
     divergence: float = 1.0
     temperature: float = 1.0
-    """At which acceptance is wanted; one of ``normalisers.TEMPERATURES``."""
+    """Temperature of the acceptance term; one of ``normalizers.TEMPERATURES``."""
 
 
 def root_counts(conversations: Sequence[Conversation], depth: int) -> list[int]:
-    """For each depth, in how many slots of these texts a draft can be that deep."""
+    """Return for each depth k the number of answer slots in ``conversations`` that have a root k slots before them."""
     lengths = [len(c.tokens_N) - c.answer_start for c in conversations]
     return [sum(max(0, length - k) for length in lengths) for k in range(depth)]
 
@@ -50,9 +57,16 @@ def target_distribution(
     temperature: float = 1.0,
     normaliser_R: Tensor | None = None,
 ) -> Tensor:
-    """The target's probabilities [R, draft vocabulary]; ``final_RE`` comes after its last norm.
+    """Return the target's probabilities over the draft vocabulary, [R, V], in the dtype of ``final_RE``.
 
-    With ``normaliser_R`` they are those of the whole vocabulary; without, renormalised over the draft's.
+    Args:
+        final_RE: Hidden states of the target after its final norm.
+        output_VE: Output matrix of the target over its whole vocabulary.
+        vocabulary: Target ids of the draft vocabulary.
+        temperature: Temperature of the softmax.
+        normaliser_R: Log of the sum of exp(logit / temperature) over the target's whole vocabulary. With it, the
+            probabilities are those of the whole vocabulary and sum to less than one. Without it, they are renormalized
+            over the draft vocabulary.
     """
     output_VE = output_VE[vocabulary]
     normalisers = torch.split(normaliser_R, _ROWS) if normaliser_R is not None else None
@@ -65,7 +79,16 @@ def target_distribution(
 
 
 def loss_of(draft: Draft, batch: Batch, output_VE: Tensor, aim: Aim, counts: Sequence[int] | None = None) -> Tensor:
-    """Loss of one batch, a mean over ``counts`` (``root_counts`` of all batches of the step; default: of this one)."""
+    """Return the scalar loss of one batch, averaged over ``counts``.
+
+    Args:
+        draft: Draft in training.
+        batch: Recorded texts, see ``make_batch``.
+        output_VE: Output matrix of the target.
+        aim: Parameters of the loss.
+        counts: ``root_counts`` of all batches of the optimizer step, so that the losses of its batches add up to the
+            mean of the step. Default: the counts of this batch.
+    """
     valid_R = batch.valid_BA.flatten()
     unrolls = [
         (logits_of(draft, state_BAE.flatten(0, 1)[valid_R], k), rooted_BA)
@@ -84,6 +107,7 @@ def loss_of(draft: Draft, batch: Batch, output_VE: Tensor, aim: Aim, counts: Seq
 
 
 def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
+    """Return the target's probabilities at the valid slots of ``batch``, [R, V]."""
     valid_R = batch.valid_BA.flatten()
     normaliser_R = None
     if batch.normalisers_BAT is not None:
@@ -95,7 +119,7 @@ def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: fl
 def _divergence(
     unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_R: Tensor, aim: Aim, counts: Sequence[int]
 ) -> Tensor:
-    """Cross entropy per answer token, weighted over the depths with weights that sum to one."""
+    """Return the cross entropy per answer token, averaged over the depths with weights that sum to one."""
     weights = [aim.decay**k for k in range(aim.depth)]
     total = torch.zeros(())
     for k, (logits_RV, rooted_BA) in enumerate(unrolls):
@@ -107,11 +131,11 @@ def _divergence(
 def _acceptance(
     unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_BA: Tensor, aim: Aim, counts: Sequence[int]
 ) -> Tensor:
-    """-log of the expected tokens of a step, a mean over roots."""
+    """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)
     for k, (logits_RV, _) in enumerate(unrolls):
         found_BA = torch.zeros(valid_BA.shape).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
-        # Depth k of root i was computed at slot i + k; beyond the end of the text nothing is accepted.
+        # Depth k of root i was computed at slot i + k; beyond the end of the text every draft counts as rejected.
         path_BA = path_BA * shifted_back(found_BA, k)
         expected_BA = expected_BA + path_BA
     return -expected_BA.log()[valid_BA].sum() / max(1, counts[0])

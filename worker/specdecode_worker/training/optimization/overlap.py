@@ -1,7 +1,7 @@
-"""The two measures of a draft's distribution against the target's, each with its gradient made in the forward pass.
+"""Cross entropy and overlap of a draft's and the target's distribution, with gradients computed in the forward pass.
 
-Over a vocabulary of thousands both are bound by memory: autograd's own versions go over the whole matrix a dozen times.
-Shape suffixes: R rows (slots), V draft vocabulary.
+Over a vocabulary of thousands both operations are bound by memory bandwidth. Autograd's own versions read and write the
+whole matrix about a dozen times. Shape suffixes: R rows (slots), V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of logits worked on at once: [256, 8192] in fp32 stays in the processor's cache.
+# Rows of logits processed at once: [256, 8192] in fp32 (8 MiB) stays in the processor's cache.
 _ROWS = 256
 
 
@@ -39,12 +39,17 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-    """Scalar; ``target_RV`` are probabilities, which sum to less than one where the draft does not know all tokens."""
+    """Return the weighted sum over rows of the cross entropy of softmax(``logits_RV``), a scalar.
+
+    ``target_RV`` are probabilities. They sum to less than one in a row where the draft vocabulary lacks some tokens.
+    """
     loss: Tensor = _SoftCrossEntropy.apply(logits_RV, target_RV, weight_R)
     return loss
 
 
 class _Overlap(torch.autograd.Function):
+    """Sum over the vocabulary of min(p, q) for each row."""
+
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
         gradient = torch.empty_like(logits_RV)
@@ -53,7 +58,7 @@ class _Overlap(torch.autograd.Function):
             here = slice(start, start + _ROWS)
             q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
             target = target_RV[here].float()
-            wanting = q * (q < target)  # where more of the draft's probability would overlap
+            wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
             found_R[here] = torch.minimum(q, target).sum(dim=-1)
             gradient[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
         ctx.save_for_backward(gradient)
@@ -66,6 +71,9 @@ class _Overlap(torch.autograd.Function):
 
 
 def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
-    """[R] sum over v of min(p, q), q = softmax(logits / temperature): the chance that an optimal coupling agrees."""
+    """Return the sum over v of min(p, q) with q = softmax(logits / temperature), [R].
+
+    This is the probability that an optimal coupling of draft and target draws the same token.
+    """
     found_R: Tensor = _Overlap.apply(logits_RV, target_RV, temperature)
     return found_R

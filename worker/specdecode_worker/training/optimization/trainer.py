@@ -1,8 +1,8 @@
-"""The training loop: batches in, checkpoints, a history and a progress line out.
+"""The training loop: optimizer steps, validation, checkpoints and progress lines.
 
-The forward and backward passes run on a copy of the draft in ``dtype`` (bf16 is three times as fast where the processor
-has it), gradients are added up and the optimizer works on fp32 masters. A checkpoint holds everything that the next
-step depends on, so a run that was killed goes on as if it had not been.
+The forward and backward passes run on a copy of the draft in the dtype of the target's output matrix (bf16 is three
+times as fast where the processor supports it). Gradients are accumulated in fp32 and the optimizer updates fp32 master
+weights. A checkpoint holds everything that the next step depends on, so a killed run resumes with the same result.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from specdecode_worker.training.optimization.validation import validation_line
 __all__ = ["Progress", "TrainSettings", "Trainer", "rate_at"]
 
 _LONGEST_STEP, _FEW_STEPS = 10, 20
-"""Of mean steps; from which on there is a mean."""
+"""Longest time counted for a step, in mean step times, and the number of steps from which the mean is used."""
 
 Batches = list[list[Conversation]]
-"""What one optimizer step learns from."""
+"""Batches of one optimizer step."""
 
 
 class Trainer:
-    """One run over one data set. ``output_VE`` is the target's output matrix; its dtype is what is trained in."""
+    """One training run over one data set.
+
+    ``output_VE`` is the target's output matrix. Its dtype is the dtype of the forward and backward passes.
+    """
 
     def __init__(
         self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: Peers | None = None
@@ -56,27 +59,36 @@ class Trainer:
             fused=True,
         )
         self.progress = Progress()
-        self.best: dict[str, Tensor] = {}  # weights of the best validation so far
+        self.best: dict[str, Tensor] = {}  # master weights at the best validation so far
 
     @property
     def share_done(self) -> float:
+        """Completed share of the run, by steps or by time; 1 or more means complete."""
         limits = self.settings
         return self.progress.step / limits.steps if limits.steps else self.progress.seconds / (60 * limits.minutes)
 
     @property
     def depth(self) -> int:
-        """How deep this step unrolls."""
+        """Number of depths that the current step unrolls."""
         return deepest(self.head, depth_at(self.share_done, self.settings))
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end, or has stopped getting better."""
+        """True when the run is complete or validation has been below its best ``patience`` times in a row."""
         patience = self.settings.patience
         return self.share_done >= 1 or 0 < patience <= self.progress.worse
 
     def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Draft], None]) -> None:
-        """Trains to the end. Every few minutes (or ``validate_steps``): validation, the draft to ``keep`` if it is the
-        best so far, a checkpoint in ``folder``; the best is what ``master`` holds in the end."""
+        """Train until the run is over, then load the best weights into ``master``.
+
+        Every ``validate_every`` seconds (or ``validate_steps`` steps): validate, and on rank 0 pass the draft to
+        ``keep`` if it is the best so far and write a checkpoint.
+
+        Args:
+            folder: Folder of the checkpoint.
+            tell: Receives progress lines.
+            keep: Saves the draft.
+        """
         shown = due = self.progress.seconds
         due += self.settings.validate_every
         losses: list[float] = []
@@ -95,6 +107,7 @@ class Trainer:
             self._refresh()
 
     def _due(self, seconds: float) -> bool:
+        """Return whether validation is due after this step."""
         every = self.settings.validate_steps
         by_pace = self.progress.step % every == 0 if every else self.progress.seconds >= seconds
         return by_pace or self.share_done >= 1
@@ -102,16 +115,18 @@ class Trainer:
     def _look(
         self, folder: Path, losses: list[float], tell: Callable[[str], None], keep: Callable[[Draft], None]
     ) -> None:
+        """Validate, save the draft if it is the best so far, and write a checkpoint."""
         tell(self.validate(sum(losses) / len(losses)))
         if self.progress.worse == 0:
             self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
         if self.peers.rank == 0:
             if self.progress.worse == 0:
-                keep(self.master)  # before the checkpoint: a kill in between repeats this step, and loses no best
+                keep(self.master)  # before the checkpoint, so that a kill in between loses no draft
             self.save(folder)
         self.peers.wait()
 
     def _batches(self) -> Iterator[Batches]:
+        """Yield the batches of each optimizer step, epoch after epoch, from the position in ``progress``."""
         size, seed, many = self.settings.batch_tokens, self.settings.seed, self.settings.accumulate
         while True:
             if self.progress.batch == 0:
@@ -126,7 +141,7 @@ class Trainer:
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
 
     def step(self, group: Batches) -> float:
-        """One optimizer step; returns the loss."""
+        """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
         aim = aim_at(share, self.progress.step, self.settings)
@@ -144,12 +159,15 @@ class Trainer:
         return loss
 
     def _counted(self, seconds: float) -> float:
-        """What a step adds to the run's time: a machine that slept or stood still meanwhile did not train."""
+        """Return the seconds that a step adds to the run's training time.
+
+        A step longer than 10 mean steps is counted as 10: the machine was suspended or stalled meanwhile.
+        """
         at = self.progress
         return min(seconds, _LONGEST_STEP * at.seconds / at.step) if at.step >= _FEW_STEPS else seconds
 
     def _add_gradients(self, group: Batches, aim: Aim, counts: list[int]) -> float:
-        """The gradients of all batches of all ranks, added up in fp32 on the masters; returns the loss."""
+        """Sum the gradients of all batches over all ranks, in fp32 on the master weights, and return the loss."""
         pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
         for mine, _ in pairs:
             mine.grad = torch.zeros_like(mine)
@@ -160,7 +178,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             for mine, worked in pairs:
-                if worked.grad is not None:  # Medusa's later heads have none at first
+                if worked.grad is not None:  # Medusa heads beyond the current depth have no gradient
                     assert mine.grad is not None
                     mine.grad += worked.grad
                     worked.grad = None
@@ -169,11 +187,16 @@ class Trainer:
 
     @torch.no_grad()
     def _refresh(self) -> None:
+        """Copy the fp32 master weights to the working copy."""
         for mine, worked in zip(self.master.parameters(), self.head.parameters(), strict=True):
             worked.copy_(mine)
 
     def validate(self, loss: float) -> str:
-        """Adds a line to the history: acceptance by depth and domain on the validation texts."""
+        """Validate the draft, append the result to the history and return it as a progress line.
+
+        Args:
+            loss: Mean training loss since the last progress line.
+        """
         at = self.progress
         line: dict[str, Any] = {
             "step": at.step,
@@ -191,6 +214,7 @@ class Trainer:
         return f"validation: {json.dumps(line)}"
 
     def _line(self, losses: list[float]) -> str:
+        """Return a progress line for the recent ``losses``."""
         at, share = self.progress, max(self.share_done, 1e-6)
         left = at.seconds / share * (1 - share) / 60
         return (
@@ -199,6 +223,7 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> None:
+        """Write a checkpoint to ``folder``."""
         state = {
             "settings": asdict(self.settings),
             "progress": asdict(self.progress),
@@ -209,7 +234,11 @@ class Trainer:
         checkpoint.write(state, folder)
 
     def restore(self, folder: Path) -> bool:
-        """Goes on from the checkpoint in ``folder`` if there is one. Raises ResumeMismatch if it is of another run."""
+        """Load the checkpoint in ``folder`` and return whether there was one.
+
+        Raises:
+            ResumeMismatch: The checkpoint was made with other settings or with more shards than the data folder holds.
+        """
         state = checkpoint.read(folder, self.settings)
         if state is None:
             return False
@@ -224,7 +253,10 @@ class Trainer:
 
 
 def _groups(draft: Draft, settings: TrainSettings) -> list[dict[str, Any]]:
-    """The output matrices of a head learn slower than the rest; a draft model's are its embedding too."""
+    """Return the optimizer's parameter groups: output matrices with ``output_rate``, all other parameters with rate 1.
+
+    A draft model's output matrix counts as such even where it is also its embedding.
+    """
     output = [p for name, p in draft.named_parameters() if name.startswith(("lm_head", "lm_heads."))]
     inner = [p for p in draft.parameters() if all(p is not o for o in output)]
     groups = [{"params": inner, "share": 1.0}, {"params": output, "share": settings.output_rate}]

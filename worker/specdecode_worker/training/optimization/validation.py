@@ -1,4 +1,4 @@
-"""What training looks at on its way: acceptance by depth and domain, and the divergence alone, on texts kept apart."""
+"""Validation during training: acceptance by depth and domain, and divergence, on held-out conversations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _TEXTS = 8
 
 @torch.inference_mode()
 def validation_line(draft: Draft, conversations: Sequence[Conversation], output_VE: Tensor) -> dict[str, Any]:
-    """Tokens per step and acceptance of a chain of 3 by greedy replay, overall and by domain; ``divergence`` is the
-    cross entropy of the first depth, nats per token."""
+    """Return the validation results of a draft as an entry of the history.
+
+    Tokens per step and acceptance are those of a chain of depth 3 in greedy replay, overall and by domain.
+    ``divergence`` is the cross entropy at the first depth, in nats per token.
+    """
     depth = deepest(draft, CHAIN)
     shape = TreeShape.chain(depth)
     tallies: dict[str, Tally] = defaultdict(Tally)

@@ -1,4 +1,4 @@
-"""Records that tell each other apart."""
+"""Distinguishable records for tests."""
 
 from __future__ import annotations
 

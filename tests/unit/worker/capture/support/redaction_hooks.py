@@ -1,4 +1,4 @@
-"""Hooks as a user might write them."""
+"""Redaction hooks of the kind that a user might write, including faulty ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Plays the engine to a scheduler: launches rows and collects them at once or a step later, with drawn numbers of
-tokens. Remembers what every place of every block holds, so that a key that is read and was never written, or was
-overwritten, is seen."""
+"""Simulated device that plays the engine for a scheduler: launches rows and collects them at once or a step later.
+
+The number of tokens per step is random. The simulation records the key in every slot of every block, so that it detects
+a read of a key that was never written or was overwritten.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ GARBAGE = -1
 
 
 def text_of(prompt: Sequence[int], new: int) -> list[int]:
-    """The one text that follows a prompt; prompts that begin alike do not go on alike."""
+    """Return a prompt and its only possible continuation. Different prompts continue differently."""
     random = Random(repr(list(prompt)))
     return [*prompt, *(random.randint(0, 99) for _ in range(new))]
 
 
 def keys_of(text: Sequence[int]) -> list[int]:
-    """What stands for the key of each position: it depends on all tokens up to there."""
+    """Return a stand-in for the key at each position, which depends on all tokens up to there."""
     keys, key = [], 0
     for token in text:
         key = hash((key, token)) & 0x7FFFFFFF
@@ -36,7 +38,7 @@ def keys_of(text: Sequence[int]) -> list[int]:
 
 @dataclass
 class Device:
-    """Runs batches of a scheduler; checks every one of them."""
+    """Runs batches of a scheduler and checks every one of them."""
 
     limits: Limits
     blocks: int
@@ -101,7 +103,7 @@ class Device:
         assert self.pool.free + self.pool.cached == self.pool.total, "idle, and a block is not free or cached"
 
     def _run(self, row: Row) -> int:
-        """What the device does with a row when its turn comes; tokens that come out."""
+        """Execute a row as the device would and return the number of emitted tokens."""
         one = row.request
         name = one.id, one.epoch
         if row.begins:

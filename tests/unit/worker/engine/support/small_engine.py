@@ -1,4 +1,4 @@
-"""Requests, and an engine over a Llama of two tiny layers whose draft is a noised copy of it."""
+"""Requests, and an engine over a Llama of two tiny layers with a noised copy of it as the draft."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HIDDEN = 16
 
 
 class NoisedCopy(nn.Module):
-    """A draft that reads tokens and no hidden states, and is right about half of the time."""
+    """Draft that reads tokens and no hidden states. About half of its tokens are accepted."""
 
     def __init__(self, target: Llama) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def identity(max_num_seqs: int = 4) -> Identity:
 
 
 def plan_of(*shapes: str, **fields: Any) -> Plan:
-    """The first shape runs for ``other``, the next ones for the tasks t1, t2, ..., whatever the load."""
+    """Return a plan with the first shape for ``other`` and the next ones for t1, t2, ..., at any load."""
     names = ["other", *(f"t{i}" for i in range(1, len(shapes)))]
     rows = tuple(
         PlanRow(concurrency=bucket, context=0, task=name, shape=TreeShape.parse(shape))
@@ -133,7 +133,7 @@ def request(name: str = "r", prompt: Sequence[int] = (1, 2, 3), **sampling: Any)
 
 
 def drain(engine: Engine, most: int = 2000) -> list[Tokens]:
-    """Steps until nothing is left; all that came out."""
+    """Run steps until the engine is idle and return everything that it emitted."""
     found: list[Tokens] = []
     while not engine.idle:
         assert most > 0, "the engine does not come to an end"

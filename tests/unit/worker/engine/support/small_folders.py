@@ -1,4 +1,4 @@
-"""Model folders as users have them, small and random: a target of three layers and a head for it."""
+"""Small random model folders in the usual layout: a target of three layers and a head for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One word a token; a draft model needs to show that it has the same."""
+    """Write a tokenizer with one token per word. A draft model must have the same tokenizer as its target."""
     words = {f"w{i}": i for i in range(SHAPE["vocab_size"])}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
@@ -55,7 +55,10 @@ def write_target(folder: Path, **changed: Any) -> Path:
 def write_head(
     folder: Path, *, target: dict[str, Any] | None = None, own_embedding: bool = False, **changed: Any
 ) -> Path:
-    """A head for the target of ``target`` changes; a draft vocabulary of 40 unless it says otherwise."""
+    """Write a head for the target with the changes in ``target``.
+
+    The draft vocabulary has 40 tokens unless ``changed`` sets it.
+    """
     of_target = llama_config(SHAPE | (target or {}))
     config = SHAPE | {"num_hidden_layers": 1, "draft_vocab_size": 40} | changed
     shape = eagle3_config(config, of_target)
@@ -70,7 +73,7 @@ def write_head(
 def config_of(
     target: Path, head: Path | None = None, *, model: dict[str, Any] | None = None, **engine: Any
 ) -> WorkerConfig:
-    """A worker's config for such folders; ``resolve`` is ``Path``."""
+    """Return the config of a worker for such folders. Its ``resolve`` is ``Path``."""
     draft = DraftConfig(method="none") if head is None else DraftConfig(method="eagle3", uri=str(head))
     return WorkerConfig(
         model=ModelConfig(**{"uri": str(target), "served_name": "small", "dtype": "float32", **(model or {})}),

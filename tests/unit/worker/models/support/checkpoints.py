@@ -1,4 +1,4 @@
-"""Checkpoints of heads made by hand, and transformers' decoder layer to hold them against."""
+"""Hand-made checkpoints of draft heads, and transformers' decoder layer as the reference."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
+    """Return reproducible random weights; a vector is a norm's weight near one."""
     scale = 0.2 if len(shape) > 1 else 0.1
     found = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     return found if len(shape) > 1 else 1 + found
@@ -29,7 +30,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def block_tensors(
     prefix: str, *, inputs: int = 32, size: int = 32, seed: int = 0, norms: tuple[str, ...] = ()
 ) -> Tensors:
-    """A decoder layer of the small shape, as checkpoints hold it."""
+    """Return the tensors of a small decoder layer under their checkpoint names."""
     matrices = {"q_proj": (size, inputs), "k_proj": (size // 2, inputs), "v_proj": (size // 2, inputs)}
     found = {f"self_attn.{name}": noise(*shape, seed=seed + i) for i, (name, shape) in enumerate(matrices.items())}
     found["self_attn.o_proj"] = noise(size, size, seed=seed + 3)
@@ -47,7 +48,10 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def reference(config: LlamaConfig, size: int = 32) -> tuple[Callable[[Tensor, Tensors, str], Tensor], Any]:
-    """(transformers' decoder layer over SLOTS, filled from tensors of a prefix; its rotary tables)."""
+    """Return a reference decoder layer over SLOTS and its rotary tables, both from transformers.
+
+    The layer is called with its input, the tensors and the prefix of their names.
+    """
     from transformers import LlamaConfig as Config
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""Small tokenizers: byte-level ones with a few merges."""
+"""Small byte-level tokenizers with a few merges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
 def tokenizer(
     *, merges: list[tuple[str, str]] = MERGES, special: tuple[str, ...] = ("<eos>",), lowercase: bool = False
 ) -> Tokenizer:
-    """Bytes first, then what the merges make, then the special tokens."""
+    """Return a tokenizer with the vocabulary: bytes, then merged tokens, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = alphabet + [a + b for a, b in MERGES]
     found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

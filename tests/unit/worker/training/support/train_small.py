@@ -1,7 +1,7 @@
-"""A process that trains a small head in fp32, with the trainer's own checkpoints, for tests that kill or pair it.
-With ``--kills`` it trains in children of its own and kills them.
+"""Script that trains a small head in fp32 with the trainer's own checkpoints, for tests with kills or several ranks.
 
-``beat`` in the output folder tells the step that was taken last.
+With ``--kills`` it trains in child processes and kills them. The file ``beat`` in the output folder holds the number of
+the last step.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def small_target() -> Llama:
 
 
 class Beating(Trainer):
-    """Says after each step which one it was."""
+    """Trainer that writes the number of each completed step to ``beat``."""
 
     beat: Path
-    loss_sum = 0.0  # of this process's steps; a gradient that is twice too large shows here, Adam would hide it
+    loss_sum = 0.0  # over this process's steps; shows a gradient that is too large by a factor, which Adam hides
 
     def step(self, group: list[list[Conversation]]) -> float:
         loss = super().step(group)
@@ -60,6 +60,7 @@ class Beating(Trainer):
 
 
 def train(args: argparse.Namespace, out: Path) -> None:
+    """Train to the end from the checkpoint in ``out`` and write the weights and the sum of losses."""
     torch.set_num_threads(1)
     out.mkdir(exist_ok=True)
     peers, target = join(), small_target()
@@ -83,7 +84,7 @@ def train(args: argparse.Namespace, out: Path) -> None:
 
 
 def forked(args: argparse.Namespace, out: Path) -> int:
-    """The pid of a process that trains; forked, so that a hundred imports need not be waited for each time."""
+    """Fork a process that trains and return its pid. A fork avoids importing all modules again."""
     pid = os.fork()
     if pid == 0:
         train(args, out)
@@ -92,8 +93,10 @@ def forked(args: argparse.Namespace, out: Path) -> int:
 
 
 def killed(args: argparse.Namespace, out: Path) -> int:
-    """Trains to the end, killed on the way again and again, a few steps apart and anywhere within a step; returns how
-    many kills there were."""
+    """Train to the end with repeated kills and return the number of kills.
+
+    Each kill happens 1 to 5 steps after the one before, at a random moment of the step.
+    """
     rng = random.Random(args.seed)
     for count in range(args.kills):
         last = _beat(out) + rng.randint(1, 5)
@@ -112,7 +115,7 @@ def killed(args: argparse.Namespace, out: Path) -> int:
 
 
 def _beat(out: Path) -> int:
-    """The step that was taken last; a file that is being written counts as none."""
+    """Return the number of the last step, or 0 while the file is missing or being written."""
     path = out / "beat"
     return int(path.read_text() or 0) if path.exists() else 0
 
