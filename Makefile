@@ -22,13 +22,14 @@ demo: venv ## boot a cluster, install the operator, deploy a small Llama, chat w
 demo-down: ## undo `make demo`: no process, mount, link, rule or sysctl stays
 	@hack/demo-down
 
-lint: venv ## style, types, layers, and whether crds/ is what the models say
+lint: venv ## check style, types, import layers, wording, and that crds/ matches the models
 	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
 	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
 	$(BIN)/mypy
 	MYPYPATH=hack/cluster $(BIN)/mypy --package localcluster
 	$(BIN)/lint-imports
 	$(BIN)/python -m specdecode_operator.api.crd --check
+	hack/check-words
 
 # Commands of hack/ that are Python without the suffix.
 PYTHON_SCRIPTS := $(shell grep -lE '^\#!.*python' hack/* hack/cluster/* 2>/dev/null)
