@@ -2,7 +2,7 @@
 
     python benchmarks/pricing/weigh.py out/confidence.npz --out benchmarks/results/pricing
 
-A worker that prunes verifies a node only if its survival is at least the price (DESIGN section 5). Survival is the
+A worker that prunes verifies a node only if its survival is at least the price. Survival is the
 product of acceptance along the path, out of tables by depth and by what is known of the token:
 
     none     depth alone: all requests run one chain, as plan rows without tasks do

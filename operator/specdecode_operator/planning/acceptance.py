@@ -24,7 +24,7 @@ SIBLING_WEIGHT = 10.0
 RANK_WEIGHT = 10.0
 FIRST_RANK_SHARE, RANK_FALL = 0.2, 0.5
 """Of the misses, the share that rank 1 is taken to hit before it was seen, and how it falls from rank to rank: half
-of what a young EAGLE-3 head shows (0.29 for ranks 1 and 2 together, DESIGN section 4)."""
+of what a young EAGLE-3 head shows (0.29 for ranks 1 and 2 together)."""
 
 
 def rates(kept: Kept, task: str | None, depth: int, top_k: int = 1) -> Rates:

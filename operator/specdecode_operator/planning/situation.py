@@ -1,6 +1,6 @@
 """All running tasks at one load, and the shapes that are best for them together.
 
-The time of a step depends on the whole batch, so shapes are chosen jointly (DESIGN section 5): for each number of
+The time of a step depends on the whole batch, so shapes are chosen jointly: for each number of
 draft passes the nodes of all tasks stand in one order, by survival, and every prefix of it is a candidate. That is
 exact, because a step's time depends on how many nodes there are and not on which, and no node is likelier than its
 parent.

@@ -1,6 +1,6 @@
 """Draft trees by survival: the chance that a node is reached and right, and the best nodes of a given depth.
 
-A node's survival is the product of the chances along its path (DESIGN section 5), so it never rises from a parent to
+A node's survival is the product of the chances along its path, so it never rises from a parent to
 a child, and the likeliest N nodes are always a tree.
 """
 

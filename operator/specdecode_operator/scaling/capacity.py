@@ -1,7 +1,7 @@
 """What one worker carries: the largest arrival rate of the observed mix at which every promise is kept.
 
 At a rate the running sequences b settle where b = rate * output * t(b) / E, with rate * prompt * t(b) prompt tokens
-read in each step (DESIGN section 5). Both follow from b: a step ends b * E / output requests, and as many begin. So
+read in each step. Both follow from b: a step ends b * E / output requests, and as many begin. So
 the search goes over b, and the shape is chosen anew at each, which is why shapes grow shallower before workers are
 added.
 """
