@@ -119,7 +119,7 @@ def test_bf16_drafts_are_accepted_as_often_as_without_graphs(shape: str, sampled
 
 
 def test_the_same_step_twice_is_the_same() -> None:
-    """A graph leaves no state behind that its next replay would read."""
+    """A graph leaves no state that its next replay would read."""
     asked = requests(8, sampled=True)
     made = engine(torch.float32, "tree:3,2,1", graphs=True)
     assert texts(made, asked) == texts(made, asked)

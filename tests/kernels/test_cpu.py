@@ -212,7 +212,7 @@ def test_attention_sees_what_each_path_names(data: st.DataObject) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("length", [0, 5, 16, 100])
 def test_a_drafted_node_gets_the_bits_of_a_plain_token(length: int, threads: int) -> None:
-    """A tree whose second path is the text, batched with another sequence, equals decoding one token at a time."""
+    """A tree with the text as its second path, batched with another sequence, equals decoding one token at a time."""
     torch.set_num_threads(threads)
     heads = Heads(9, 3, 64)
     text, path = tokens(4, heads, seed=3), [0, 2, 3, 5]  # nodes 1 and 4 are not on the path

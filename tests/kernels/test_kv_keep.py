@@ -22,7 +22,7 @@ def cache(layers: int, blocks: int, heads: int, dtype: torch.dtype = torch.float
 
 
 def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
-    """Return the expected cache: in every layer, for keys and values, a target holds what its source held before."""
+    """Return the expected cache: in every layer, keys and values of a target are those that its source held before."""
     after = before.clone()
     for source, target in zip(sources, targets, strict=True):
         for layer in range(before.shape[0]):

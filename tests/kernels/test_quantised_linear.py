@@ -29,7 +29,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def agrees(
     module: ModuleType, kind: Kind, rows: int, outputs: int, inputs: int, *, bias: bool, dtype: torch.dtype
 ) -> bool:
-    """Return whether a kernel agrees with the reference, for rows inside a wider tensor whose other numbers are NaN."""
+    """Return whether a kernel agrees with the reference on rows of a wider tensor that is NaN elsewhere."""
     weight = quantise(random(outputs, inputs) * torch.arange(1, outputs + 1)[:, None], kind)
     x = torch.full((rows, inputs + 9), torch.nan, dtype=dtype)[:, 4 : inputs + 4]
     x.copy_(random(rows, inputs, seed=1) / inputs)

@@ -142,7 +142,11 @@ def test_top_p_cuts_what_top_k_left() -> None:
 
 
 def test_min_p_cuts_before_top_p_counts() -> None:
-    """Of 0.5, 0.3, 0.15 and 0.05, min-p 0.4 leaves 0.625 and 0.375; the first alone reaches 0.6 of that, not of all."""
+    """Top-p counts the mass that min-p left.
+
+    Of 0.5, 0.3, 0.15 and 0.05, min-p 0.4 leaves 0.625 and 0.375 after rescaling. The first token alone reaches 0.6 of
+    that mass, but not 0.6 of all mass.
+    """
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
     both = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.4)]))
     alone = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.0)]))

@@ -52,7 +52,7 @@ def children_of(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def make(parents: tuple[tuple[int, ...], ...], seed: int) -> Trees:
-    """Build trees whose siblings are drawn from the draft without replacement.
+    """Build trees with siblings drawn from the draft without replacement.
 
     Padding nodes have tokens too, which must not be read.
     """
@@ -164,7 +164,7 @@ def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, draw
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.data())
 def test_nodes_with_drawn_and_with_deterministic_children_go_together(case: Trees, data: st.DataObject) -> None:
-    """Every node is treated by its own kind, and q has no effect at nodes whose children were not drawn."""
+    """Drawn and deterministic children may be mixed by node; q has no effect at nodes with deterministic children."""
     shape = case.tokens_BN.shape
     drawn_BN = torch.tensor(data.draw(st.lists(st.booleans(), min_size=shape.numel(), max_size=shape.numel())))
     drawn_BN = drawn_BN.view(shape)

@@ -118,7 +118,7 @@ def test_a_full_tree_is_walked_to_its_end() -> None:
 def rounds_of(
     module: ModuleType, forest: tuple[tuple[int, ...], ...], seed: int, how: str, dtype: torch.dtype = torch.float64
 ) -> tuple[Accepted, Accepted]:
-    """Return (found, wanted) of trees whose children are drawn from q at all nodes, at no node, or at some nodes."""
+    """Return (found, wanted) of trees with children drawn from q at all nodes, at no node, or at some nodes."""
     generator = torch.Generator().manual_seed(seed)
     parents = padded(forest)
     batch, nodes = parents.shape

@@ -141,7 +141,7 @@ def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sa
 
 
 def texts(engine: Engine, requests: list[Submit]) -> dict[str, list[int]]:
-    """Return the tokens of all requests, and check that the engine's block accounting is consistent when it is idle."""
+    """Return the tokens of all requests, and check that the idle engine accounts for all slots and blocks."""
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)

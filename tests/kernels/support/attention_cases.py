@@ -68,11 +68,13 @@ class Case:
 
     @property
     def table_BM(self) -> Tensor:
+        """Block table, padded with block 0."""
         most = max(map(len, self.blocks))
         return torch.tensor([[*owned, *[0] * (most - len(owned))] for owned in self.blocks])
 
     @property
     def prefix_B(self) -> Tensor:
+        """Prefix lengths."""
         return torch.tensor([s.prefix for s in self.sequences])
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:

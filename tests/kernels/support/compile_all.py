@@ -76,6 +76,7 @@ def floats(*shape: int) -> Tensor:
 
 
 def attention(tokens: int, batch: int, groups: int, kv: int, size: int, dtype: torch.dtype) -> None:
+    """Launch tree attention."""
     made = plan(
         query_start=ints(batch + 1),
         prefix_len_B=ints(batch),
@@ -91,6 +92,7 @@ def attention(tokens: int, batch: int, groups: int, kv: int, size: int, dtype: t
 
 
 def rope(size: int) -> None:
+    """Launch rotary embedding with cache write."""
     heads = zeros(3, 10, size)
     table = floats(64, size)
     rope_cache.rope_cache(
@@ -99,6 +101,7 @@ def rope(size: int) -> None:
 
 
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
+    """Launch the sampling, choice and proposal kernels."""
     logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
     found = sample.cuts(logits, row, (ints(4), row, row) if truncated else None)
     sample.processed(logits, row, found)
@@ -109,6 +112,7 @@ def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
 
 
 def multi_round(nodes: int, *, drawn: bool) -> None:
+    """Launch multi-round sampling."""
     law = floats(2, nodes, 1000)
     drawn_BN = zeros(2, nodes, dtype=torch.bool) if drawn else None
     rounds.multi_round(
@@ -117,6 +121,7 @@ def multi_round(nodes: int, *, drawn: bool) -> None:
 
 
 def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Launch products with quantised weights."""
     weight = quantise(zeros(outputs, inputs), kind)
     for rows in (1, 6, 64):
         quantised_linear.linear(zeros(rows, inputs, dtype=dtype), weight, zeros(outputs, dtype=dtype))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from stand_in_hub import COMMIT, Repository, StandInHub
+from fake_hub import COMMIT, Repository, StandInHub
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig

@@ -2,7 +2,7 @@
 
 The graph key alone determines the size of every tensor. The step is equivalent to the eager path of the step launcher
 and the drafters for decoding rows. No call here may wait for the device, read a device value on the host, or make a
-size depend on a device value; tests/unit/worker/engine/test_capturable.py checks this.
+size depend on a device value; tests/unit/worker/engine/graphs/test_capturable.py checks this.
 """
 
 from __future__ import annotations
