@@ -78,6 +78,7 @@ def pack_gated(gate_IE: Tensor, up_IE: Tensor, gate_I: Tensor | None = None, up_
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Return rows of both matrices in alternating groups of 16, each group padded with zeros."""
     width, half = len(gate), PANEL // 2
     both = gate.new_zeros(-(-width // half), 2, half, *gate.shape[1:])
     for i, start in enumerate(range(0, width, half)):

@@ -57,6 +57,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _check_processor() -> None:
+    """Raise NativeUnavailable if the processor lacks a needed feature."""
     if missing := [name for name in _NEEDED if name not in _cpu_flags()]:
         raise NativeUnavailable(f"this processor has no {missing[0]}")
 
@@ -84,6 +85,7 @@ def _default_folder() -> Path:
 
 
 def _identity() -> str:
+    """Return a hash of the flags and sources, which names the build."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted(_SOURCE.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
@@ -111,6 +113,7 @@ def _compile(path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
+    """Run a compiler command; raise NativeUnavailable if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -120,6 +123,7 @@ def _run(command: list[str]) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
+    """Load a build after PyTorch's OpenMP library, so that both share its threads."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     try:
         ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -134,6 +138,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
+    """Return the features of the processor, or an empty set if they cannot be read."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

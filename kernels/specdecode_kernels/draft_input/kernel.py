@@ -40,6 +40,7 @@ def _draft_input_kernel(
     BLOCK_A: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    """Write one half of one pair: the embedding in programs (row, 0), the hidden state in programs (row, 1)."""
     row = tl.program_id(0).to(tl.int64)
     pair = pair_TC + row * (token_size + hidden_size)
     if tl.program_id(1) == 0:

@@ -19,7 +19,7 @@ def draft_input(
     hidden_weight_E: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return `reference.draft_input`, on a GPU from a kernel."""
+    """Gather the input (pair, hidden) of an EAGLE head as `reference.draft_input` does."""
     if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64 or dispatch.learns(hidden_RE, embedding_VA):
         return reference.draft_input(
             embedding_VA,

@@ -46,7 +46,7 @@ def _keep_kernel(
 
 
 def kv_keep(cache_L2NPKD: Tensor, source_slots: Tensor, target_slots: Tensor, group: int) -> None:
-    """Run `reference.kv_keep`.
+    """Move cache rows in place as `reference.kv_keep` does.
 
     The pairs form consecutive groups of ``group`` pairs (one per sequence). Pairs may overlap within a group, not
     across groups. Rows of K * D must be contiguous.

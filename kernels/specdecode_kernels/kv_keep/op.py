@@ -12,7 +12,7 @@ _MOST_PAIRS = 1024
 
 
 def kv_keep(cache_L2NPKD: Tensor, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
-    """Run `reference.kv_keep`, on a GPU as a kernel.
+    """Move cache rows in place as `reference.kv_keep` does, on a GPU in one kernel launch.
 
     ``group`` promises that pairs overlap only within consecutive groups of that many pairs, as those of one sequence
     do. None means that any pairs may overlap.

@@ -55,6 +55,7 @@ def quick_gumbel(bits):
 
 @triton.jit
 def _gumbel_kernel(seed_R, position_R, out_RV, vocab_size, stream, BLOCK: tl.constexpr):
+    """Write one block of one row of noise."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     quad = start // 4 + tl.arange(0, BLOCK // 4)
@@ -64,7 +65,7 @@ def _gumbel_kernel(seed_R, position_R, out_RV, vocab_size, stream, BLOCK: tl.con
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int, *, block: int = BLOCK) -> Tensor:
-    """Return `reference.gumbel` [R, V] in fp64."""
+    """Draw Gumbel noise [R, V] in fp64 as `reference.gumbel` does."""
     out_RV = torch.empty(len(seed_R), vocab_size, dtype=torch.float64, device=seed_R.device)
     if out_RV.numel():
         grid = (len(seed_R), triton.cdiv(vocab_size, block))

@@ -18,7 +18,10 @@ _LARGE = 4096
 
 
 def gumbel(seed_R: Tensor, position_R: Tensor, vocab_size: int, stream: int = GUMBEL_STREAM) -> Tensor:
-    """Return `reference.gumbel` [R, V] in fp64: bit for bit on a CPU, up to the last bits of a logarithm on a GPU."""
+    """Draw Gumbel noise [R, V] in fp64 as `reference.gumbel` does.
+
+    The numbers are equal bit for bit on a CPU, and up to the last bits of a logarithm on a GPU.
+    """
     if dispatch.on_gpu(seed_R):
         from specdecode_kernels.noise import kernel
 
@@ -50,6 +53,7 @@ def _words(quad_Q: Tensor, seed: int, position: int, stream: int) -> tuple[Tenso
 
 
 def _xored(product: Tensor, word: Tensor, key: int) -> Tensor:
+    """Return the high word of a product, xored with a counter word and a key word."""
     high = product >> 32
     high = high.bitwise_xor_(word) if high.dim() >= word.dim() else high ^ word
     return high.bitwise_xor_(key).bitwise_and_(LOW)

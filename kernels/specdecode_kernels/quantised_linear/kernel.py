@@ -21,11 +21,13 @@ BLOCK_K = 128
 
 @triton.jit
 def _low(bytes_NB, dtype: tl.constexpr):
+    """Return the levels in the low halves of int4 bytes."""
     return ((bytes_NB & 15).to(tl.int32) - 8).to(dtype)
 
 
 @triton.jit
 def _high(bytes_NB, dtype: tl.constexpr):
+    """Return the levels in the high halves of int4 bytes."""
     return ((bytes_NB >> 4).to(tl.int32) - 8).to(dtype)
 
 

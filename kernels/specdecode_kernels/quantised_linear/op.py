@@ -12,7 +12,7 @@ from specdecode_kernels.quantised_linear.reference import Quantised
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:
-    """Return `reference.linear`.
+    """Compute x W^T + b as `reference.linear` does.
 
     With more than `kernel.MOST_ROWS` rows (prompts) the product is bound by arithmetic and not by reading weights. The
     matrix is then dequantised to x's type and multiplied by the regular linear operation.

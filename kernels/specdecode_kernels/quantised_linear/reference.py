@@ -79,6 +79,7 @@ def quantise(weight_NK: Tensor, kind: Kind) -> Quantised:
 
 
 def _int4(wide_NK: Tensor) -> Quantised:
+    """Quantise a matrix to int4."""
     rows, columns = wide_NK.shape
     group = group_of(columns)
     values_NGK = F.pad(wide_NK, (0, -columns % group)).reshape(rows, -1, group)
@@ -106,6 +107,7 @@ def _best_scale(values_NGK: Tensor) -> Tensor:
 
 
 def _levels(values_NGK: Tensor, scale_NG: Tensor) -> Tensor:
+    """Return the nearest levels, -8 to 7, of weights under the scales of their groups; 0 for scale 0."""
     scale_NG1 = scale_NG.float()[..., None]
     return torch.where(scale_NG1 == 0, 0.0, values_NGK / scale_NG1).round().clamp(-8, 7)
 

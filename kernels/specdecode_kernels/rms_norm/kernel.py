@@ -28,6 +28,7 @@ def _rms_norm_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    """Compute the residual sum (if RESIDUAL) and the norm of one row."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     inside = e < size

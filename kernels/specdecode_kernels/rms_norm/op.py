@@ -10,7 +10,7 @@ from specdecode_kernels.rms_norm import reference
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, residual_TE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `reference.rms_norm` of the last dimension; there may be several leading dimensions."""
+    """Compute (normed, summed) over the last dimension as `reference.rms_norm` does, with any leading dimensions."""
     if not dispatch.on_gpu(x_TE) or x_TE.dtype == torch.float64 or dispatch.learns(x_TE, weight_E):
         return reference.rms_norm(x_TE, weight_E, eps, residual_TE)
     from specdecode_kernels.rms_norm import kernel

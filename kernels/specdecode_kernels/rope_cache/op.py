@@ -19,7 +19,10 @@ def rope_cache(
     slots_T: Tensor,
     cache_2NPKD: Tensor,
 ) -> Tensor:
-    """Return `reference.rope_cache`, on a GPU from a kernel."""
+    """Rotate queries and keys and write keys and values to the cache as `reference.rope_cache` does.
+
+    Returns the rotated queries [T, H, D].
+    """
     arguments = (q_THD, k_TKD, v_TKD, cos_PD, sin_PD, positions_T, slots_T, cache_2NPKD)
     if not dispatch.on_gpu(q_THD) or q_THD.dtype == torch.float64:
         return reference.rope_cache(*arguments)

@@ -33,6 +33,7 @@ def rope_cache(
 
 
 def _rotated(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate heads by the angles of their tokens."""
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     a, b = x_THD.to(wide).chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)

@@ -64,7 +64,7 @@ def _number(key):
 
 @triton.jit
 def _bin(x, top):
-    """Return the distance below the best logit in eighths of a nat; 255 stands for all larger distances."""
+    """Return the distance below the best logit in eighths of a nat; 255 means any larger distance."""
     return tl.minimum((top - x) * 8.0, 255.0).to(tl.int32)
 
 
@@ -124,6 +124,7 @@ def _cuts_kernel(
     BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
 ):
+    """Compute threshold, last token and log-sum-exp of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits_V, list_C = logits_RV + row * row_stride, lists_RC + row * ROOM
     temperature = tl.load(temperature_R + row)
@@ -213,6 +214,7 @@ def _apply_kernel(
     row_stride,
     BLOCK: tl.constexpr,
 ):
+    """Write the log-probabilities of one block of a row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size

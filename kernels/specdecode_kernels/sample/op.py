@@ -29,11 +29,11 @@ def adjusted(
     frequency_R: Tensor | None = None,
     presence_R: Tensor | None = None,
 ) -> Tensor:
-    """Return `reference.adjusted`; None means that no row uses the adjustment. ``logits_RV`` is not modified.
+    """Adjust logits as `reference.adjusted` does; None means that no row uses the adjustment.
 
     ``bias`` is (token ids, values) and ``blocked`` (token ids, bool: blocked now), all [R, K]. A token that occurs
     twice in a row of ``bias`` adds twice; one that occurs twice in a row of ``blocked`` must have the same value both
-    times.
+    times. ``logits_RV`` is not modified.
     """
     logits = torch.empty_like(logits_RV, dtype=torch.promote_types(logits_RV.dtype, torch.float32)).copy_(logits_RV)
     if bias is not None:
@@ -64,7 +64,7 @@ def processed(
     *,
     truncated: bool,
 ) -> Tensor:
-    """Return `reference.processed` for rows of temperature > 0.
+    """Compute log-probabilities as `reference.processed` does, for rows of temperature > 0.
 
     ``truncated`` must be True if any row truncates; the host knows this without waiting for the device.
     """

@@ -55,8 +55,8 @@ def processed(
 
     ``temperature`` 0 is greedy: all mass is on the first of the largest logits. ``min_p`` 0 or None, ``top_k`` 0 and
     ``top_p`` 1 cut nothing. Min-p keeps tokens with at least that share of the probability of the best token. Top-k
-    keeps all tokens that tie with the k-th logit. Top-p keeps the fewest tokens, best first, whose share of the mass
-    left by min-p and top-k reaches p.
+    keeps all tokens that tie with the k-th logit. Top-p keeps the fewest tokens, best first, that together reach a
+    share p of the mass left by min-p and top-k.
     """
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     logits = logits_RV.to(wide)
@@ -68,6 +68,7 @@ def processed(
 
 
 def _min_p(logits_RV: Tensor, min_p_R: Tensor | None) -> Tensor:
+    """Set logits below the min-p floor to -inf."""
     if min_p_R is None:
         return logits_RV
     floor_R1 = logits_RV.amax(-1, keepdim=True) + min_p_R.to(logits_RV.dtype).log()[:, None]
@@ -75,6 +76,7 @@ def _min_p(logits_RV: Tensor, min_p_R: Tensor | None) -> Tensor:
 
 
 def _top_k(logits_RV: Tensor, top_k_R: Tensor) -> Tensor:
+    """Set logits below the k-th largest to -inf."""
     size = logits_RV.shape[-1]
     k = torch.where((top_k_R <= 0) | (top_k_R > size), size, top_k_R)
     lowest = logits_RV.sort(dim=-1, descending=True).values.gather(-1, (k - 1)[:, None])
@@ -82,6 +84,7 @@ def _top_k(logits_RV: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def _top_p(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """Set logits outside of the top-p nucleus to -inf."""
     order = torch.sort(logits_RV, dim=-1, descending=True, stable=True).indices
     mass = torch.softmax(logits_RV, dim=-1).gather(-1, order)
     before = mass.cumsum(-1) - mass

@@ -1,1 +1,1 @@
-"""Gated activation SiLU(gate) * up of an MLP whose gate and up projections are one matrix."""
+"""Gated activation SiLU(gate) * up of an MLP with a joined gate and up projection."""

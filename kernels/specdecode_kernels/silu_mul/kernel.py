@@ -13,6 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def _silu_mul_kernel(gate_up_T2F, out_TF, size, row_stride, BLOCK: tl.constexpr):
+    """Compute one block of columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < size

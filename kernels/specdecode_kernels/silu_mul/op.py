@@ -10,7 +10,7 @@ from specdecode_kernels.silu_mul import reference
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """Return `reference.silu_mul` of the last dimension; there may be several leading dimensions."""
+    """Compute SiLU(gate) * up over the last dimension as `reference.silu_mul` does, with any leading dimensions."""
     if not dispatch.on_gpu(gate_up_T2F) or gate_up_T2F.dtype == torch.float64 or dispatch.learns(gate_up_T2F):
         return reference.silu_mul(gate_up_T2F)
     from specdecode_kernels.silu_mul import kernel

@@ -46,6 +46,7 @@ def _slice_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Find the best K tokens of one slice of one row."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_R + row)
     token = piece * BLOCK + tl.arange(0, BLOCK)
@@ -72,6 +73,7 @@ def _slice_kernel(
 def _join_kernel(
     score_RC, index_RC, score_RK, best_RK, ids_V, entries, MAPPED: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr
 ):
+    """Find the best K of all slices of one row and map them to target ids."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     score = tl.load(score_RC + row * entries + c, mask=c < entries, other=float("-inf"))

@@ -21,9 +21,9 @@ def top_k(
     sharpness: float = 1.0,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return `reference.top_k`.
+    """Propose k target token ids per row, [R, k], best first, as `reference.top_k` does.
 
-    On a GPU the noise is fp32: tokens whose scores differ by less than 1e-4 may change places. This can cost a
+    On a GPU the noise is fp32: tokens with scores that differ by less than 1e-4 may change places. This can cost a
     proposal, but never changes the text.
     """
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:

@@ -88,6 +88,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Attend one piece of the plan for one key-value head."""
     head, w = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     piece = pieces_W8 + w * 8

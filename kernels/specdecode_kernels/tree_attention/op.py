@@ -1,8 +1,8 @@
 """Tree attention over keys that are all in the paged cache, as the engine calls it.
 
 The prefix and the keys of the tree occupy consecutive positions of a sequence, so one masked attention over them equals
-the merged two passes of the reference. `prepare` computes once per pass what is the same in every layer: the cache rows
-to read and the visible keys.
+the merged two passes of the reference. `prepare` computes the cache rows to read and the visible keys, which are the
+same in every layer, once per pass.
 
 `attend` then runs one of three paths. On a CPU it runs one attention per sequence and layer. It reads the cache in
 place if the blocks of the sequence are contiguous; otherwise it copies them (a shared prefix, or a nearly full cache).
@@ -89,7 +89,7 @@ def prepare(
     one_by_one: bool | None = None,
     kv_heads: int = 8,
 ) -> Prepared:
-    """Compute what `attend` needs for one pass, from the host's view of the batch.
+    """Compute the layer-independent input of `attend` for one pass, from the host's view of the batch.
 
     Query t of a sequence sees its prefix and, after it, the rows that ``ancestors`` names; `CAUSAL` means the rows up
     to its own. Every query must see at least one key.
@@ -147,7 +147,7 @@ def prepare_tables(
     groups: int,
     kv_heads: int,
 ) -> Prepared:
-    """Compute what `attend` needs for one pass from device tensors only.
+    """Compute the layer-independent input of `attend` for one pass, from device tensors only.
 
     Because no host value is used, a captured graph stays valid for any later contents of the tensors. Sequences without
     queries are padding; queries from ``query_start[B]`` on are padding too and get zeros. Without a GPU, every query
@@ -227,6 +227,7 @@ def _planned(
 
 
 def _picked(x_RKD: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return cache rows, as a view if they are a slice."""
     return x_RKD[rows] if isinstance(rows, slice) else x_RKD.index_select(0, rows)
 
 
@@ -245,6 +246,7 @@ def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None
 
 
 def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered) -> Tensor:
+    """Attend all sequences in one padded attention."""
     batch, keys = plan.row_BL.shape
     groups = q_THD.shape[1] // k_RKD.shape[1]
     k, v = (
@@ -314,6 +316,7 @@ def _gathered(
     visible_TL: Tensor | None,
     dtype: torch.dtype,
 ) -> Gathered:
+    """Compute indices and mask of one padded attention over all sequences."""
     device = block_table_BM.device
     most = max(query_counts)
     starts = [sum(query_counts[:b]) for b in range(len(query_counts))]
@@ -333,4 +336,5 @@ def _gathered(
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask: 0 for visible keys, -inf for hidden ones."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)

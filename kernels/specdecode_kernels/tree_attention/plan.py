@@ -71,6 +71,7 @@ def _plan_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
+    """Compute BLOCK_W pieces of the plan and the merge entries of their queries."""
     b = tl.arange(0, BLOCK_B)
     real = b < batch
     first_B = tl.load(query_start + b, mask=real, other=0).to(tl.int32)

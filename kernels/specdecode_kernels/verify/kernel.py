@@ -77,6 +77,7 @@ def _best_kernel(
 
 @triton.jit
 def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.constexpr):
+    """Find the best score over all splits of one row, and its token."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     best_S = tl.load(best_RS + row * splits + s, mask=s < splits, other=float("-inf"))
@@ -90,6 +91,7 @@ def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.co
 def _walk_kernel(
     parents_BN, tokens_BN, chosen_BN, path_BD, count_B, bonus_B, last_B, nodes, depth, BLOCK_N: tl.constexpr
 ):
+    """Walk one tree along the chosen tokens."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     real = n < nodes
@@ -121,7 +123,7 @@ def choose(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """Return the chosen tokens [R], as `reference.chosen_tokens`.
+    """Choose the tokens [R] of plain decoding as `reference.chosen_tokens` does.
 
     Rows of temperature 0 are greedy; ``cuts`` None truncates nothing. A row's logits must be contiguous.
     """
@@ -158,7 +160,7 @@ def choose(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Return `reference.walk`, computed by one program per sequence."""
+    """Walk the trees as `reference.walk` does, one program per sequence."""
     batch, nodes = parents_BN.shape
     path_BD = torch.empty(batch, max_depth, dtype=torch.int64, device=parents_BN.device)
     count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=parents_BN.device) for _ in range(3))

@@ -25,7 +25,10 @@ def choose(
     position_R: Tensor,
     truncation: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return `reference.chosen_tokens`; a GPU reads the logits once and stores no probabilities or noise."""
+    """Choose the tokens [R] of plain decoding as `reference.chosen_tokens` does.
+
+    On a GPU the logits are read once, and no probabilities or noise are stored.
+    """
     if not dispatch.on_gpu(logits_RV) or logits_RV.dtype == torch.float64:
         return reference.chosen_tokens(logits_RV, temperature_R, seed_R, position_R, truncation)
     from specdecode_kernels.sample.kernel import cuts
@@ -36,7 +39,7 @@ def choose(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Return `reference.walk`."""
+    """Walk the trees as `reference.walk` does."""
     if not dispatch.on_gpu(parents_BN):
         return reference.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
     from specdecode_kernels.verify import kernel
@@ -56,18 +59,18 @@ def multi_round(
     drawn_BN: Tensor | None = None,
     width: int | None = None,
 ) -> Accepted:
-    """Return `reference.multi_round` for a batch of trees of at most ``depth`` levels; padding has parent -1.
+    """Run multi-round sampling on a batch of trees; every row gets the decisions of `reference.multi_round`.
 
     Args:
-        parents_BN: Parent of each node.
+        parents_BN: Parent of each node; -1 for the root and for padding.
         tokens_BN: Token of each node.
         logp_BNV: Log-probabilities of the target after each node.
         logq_BNV: Log-probabilities of the draft, or None if all children are deterministic.
         seed_B: Seed of each request.
         position_B: Absolute position of each root.
         depth: Maximum depth of the trees.
-        drawn_BN: Mask of the nodes whose children were drawn from ``logq_BNV`` (None: all). Children of other nodes
-            are deterministic.
+        drawn_BN: Mask of the nodes with children drawn from ``logq_BNV`` (None: all). Children of other nodes are
+            deterministic.
         width: Maximum number of children of a node (None: any number).
     """
     width = parents_BN.shape[1] - 1 if width is None else width
@@ -149,6 +152,6 @@ def residual(p_BV: Tensor, q_BV: Tensor | None, x_B1: Tensor) -> tuple[Tensor, T
 
 
 def normalised(x_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """Divide rows by their sum; a row of which rounding left nothing falls back to ``otherwise_BV``."""
+    """Divide rows by their sum; a row with sum 0 after rounding falls back to ``otherwise_BV``."""
     total_B1 = x_BV.sum(-1, keepdim=True)
     return torch.where(total_B1 > 0, x_BV / total_B1, otherwise_BV)

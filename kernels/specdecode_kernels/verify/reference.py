@@ -58,7 +58,7 @@ def chosen_tokens(
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Follow from the root the child whose token is the target's choice at its parent, until there is no such child.
+    """Walk from the root to the child that holds the token chosen at its parent, until there is no such child.
 
     ``chosen_BN`` is the target's token after each node. It is the token that plain decoding would emit there, so the
     accepted path plus the bonus token equals the text of plain decoding for any tree. The number of steps is fixed, and

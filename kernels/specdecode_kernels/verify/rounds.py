@@ -86,6 +86,7 @@ def _rounds_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Run multi-round sampling on one tree."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     v = tl.arange(0, BLOCK)
@@ -154,7 +155,7 @@ def multi_round(
     *,
     block: int = BLOCK,
 ) -> Accepted:
-    """Return `op.multi_round`. ``drawn_BM`` must be given if ``logq_BMV`` is."""
+    """Run `op.multi_round` as one launch. ``drawn_BM`` must be given if ``logq_BMV`` is."""
     (batch, nodes), vocab_size, device = parents_BN.shape, logp_BNV.shape[-1], parents_BN.device
     path_BD = torch.empty(batch, depth, dtype=torch.int64, device=device)
     count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))
