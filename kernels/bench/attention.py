@@ -33,7 +33,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Build ``batch`` sequences of ``context`` tokens, each with a tree of ``masks`` and scattered blocks."""
+    """``batch`` sequences of ``context`` tokens, each with a tree of ``masks`` and scattered blocks."""
 
     layer: Layer
     batch: int

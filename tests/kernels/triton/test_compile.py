@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from interpreted import kernel_modules
 
-SUPPORT = Path(__file__).parent / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = 227 * 1024
 """Maximum shared memory of one program on an H100 or H200 multiprocessor, in bytes."""
 
