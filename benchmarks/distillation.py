@@ -30,8 +30,8 @@ import traffic
 from machine import described
 
 from specdecode_worker.__main__ import main as command
-from specdecode_worker.capture import Reading, Record, read_records
-from specdecode_worker.capture.record import encoded
+from specdecode_worker.capture import ReadStats, Record, read_records
+from specdecode_worker.capture.record import encode
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt
@@ -46,13 +46,13 @@ from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.mixture import Weighted, compose
 from specdecode_worker.training.distillation.record_shards import read_samples
 from specdecode_worker.training.distillation.splits import split_of
-from specdecode_worker.training.distillation.student_training import StudySettings, train_settings
-from specdecode_worker.training.evaluation.acceptance_replay import Tally
+from specdecode_worker.training.distillation.student_training import StudentSettings, train_settings
+from specdecode_worker.training.evaluation.acceptance_replay import StepCounts
 from specdecode_worker.training.evaluation.draft_verdict import Domain, judge
 from specdecode_worker.training.evaluation.golden_set import by_conversation
 from specdecode_worker.training.evaluation.paired_step_times import step_costs
-from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
-from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
+from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 from specdecode_worker.training.optimization.trainer import Trainer
 
 SHAPE = TreeShape.chain(3)
@@ -163,7 +163,7 @@ class Bench:
             *read_samples(self.out / "after" / "golden"),
         ]
         weights = json.loads((self.out / "after" / "verdict.json").read_text())["capture"]["mix"]
-        steps = self._walked([Drafted(head) for head in heads], samples)
+        steps = self._walked([CalibratedDraft(head) for head in heads], samples)
         found = []
         for a, b in itertools.combinations(range(len(heads)), 2):
             costs = step_costs(self.target, heads[a], heads[b], SHAPE, rounds=20)
@@ -199,9 +199,9 @@ class Bench:
 
     def _trained(self, origin: Eagle3Head, new: Sequence[Conversation], *, seed: int, steps: int) -> Eagle3Head:
         """On old text, half of it replaced by ``new`` where there is any."""
-        settings = StudySettings(steps=steps, minutes=1e6, learning_rate=RATE, batch_tokens=self.args.batch_tokens,
+        settings = StudentSettings(steps=steps, minutes=1e6, learning_rate=RATE, batch_tokens=self.args.batch_tokens,
                                  seed=seed)  # fmt: skip
-        head = continued_head(origin, self.target, origin.target_ids.clone())
+        head = prepare_eagle3_head(origin, self.target, origin.target_ids.clone())
         trainer = Trainer(head, self.target.lm_head.weight, DataSet(self.out / "unused", validation=0),
                           train_settings(settings))  # fmt: skip
         for number in itertools.count():
@@ -213,7 +213,7 @@ class Bench:
                 trainer.step([batch])
         raise AssertionError("steps come to an end")
 
-    def _walked(self, drafts: Sequence[Drafted], samples: Sequence[Sample]) -> dict[str, np.ndarray[Any, Any]]:
+    def _walked(self, drafts: Sequence[CalibratedDraft], samples: Sequence[Sample]) -> dict[str, np.ndarray[Any, Any]]:
         """By domain [conversations, 1 + drafts]: tokens, then each draft's steps."""
         found = {}
         for domain, conversations in by_conversation(samples).items():
@@ -225,12 +225,12 @@ class Bench:
             found[domain] = np.array(rows, np.float64)
         return found
 
-    def _steps(self, drafts: Sequence[Drafted], sample: Sample) -> list[Tally]:
+    def _steps(self, drafts: Sequence[CalibratedDraft], sample: Sample) -> list[StepCounts]:
         config = self.target.config
-        return steps_of(drafts, sample, SHAPE, config.eos_token_ids, config.vocab_size)
+        return count_steps(drafts, sample, SHAPE, config.eos_token_ids, config.vocab_size)
 
     def _pace(self, head: Eagle3Head, samples: Sequence[Sample]) -> float:
-        tallies = [self._steps([Drafted(head)], sample)[0] for sample in samples]
+        tallies = [self._steps([CalibratedDraft(head)], sample)[0] for sample in samples]
         return round(sum(t.tokens for t in tallies) / sum(t.steps for t in tallies), 4)
 
     def _engine(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -259,12 +259,12 @@ class Bench:
         return found
 
     def _records(self) -> list[Record]:
-        return list(read_records([self.out / "capture"], Reading()))
+        return list(read_records([self.out / "capture"], ReadStats()))
 
     def _written(self, name: str, records: Sequence[Record]) -> Path:
         writer = SegmentWriter(self.out / name, max_bytes=2**30, max_age_seconds=1e9)
         for record in records:
-            writer.append(encoded(record))
+            writer.append(encode(record))
         writer.close()
         return self.out / name
 

@@ -95,7 +95,7 @@ class Traffic:
 
     def turn(self, steps: int, *, plainly: bool) -> Turn:
         """So many steps, and tokens that they emitted."""
-        self._engine.run_only(TreeShape(()) if plainly else None)
+        self._engine.force_shape(TreeShape(()) if plainly else None)
         return sum((self._step() for _ in range(steps)), Turn())
 
     def _step(self) -> Turn:

@@ -25,7 +25,7 @@ from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-from specdecode_worker.training.evaluation.acceptance_replay import ranks
+from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
 
 DEPTH = 8
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
@@ -66,7 +66,9 @@ def main() -> None:
 def _recorded(head: Any, conversations: list[Any], output_VE: Any) -> list[dict[str, Any]]:
     """Roots whose deepest token lies beyond the end of the answer are left out: it would count as a miss."""
     found = []
-    for conversation, ranks_IK in zip(conversations, ranks(head, conversations, output_VE, DEPTH), strict=True):
+    for conversation, ranks_IK in zip(
+        conversations, target_token_ranks(head, conversations, output_VE, DEPTH), strict=True
+    ):
         whole = ranks_IK[: max(len(ranks_IK) - DEPTH, 0)]
         if len(whole) >= DEPTH:
             words = ["".join(map(str, column)) for column in whole.T.tolist()]

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from specdecode_worker.capture import opening_of
+from specdecode_worker.capture import opening_hash
 from specdecode_worker.contract import Env, Plan, TaskMatch, TreeShape
 from specdecode_worker.training.data import prompts
 from specdecode_worker.training.distillation.splits import split_of
@@ -58,7 +58,7 @@ def drawn(task: str, counts: dict[str, int], taken: set[str]) -> list[Asked]:
     rng, left, found = random.Random(task), Counter(counts), list[Asked]()
     while left.total() > 0:
         text = _table(rng) if task == NEW else _question(rng)
-        split = split_of(opening_of(text))
+        split = split_of(opening_hash(text))
         if text not in taken and left[split] > 0:
             taken.add(text)
             left[split] -= 1

@@ -33,7 +33,7 @@ from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.data.shards import read_shard, shard_paths
 from specdecode_worker.training.data.state_recording import read_states
 from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, unrolled
-from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts
+from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 from specdecode_worker.training.optimization.validation import validation_line
 
@@ -97,7 +97,7 @@ def main() -> None:
 def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) -> None:
     questions = TrainingQuestions(chat, (), seed=0)
     settings = RolloutSettings(rows=96, answer_tokens=320)
-    rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), refuse=questions.refuse)
+    rollout = Rollout(target, settings, iter(questions), around=chat.around_question(), is_refused=questions.is_refused)
     with torch.inference_mode():
         for _ in range(8):  # rows at some length
             rollout._step()
@@ -127,7 +127,7 @@ def _student(run: Trainer, parts: Parts) -> None:
             for k, state in enumerate(states):
                 logits_of(run.head, state.flatten(0, 1)[valid_R], k)
         for name, divergence in (("divergence", 1.0), ("acceptance", 0.0)):
-            aim = replace(Aim(depth=run.depth, decay=0.8), divergence=divergence)
+            aim = replace(LossSettings(depth=run.depth, decay=0.8), divergence=divergence)
             with parts.timed(f"student: {name} loss with target's logits, forward and backward", tokens):
                 loss_of(run.head, batch, run.output_VE, aim).backward()  # type: ignore[no-untyped-call]
     tokens = root_counts(run.data.validation, 1)[0]

@@ -98,11 +98,11 @@ class Bench:
             request = Request.of(submit, (), arrived_seconds=0.0)
             drafts.follow(request)
             whole = (len(submit.prompt) - 1) // BLOCK_SIZE
-            taken = scheduler._pool.take(whole, room=whole)
+            taken = scheduler._pool.allocate(whole, room=whole)
             assert taken is not None, "the caches were made for fewer texts"
             request.blocks, request.cached = taken, whole * BLOCK_SIZE
             scheduler.publish(request, request.cached)
-            scheduler._pool.give_back(taken)
+            scheduler._pool.release(taken)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

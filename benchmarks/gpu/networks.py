@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from shapes import Shapes
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.tensor_placement import unfilled
+from specdecode_worker.models.checkpoints.tensor_placement import meta_init
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -26,7 +26,7 @@ _STD = 0.02
 
 def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Llama:
     """Made on the device itself: nothing of it is ever in a file."""
-    with unfilled():
+    with meta_init():
         model = Llama(llama_config(shapes.target))
     weights = _random(model, dtype, device)
     weights["model.embed_tokens.weight"][:, 0] = _LOUD
@@ -39,7 +39,7 @@ def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> L
 
 def write_head(shapes: Shapes, target: Llama, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """A checkpoint, for the engine's own loader."""
-    with unfilled():
+    with meta_init():
         head = Eagle3Head(eagle3_config(shapes.head, target.config), target.model.embed_tokens)
     weights = _random(head, dtype, device)
     weights["fc.weight"][0, 0] = 1

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.noise.op import gumbel
-from specdecode_worker.capture import Record, opening_of
+from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
 from specdecode_worker.commands.common.local_engine import LocalEngine, Prompt, local_engine
 from specdecode_worker.contract import TreeShape
@@ -31,7 +31,7 @@ from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama, weights_hash
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.record_replay import Replayed, replay
-from specdecode_worker.training.evaluation.paired_steps import Drafted
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft
 from specdecode_worker.training.heads.unroll import make_batch, unroll
 
 DEPTH = 7
@@ -46,7 +46,7 @@ def main() -> None:
     target = load_llama(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
     folder = resolve(EMBEDDED_DRAFT, None)
     head = load_eagle3(folder, target, dtype=torch.float32, device=torch.device("cpu"))
-    draft = Drafted(head, read_sharpness(folder))
+    draft = CalibratedDraft(head, read_sharpness(folder))
     parts: list[dict[str, np.ndarray]] = []
     for temperature in args.temperatures:
         for index, record in enumerate(_records(engine, prompts, temperature, args.max_tokens)):
@@ -79,12 +79,12 @@ def _records(engine: LocalEngine, prompts: list[Prompt], temperature: float, mos
                 target=EMBEDDED_TARGET,
                 task=prompt.domain,
                 time_seconds=time.time(),
-                opening=opening_of(str(prompt.tokens)),
+                opening=opening_hash(str(prompt.tokens)),
             )
 
 
 @torch.inference_mode()
-def _confidence(draft: Drafted, conversation: Conversation, record: Record) -> dict[str, np.ndarray]:
+def _confidence(draft: CalibratedDraft, conversation: Conversation, record: Record) -> dict[str, np.ndarray]:
     """hit, margin, top: [roots, DEPTH]; roots too near the end for the deepest token are left out."""
     head = draft.head
     first, temperature = record.prompt_length, record.sampling.temperature

@@ -12,7 +12,7 @@ import torch
 from small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import CudaRunner
+from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
 from specdecode_worker.engine.step import step_launcher
 
 SHAPE = {
@@ -39,7 +39,7 @@ def engine(dtype: torch.dtype, shape: str, *, graphs: bool, rows: tuple[int, ...
         blocks=200,
         budget=512,
         pipelined=True,
-        runner=CudaRunner() if graphs else None,
+        backend=CudaGraphBackend() if graphs else None,
         rows=rows,
     )
     made.set_plan(plan_of(shape))
@@ -67,7 +67,7 @@ def nothing_waits(made: Engine) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made._graphs, "launch", strictly(made._graphs.launch))  # type: ignore[union-attr]
-        patch.setattr(step_launcher, "tell_rows", strictly(step_launcher.tell_rows))  # type: ignore[attr-defined]
+        patch.setattr(step_launcher, "upload_rows", strictly(step_launcher.upload_rows))  # type: ignore[attr-defined]
         yield
 
 

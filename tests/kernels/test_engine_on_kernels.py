@@ -12,7 +12,7 @@ from small_llama import engine_of, networks, plan_of, submit, texts
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
-from specdecode_worker.engine.graphs.capture_backends import EagerRunner
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 
 CASES = {
     "greedy chain": ("chain:2", False, {}),
@@ -38,7 +38,7 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
     monkeypatch.setattr(verify, "processors", lambda _: 2)
     for module in ("rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep"):
         _count(module, calls, monkeypatch)
-    found = engine_of(networks(torch.float32), runner=EagerRunner() if rows else None, rows=rows)
+    found = engine_of(networks(torch.float32), backend=EagerBackend() if rows else None, rows=rows)
     found.set_plan(plan_of(shape))
     assert texts(found, requests) == text
     one, two = wanted.report(), found.report()

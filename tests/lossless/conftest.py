@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft, Roster
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
 from specdecode_worker.engine.drafts.ngram import NgramDrafter
-from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.capture_backends import EagerRunner
-from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.kv_cache.block_pool import BlockPool
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.draft_config import eagle_config, medusa_config
 from specdecode_worker.models.configs.model_config import LlamaConfig, eagle3_config, llama_config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Attend
@@ -44,7 +44,7 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.sampler import SamplerOf
+from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -66,7 +66,7 @@ class NoisedCopy(nn.Module):
             spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
             parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
-    reads = Reads((0, 1, 2))
+    reads = TargetStates((0, 1, 2))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA[:, : self.llama.config.hidden_size]
@@ -139,9 +139,9 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
         case "draft-model":
             return ModelDrafter(pair.copy.llama, vocabulary, cache(layers), state)
         case "ngram":
-            return NgramDrafter(state, vocabulary, 1, 4, foresees=True)
+            return NgramDrafter(state, vocabulary, 1, 4, host_is_current=True)
         case "ngram-blind":
-            return NgramDrafter(state, vocabulary, 1, 4, foresees=False)
+            return NgramDrafter(state, vocabulary, 1, 4, host_is_current=False)
     raise ValueError(name)
 
 
@@ -154,7 +154,7 @@ def make_engine(pair: Pair) -> EngineMaker:
 
     It is called as make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...). ``draft`` is a name of DRAFTERS, a
     list of names (the second and later ones are drafts "d1", "d2", ...) or None. ``graphs`` are the row buckets of the
-    steps that run through the graph runner.
+    steps that run through the graph capture backend.
     """
 
     def make(
@@ -164,7 +164,7 @@ def make_engine(pair: Pair) -> EngineMaker:
         blocks: int = 200,
         budget: int = 512,
         pipelined: bool = False,
-        sampler: SamplerOf = Coupling,
+        sampler: SamplerFactory = Coupling,
         prefix_caching: bool = True,
         chunked: bool = True,
         graphs: Sequence[int] = (),
@@ -178,26 +178,26 @@ def make_engine(pair: Pair) -> EngineMaker:
             )
             for i, name in enumerate(names)
         }
-        roster = Roster(drafts, state, pair.config.hidden_size)
+        registry = DraftRegistry(drafts, state, pair.config.hidden_size)
         target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU)
         target = Target(pair.target, target_cache, state)
         made = (
-            Graphs(target, roster, state, EagerRunner(), rows=graphs, most_tokens=budget, patience=1)
+            StepGraphs(target, registry, state, EagerBackend(), rows=graphs, max_tokens=budget, capture_after_steps=1)
             if graphs
             else None
         )
-        parts = Parts(
+        parts = EngineParts(
             scheduler=Scheduler(
                 Limits(max_num_seqs, budget, chunked), BlockPool(blocks), prefix_caching=prefix_caching
             ),
             target=target,
-            drafts=roster,
+            drafts=registry,
             state=state,
-            pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
+            shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
             sampler=sampler,
             graphs=made,
         )
-        identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
+        identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
         return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
 
     return make
@@ -232,13 +232,13 @@ def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit
     """Return request ``index``: a prompt, a seed and, if sampled, its own sampling parameters."""
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(0, VOCABULARY, (1 + 7 * index % 40,), generator=generator).tolist()
-    law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4]
+    params = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4]
     sampling = Sampling(
         max_tokens=tokens,
         seed=1000 + index,
-        temperature=law[0] if sampled else 0.0,
-        top_p=law[1] if sampled else 1.0,
-        top_k=law[2] if sampled else 0,
+        temperature=params[0] if sampled else 0.0,
+        top_p=params[1] if sampled else 1.0,
+        top_k=params[2] if sampled else 0,
     )
     return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling, task=f"t{index % shapes}")
 

@@ -39,7 +39,7 @@ SHAPES = [
     TreeShape.parse(text)
     for text in ("chain:1", "chain:3", "chain:6", "tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,1,1,2,4,4")
 ]
-LAWS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
+SAMPLING_PARAMS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
 """Sampling parameters (temperature, top-p, top-k), rotated from batch to batch.
 
 They do not share a batch, because one row with top-p or top-k slows down the whole batch.
@@ -92,7 +92,7 @@ def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
     """Return the requests. Task ``t<i>`` runs the i-th shape, and tasks are rotated from batch to batch."""
     found = []
     for i in range(COUNT):
-        temperature, top_p, top_k = LAWS[i // BATCH % len(LAWS)] if sampled else (0.0, 1.0, 0)
+        temperature, top_p, top_k = SAMPLING_PARAMS[i // BATCH % len(SAMPLING_PARAMS)] if sampled else (0.0, 1.0, 0)
         sampling = Sampling(max_tokens=TOKENS, seed=500 + i, temperature=temperature, top_p=top_p, top_k=top_k)
         task = f"t{(i + i // BATCH) % len(SHAPES)}"
         found.append(Submit(request_id=str(i), prompt=local.prompt(line(i)).tokens, sampling=sampling, task=task))
@@ -145,8 +145,8 @@ def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
     sampling, rows = submit.sampling, len(logits)
     if sampling.temperature == 0:
         return logits
-    law = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
-    logp = processed(logits, *law, torch.full((rows,), sampling.top_p))
+    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
+    logp = processed(logits, *params, torch.full((rows,), sampling.top_p))
     positions = torch.arange(len(submit.prompt), len(read) + 1)
     return logp + gumbel(torch.full((rows,), sampling.seed), positions, logits.shape[-1])
 

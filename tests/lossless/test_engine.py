@@ -27,8 +27,8 @@ def _scores(logits_RV: Tensor, request: Submit, position_R: Tensor) -> Tensor:
     sampling, rows = request.sampling, len(logits_RV)
     if sampling.temperature == 0:
         return logits_RV
-    law = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
-    logp = processed(logits_RV, *law, torch.full((rows,), sampling.top_p))
+    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
+    logp = processed(logits_RV, *params, torch.full((rows,), sampling.top_p))
     return logp + gumbel(torch.full((rows,), sampling.seed), position_R, logits_RV.shape[-1])
 
 

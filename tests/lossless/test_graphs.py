@@ -1,6 +1,6 @@
 """A replayed step over static tensors emits the same text and accepts the same drafts as an eager step.
 
-Graphs run through EagerRunner here, which repeats exactly the calls that a CUDA graph would hold.
+Graphs run through EagerBackend here, which repeats exactly the calls that a CUDA graph would hold.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from specdecode_worker.speculation.sampling import logits_processing, token_coun
 from specdecode_worker.speculation.sampling import multi_round as multi_round_module
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.params import Law
-from specdecode_worker.speculation.sampling.sampler import SamplerOf
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.sampling.sampler import SamplerFactory
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest, tree_of
 
 DRAWS = 200_000
@@ -36,10 +36,10 @@ DRAWS_WITH_BUG = 40_000
 VOCABULARY = 5
 TREE = tree_of(TreeShape.levels(2, 2))
 PARENTS = torch.tensor(TREE.parents)
-LAWS = {
-    "T1": Law(0, 1.0, 0, 1.0),
-    "T0.7-p0.9": Law(0, 0.7, 0, 0.9),
-    "all": Law(
+SAMPLING_PARAMS = {
+    "T1": SamplingParams(0, 1.0, 0, 1.0),
+    "T0.7-p0.9": SamplingParams(0, 0.7, 0, 0.9),
+    "all": SamplingParams(
         0,
         0.9,
         4,
@@ -68,34 +68,36 @@ def _tables() -> tuple[Tensor, Tensor]:
 TARGET, DRAFT = _tables()
 
 
-def _p(law: Law, answer: tuple[int, ...]) -> Tensor:
+def _p(params: SamplingParams, answer: tuple[int, ...]) -> Tensor:
     """Return the reference probabilities of the token after an answer, [V]."""
     last = answer[-1] if answer else PROMPT[-1]
     bias = torch.zeros(1, VOCABULARY, dtype=torch.float64)
-    for token, value in law.logit_bias:
+    for token, value in params.logit_bias:
         bias[0, token] = value
     blocked = torch.zeros(1, VOCABULARY, dtype=torch.bool)
-    blocked[0, list(law.blocked)] = len(answer) < law.min_tokens
+    blocked[0, list(params.blocked)] = len(answer) < params.min_tokens
     logits = adjusted(
         TARGET[None, last],
         bias_RV=bias,
         blocked_RV=blocked,
         prompt_RV=torch.tensor([[token in PROMPT for token in range(VOCABULARY)]]),
         counts_RV=torch.tensor([[answer.count(token) for token in range(VOCABULARY)]]),
-        repetition_R=torch.tensor([law.repetition_penalty]),
-        frequency_R=torch.tensor([law.frequency_penalty]),
-        presence_R=torch.tensor([law.presence_penalty]),
+        repetition_R=torch.tensor([params.repetition_penalty]),
+        frequency_R=torch.tensor([params.frequency_penalty]),
+        presence_R=torch.tensor([params.presence_penalty]),
     )
-    cuts = torch.tensor([law.top_k]), torch.tensor([law.top_p]), torch.tensor([law.min_p])
-    return processed(logits, torch.tensor([law.temperature]), *cuts)[0].exp()
+    cuts = torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p])
+    return processed(logits, torch.tensor([params.temperature]), *cuts)[0].exp()
 
 
 @lru_cache(maxsize=2)
-def _laws(count: int, law: Law) -> list[Law]:
-    return [replace(law, seed=seed, prompt_tokens=len(PROMPT)) for seed in range(count)]
+def _batch_params(count: int, params: SamplingParams) -> list[SamplingParams]:
+    return [replace(params, seed=seed, prompt_tokens=len(PROMPT)) for seed in range(count)]
 
 
-def _step(make: SamplerOf, law: Law, said_BP: Tensor, root_B: Tensor, *, draws: bool) -> tuple[Tensor, Tensor]:
+def _step(
+    make: SamplerFactory, params: SamplingParams, said_BP: Tensor, root_B: Tensor, *, draws: bool
+) -> tuple[Tensor, Tensor]:
     """Run one speculative step from each root and return (emitted tokens [B, D], their count [B]).
 
     A root is an index into ``said_BP``, to which the tree's tokens are written. Without ``draws`` the draft's most
@@ -104,7 +106,9 @@ def _step(make: SamplerOf, law: Law, said_BP: Tensor, root_B: Tensor, *, draws: 
     batch = len(root_B)
     rows_B = torch.arange(batch)
     forest = Forest((TREE,) * batch, (), PARENTS.expand(batch, -1), TREE.depth, all_chains=False)
-    sampler = make(_laws(batch, law), Texts(said_BP, rows_B, root_B, int(root_B.max()) + 1), forest, VOCABULARY)
+    sampler = make(
+        _batch_params(batch, params), BatchTokens(said_BP, rows_B, root_B, int(root_B.max()) + 1), forest, VOCABULARY
+    )
     for node, depth in enumerate(TREE.depths):
         children = [child for child, parent in enumerate(TREE.parents) if parent == node]
         if children:
@@ -133,7 +137,7 @@ SAMPLERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-def _p_value(sampler: str, law: Law, draws: int = DRAWS) -> float:
+def _p_value(sampler: str, params: SamplingParams, draws: int = DRAWS) -> float:
     """Return the p-value of the chi-square test over joint outcomes, or 0 if an impossible outcome occurred."""
     begin = len(PROMPT)
     root_B = torch.full((draws,), begin - 1)
@@ -141,20 +145,20 @@ def _p_value(sampler: str, law: Law, draws: int = DRAWS) -> float:
     said[:, :begin] = torch.tensor(PROMPT)
     rows_B1 = torch.arange(draws)[:, None]
     for _ in range(STEPS):
-        emitted_BD, count_B = SAMPLERS[sampler](law, said, root_B)
+        emitted_BD, count_B = SAMPLERS[sampler](params, said, root_B)
         step_D = torch.arange(emitted_BD.shape[1])
         index = torch.where(step_D < count_B[:, None], root_B[:, None] + 1 + step_D, said.shape[1] - 1)
         said[rows_B1, index] = emitted_BD
         root_B = root_B + count_B
-    return _chi_square(said[:, begin : begin + 3], _joint(law))
+    return _chi_square(said[:, begin : begin + 3], _joint(params))
 
 
-def _joint(law: Law) -> Tensor:
+def _joint(params: SamplingParams) -> Tensor:
     """Return the joint probabilities of the first three tokens, [V * V * V]."""
     words = range(VOCABULARY)
-    first = _p(law, ())
-    second = {a: _p(law, (a,)) for a in words}
-    third = {(a, b): _p(law, (a, b)) for a in words for b in words}
+    first = _p(params, ())
+    second = {a: _p(params, (a,)) for a in words}
+    third = {(a, b): _p(params, (a, b)) for a in words for b in words}
     return torch.cat([first[a] * second[a][b] * third[a, b] for a in words for b in words])
 
 
@@ -172,10 +176,10 @@ def _chi_square(said_B3: Tensor, joint: Tensor) -> float:
     return float(chi2.sf(float(statistic), int(common.sum()) - (rare[1] == 0).item()))
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("params", SAMPLING_PARAMS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_joint_law(sampler: str, law: str) -> None:
-    assert _p_value(sampler, LAWS[law]) > 1e-3
+def test_joint_law(sampler: str, params: str) -> None:
+    assert _p_value(sampler, SAMPLING_PARAMS[params]) > 1e-3
 
 
 def _no_renormalisation(patch: pytest.MonkeyPatch) -> None:
@@ -265,15 +269,15 @@ BUGS = {
 
 
 @pytest.mark.parametrize(
-    ("bug", "law", "sampler"),
+    ("bug", "params", "sampler"),
     [
-        pytest.param(plant, law, sampler, id=f"{name}-{sampler}")
-        for name, (plant, law, hit) in BUGS.items()
+        pytest.param(plant, params, sampler, id=f"{name}-{sampler}")
+        for name, (plant, params, hit) in BUGS.items()
         for sampler in hit
     ],
 )
 def test_planted_bug_is_seen(
-    bug: Callable[[pytest.MonkeyPatch], None], law: str, sampler: str, monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[pytest.MonkeyPatch], None], params: str, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    assert _p_value(sampler, LAWS[law], DRAWS_WITH_BUG) < 1e-6
+    assert _p_value(sampler, SAMPLING_PARAMS[params], DRAWS_WITH_BUG) < 1e-6

@@ -15,7 +15,7 @@ from plain_decoding import dense
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 
 METHODS = ("eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind")
 LEAST = {"draft-model": 1.5}
@@ -116,7 +116,9 @@ def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
 
     Entry r holds the proposals after root r; the first root is 1.
     """
-    states = pair.target(tokens, torch.arange(len(tokens)), dense, Reads(pair.eagle.config.aux_layers, final=True))
+    states = pair.target(
+        tokens, torch.arange(len(tokens)), dense, TargetStates(pair.eagle.config.aux_layers, final=True)
+    )
     assert states.aux_TA is not None
     features, final = states.aux_TA[:, : -pair.config.hidden_size], states.hidden_TE
     slots = torch.arange(1, len(tokens))

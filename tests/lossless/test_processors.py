@@ -12,7 +12,7 @@ from plain_decoding import PlainDecoding
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.speculation.sampling import token_counts
-from specdecode_worker.speculation.sampling.param_columns import Columns
+from specdecode_worker.speculation.sampling.param_columns import ParamColumns
 
 TOKENS, VOCABULARY = 30, 61
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -110,9 +110,11 @@ def test_planted_bugs_are_seen(
     if bug == "blind-to-the-tree":
         monkeypatch.setattr(token_counts, "paths_of", lambda *args: torch.zeros_like(right(*args)))
     elif bug == "prompt-is-answer":
-        nothing = property(lambda self: torch.zeros(len(self._laws), dtype=torch.int64))
-        monkeypatch.setattr(Columns, "prompt_tokens_B", nothing)
+        nothing = property(lambda self: torch.zeros(len(self._batch_params), dtype=torch.int64))
+        monkeypatch.setattr(ParamColumns, "prompt_tokens_B", nothing)
     else:
-        late = property(lambda self: torch.tensor([law.min_tokens + 2 if law.blocks else 0 for law in self._laws]))
-        monkeypatch.setattr(Columns, "min_tokens_B", late)
+        late = property(
+            lambda self: torch.tensor([params.min_tokens + 2 if params.blocks else 0 for params in self._batch_params])
+        )
+        monkeypatch.setattr(ParamColumns, "min_tokens_B", late)
     assert run(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}

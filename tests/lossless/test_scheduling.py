@@ -27,8 +27,8 @@ def ask(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: in
     topic, own = Random(index % TOPICS), Random(1000 + index)
     common = [topic.randrange(61) for _ in range(60)][: 40 + index % 20]
     tail = [own.randrange(61) for _ in range(prompt - len(common))]
-    law = {"temperature": 0.9, "top_p": 0.95} if sampled else {"temperature": 0.0}
-    sampling = Sampling(max_tokens=new, seed=index, **law)
+    params = {"temperature": 0.9, "top_p": 0.95} if sampled else {"temperature": 0.0}
+    sampling = Sampling(max_tokens=new, seed=index, **params)
     return Submit(request_id=str(index), prompt=(*common, *tail), sampling=sampling, task=f"t{index % shapes}")
 
 

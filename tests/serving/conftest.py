@@ -21,7 +21,7 @@ from worker_process import worker_config
 
 from specdecode_worker.contract import Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.server.lifecycle import Departure, Lifecycle
+from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Model, Service
@@ -73,13 +73,13 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def departure(service: Service) -> Departure:
-    return Departure(service.lifecycle, service.config.server, lambda: service.engine.in_flight, asyncio.Event())
+async def shutdown(service: Service) -> Shutdown:
+    return Shutdown(service.lifecycle, service.config.server, lambda: service.engine.in_flight, asyncio.Event())
 
 
 @pytest.fixture
-async def admin(service: Service, departure: Departure) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(admin_app(service, departure, TOKEN), raise_app_exceptions=False)
+async def admin(service: Service, shutdown: Shutdown) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(admin_app(service, shutdown, TOKEN), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://worker", headers=headers) as made:
         yield made

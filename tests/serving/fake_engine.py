@@ -105,16 +105,16 @@ class FakeEngine:
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
         return ()
 
-    def run_only(self, shape: TreeShape | None) -> None:
+    def force_shape(self, shape: TreeShape | None) -> None:
         pass
 
-    def forget_costs(self) -> None:
+    def reset_step_costs(self) -> None:
         pass
 
-    def assume_plain(self, sequences: int, seconds: float) -> None:
+    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
         pass
 
-    def forget_traffic(self) -> None:
+    def reset_traffic(self) -> None:
         pass
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
-from specdecode_worker.server.lifecycle import Departure, State
+from specdecode_worker.server.lifecycle import Shutdown, State
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.prompts import Prompt
@@ -28,7 +28,7 @@ PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "
         ("POST", Route.drain),
     ],
 )
-async def test_nothing_without_the_token(
+async def test_admin_port_requires_the_token(
     admin: httpx.AsyncClient, service: Service, method: str, path: str, header: dict[str, str]
 ) -> None:
     answer = await admin.request(method, path, headers=header, json=PLAN)
@@ -43,7 +43,7 @@ async def test_report_is_the_engines_with_the_servers_state(admin: httpx.AsyncCl
     assert Report.model_validate((await admin.get(Route.report)).json()).draining
 
 
-async def test_a_report_that_is_known_comes_as_its_clock_alone(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_unchanged_report_gives_304_with_the_clock(admin: httpx.AsyncClient, service: Service) -> None:
     first = await admin.get(Route.report)
     tag = first.headers["ETag"]
     again = await admin.get(Route.report, headers={"If-None-Match": tag})
@@ -74,7 +74,7 @@ async def test_a_higher_plan_reaches_the_engine(admin: httpx.AsyncClient, servic
         ({"max_depth": 13}, 400, None),
     ],
 )
-async def test_a_plan_that_must_not_run_is_refused_by_name(
+async def test_conflicting_plan_is_refused_with_the_field(
     admin: httpx.AsyncClient, service: Service, change: dict[str, Any], status: int, param: str | None
 ) -> None:
     answer = await admin.put(Route.plan, json={**PLAN, **change})
@@ -83,7 +83,7 @@ async def test_a_plan_that_must_not_run_is_refused_by_name(
     assert service.plans.current.version == 3
 
 
-async def test_a_plan_for_another_draft_starts_its_own_count(admin: httpx.AsyncClient) -> None:
+async def test_plan_version_may_restart_with_another_draft(admin: httpx.AsyncClient) -> None:
     assert (await admin.put(Route.plan, json={**PLAN, "draft": "e", "version": 1})).status_code == 200
 
 
@@ -99,20 +99,20 @@ async def test_knobs_are_set_shown_and_cleared(admin: httpx.AsyncClient) -> None
 
 
 async def test_drain_refuses_new_requests_after_the_delay(
-    admin: httpx.AsyncClient, client: httpx.AsyncClient, departure: Departure
+    admin: httpx.AsyncClient, client: httpx.AsyncClient, shutdown: Shutdown
 ) -> None:
     body = {"model": "small", "prompt": "hi", "max_tokens": 4}
     assert (await admin.post(Route.drain)).status_code == 202
     assert (await client.get("/ready")).status_code == 503
     served = await client.post("/v1/completions", json=body)
     assert (served.status_code, served.headers["connection"]) == (200, "close")
-    assert await departure.begin() == 0
+    assert await shutdown.begin() == 0
     refused = await client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_draft_has_taken_over_when_the_answer_comes(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_put_draft_returns_after_the_swap(admin: httpx.AsyncClient, service: Service) -> None:
     body = {"uri": "file:///better", "method": "eagle3"}
     asking = asyncio.create_task(admin.put(Route.draft, json=body))
     served = 0
@@ -130,14 +130,14 @@ async def test_a_draft_has_taken_over_when_the_answer_comes(admin: httpx.AsyncCl
     assert (await admin.get(Route.draft)).json() == asking.result().json()
 
 
-async def test_a_further_draft_is_swapped_by_its_name(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_named_draft_is_swapped(admin: httpx.AsyncClient, service: Service) -> None:
     assert (await admin.put(Route.draft, json={"method": "ngram", "name": "code"})).status_code == 200
     report = await service.report()
     assert [(draft.name, draft.method) for draft in report.named_drafts] == [("code", "ngram")]
     assert report.draft.hash == "d"
 
 
-async def test_a_draft_that_must_not_run_is_refused_with_the_reason(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_unusable_draft_is_refused_with_the_reason(admin: httpx.AsyncClient, service: Service) -> None:
     misfit = await admin.put(Route.draft, json={"uri": "file:///misfit"})
     assert misfit.status_code == 409
     assert "fc.weight is [8, 24]" in misfit.json()["error"]["message"]

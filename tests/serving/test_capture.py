@@ -11,7 +11,7 @@ import httpx
 import pytest
 from worker_process import worker_config
 
-from specdecode_worker.capture import Dropped, Reading, Record, Recorder, opening_of, read_records
+from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
 from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -40,7 +40,7 @@ async def client(model_folder: Path, recorder: Recorder) -> AsyncIterator[httpx.
 
 def records(recorder: Recorder, tmp_path: Path) -> list[Record]:
     recorder.close()
-    return list(read_records([tmp_path / "captured"], Reading()))
+    return list(read_records([tmp_path / "captured"], ReadStats()))
 
 
 async def chat(client: httpx.AsyncClient, text: str = "hi", headers: dict[str, str] | None = None, **more: Any) -> None:
@@ -61,10 +61,10 @@ async def test_a_request_becomes_a_record(client: httpx.AsyncClient, recorder: R
     sampling = found.sampling
     assert (sampling.seed, sampling.temperature, sampling.top_p, sampling.logit_bias) == (7, 0.5, 0.9, ((3, 1.5),))
     assert (sampling.logprobs, found.task, found.target, found.share) == (None, "code", "t", 1.0)
-    assert found.opening == opening_of("Say hi"), "the first turn of the user, and not the last"
+    assert found.opening == opening_hash("Say hi"), "the first turn of the user, and not the last"
 
 
-async def test_streams_and_choices_are_captured_one_by_one(
+async def test_each_choice_is_captured_as_one_record(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
     await chat(client, stream=True, n=2)
@@ -73,7 +73,7 @@ async def test_streams_and_choices_are_captured_one_by_one(
     found = records(recorder, tmp_path)
     assert [one.output_length for one in found] == [6, 6, 4, 4]
     assert len({one.sampling.seed for one in found}) == 4, "replay needs the seed that was drawn"
-    assert [one.opening for one in found[2:]] == [opening_of("one"), opening_of("65 66")]
+    assert [one.opening for one in found[2:]] == [opening_hash("one"), opening_hash("65 66")]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ async def test_streams_and_choices_are_captured_one_by_one(
         {"headers": {"X-Specdecode-Capture": "off"}, "metadata": {"capture": True}},
     ],
 )
-async def test_a_client_may_say_no(
+async def test_client_can_opt_out_of_capture(
     wish: dict[str, Any], client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
     await chat(client, **wish)
@@ -97,14 +97,14 @@ async def test_a_client_may_say_no(
 
 
 @pytest.mark.parametrize("wish", [{"metadata": {"capture": True}}, {"headers": {"X-Specdecode-Capture": "on"}}])
-async def test_a_client_may_say_yes(
+async def test_client_can_permit_capture(
     wish: dict[str, Any], client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
     await chat(client, **wish)
     assert len(records(recorder, tmp_path)) == 1
 
 
-async def test_a_task_whose_share_is_nothing_is_left_out(
+async def test_task_with_share_zero_is_not_captured(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
     await chat(client, headers={"X-Specdecode-Task": "never"})
@@ -112,7 +112,7 @@ async def test_a_task_whose_share_is_nothing_is_left_out(
     assert [one.task for one in records(recorder, tmp_path)] == ["code"]
 
 
-async def test_echoes_and_failures_are_no_records(
+async def test_echoes_and_failures_are_not_captured(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
     echo = {"model": "small", "prompt": "abc", "max_tokens": 0, "echo": True}
@@ -122,7 +122,7 @@ async def test_echoes_and_failures_are_no_records(
     assert records(recorder, tmp_path) == []
 
 
-async def test_the_metrics_page_counts_them(client: httpx.AsyncClient, recorder: Recorder) -> None:
+async def test_metrics_count_captured_requests(client: httpx.AsyncClient, recorder: Recorder) -> None:
     await chat(client)
     await chat(client, metadata={"capture": False})
     recorder.close()

@@ -10,12 +10,12 @@ import small_model
 import torch
 from worker_process import real
 
-from specdecode_worker.capture import Reading, read_records
+from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
 from specdecode_worker.training.data.shards import read_shard, shard_paths
-from specdecode_worker.training.distillation.record_shards import Source, prepare, read_samples
+from specdecode_worker.training.distillation.record_shards import CaptureSelection, prepare_shards, read_samples
 
-LAWS = (
+SAMPLING_PARAMS = (
     {"temperature": 0},
     {"temperature": 0.9},
     {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "n": 2},
@@ -23,7 +23,7 @@ LAWS = (
 )
 
 
-def test_what_a_worker_serves_is_what_a_draft_learns(tmp_path: Path) -> None:
+def test_captured_traffic_equals_served_traffic(tmp_path: Path) -> None:
     target, draft, capture = (tmp_path / name for name in ("target", "draft", "capture"))
     target.mkdir()
     draft.mkdir()
@@ -35,16 +35,22 @@ def test_what_a_worker_serves_is_what_a_draft_learns(tmp_path: Path) -> None:
         worker.wait_ready()
         for number in range(20):
             said = [{"role": "user", "content": f"{number} things about {number * 17}"}]
-            body = {"model": "small", "messages": said, "max_tokens": 20, "ignore_eos": True, **LAWS[number % 4]}
+            body = {
+                "model": "small",
+                "messages": said,
+                "max_tokens": 20,
+                "ignore_eos": True,
+                **SAMPLING_PARAMS[number % 4],
+            }
             assert httpx.post(f"{worker.public}/v1/chat/completions", json=body, timeout=60).status_code == 200
         worker.terminate()
         assert worker.exit_code() == 0
-    reading = Reading()
-    records = list(read_records([capture], reading))
-    assert (len(records), reading.segments, reading.torn) == (25, 1, 0)
+    stats = ReadStats()
+    records = list(read_records([capture], stats))
+    assert (len(records), stats.segments, stats.torn) == (25, 1, 0)
     model = load_llama(target, dtype=torch.float32, device=torch.device("cpu"))
-    source = Source(folders=(capture,), target=weights_hash(target), positions=256)
-    summary = prepare(model, source, tmp_path / "data", lambda line: None, lambda: False)
+    source = CaptureSelection(folders=(capture,), target=weights_hash(target), positions=256)
+    summary = prepare_shards(model, source, tmp_path / "data", lambda line: None, lambda: False)
     assert set(summary.dropped) <= {"overlaps", "too_short"}, "whatever the law, the target says it again"
     assert sum(summary.used.values()) + sum(summary.dropped.values()) == 25
     samples = [sample for split in summary.used for sample in read_samples(tmp_path / "data" / split)]

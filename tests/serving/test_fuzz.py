@@ -63,7 +63,7 @@ def schema(worker: WorkerProcess) -> schemathesis.BaseSchema:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize(("path", "method"), SHARES, ids=lambda part: part)
-def test_whatever_comes_is_answered_as_described(
+def test_fuzzed_requests_get_documented_responses(
     worker: WorkerProcess, schema: schemathesis.BaseSchema, path: str, method: str, mode: GenerationMode
 ) -> None:
     operation = schema[path][method]

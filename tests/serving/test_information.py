@@ -17,7 +17,7 @@ async def test_information_about_the_model_and_the_program(client: httpx.AsyncCl
     assert (await client.get("/v1/models/small")).json() == card
 
 
-async def test_tokenize_and_detokenize_undo_each_other(client: httpx.AsyncClient) -> None:
+async def test_detokenize_inverts_tokenize(client: httpx.AsyncClient) -> None:
     body = {"prompt": "é<|end|>", "return_token_strs": True}
     found = (await client.post("/tokenize", json=body)).json()
     assert (found["count"], found["max_model_len"]) == (3, fake_engine.MAX_MODEL_LEN)
@@ -30,7 +30,7 @@ async def test_tokenize_and_detokenize_undo_each_other(client: httpx.AsyncClient
         assert (await client.post("/detokenize", json=wrong)).status_code == status, wrong
 
 
-async def test_the_description_names_every_route(client: httpx.AsyncClient, service: Service) -> None:
+async def test_openapi_document_lists_every_route(client: httpx.AsyncClient, service: Service) -> None:
     described = (await client.get("/openapi.json")).json()
     served = {(route.path.replace(":path", ""), m.lower()) for route in public_app(service).routes
               if isinstance(route, APIRoute) for m in route.methods}  # fmt: skip

@@ -69,7 +69,7 @@ def test_sigterm_serves_then_refuses_and_lets_running_ones_finish(start: Start) 
     assert worker.exit_code() == 0, worker.log
 
 
-def test_under_load_no_request_is_lost_on_the_way_out(start: Start) -> None:
+def test_shutdown_under_load_loses_no_request(start: Start) -> None:
     worker = start(endpoint_delay_seconds=0.5, grace_period_seconds=20)
     answers: list[httpx.Response] = []
     stop = threading.Event()
@@ -96,7 +96,7 @@ def test_under_load_no_request_is_lost_on_the_way_out(start: Start) -> None:
 
 
 @pytest.mark.parametrize("how", ["second signal", "grace over"])
-def test_what_does_not_finish_is_cut_with_an_error(start: Start, how: str) -> None:
+def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     worker = start(endpoint_delay_seconds=0, grace_period_seconds=30 if how == "second signal" else 1)
     stuck = in_background(
         lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
@@ -138,7 +138,7 @@ def test_the_engine_dies_with_its_server(start: Start) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_that_hangs_up_frees_its_slot(start: Start) -> None:
+def test_disconnect_frees_the_slot(start: Start) -> None:
     worker = start()
 
     def running() -> int:
@@ -183,7 +183,7 @@ def test_sigterm_while_loading_ends_at_once(model_folder: Path, tmp_path: Path) 
         assert worker.exit_code(25) == 0, worker.log
 
 
-def test_a_taken_port_is_named(start: Start, model_folder: Path) -> None:
+def test_port_in_use_is_reported(start: Start, model_folder: Path) -> None:
     port = httpx.URL(start().public).port
     words = [sys.executable, str(HERE / "serve_fake.py"), config_json(model_folder, port=port)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
@@ -212,7 +212,7 @@ def test_the_mounted_plan_is_in_force_from_the_first_request(
         assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
 
 
-def test_knobs_that_cannot_be_read_start_nothing(model_folder: Path) -> None:
+def test_invalid_knobs_prevent_the_start(model_folder: Path) -> None:
     words = [sys.executable, str(HERE / "serve_fake.py"), config_json(model_folder)]
     environment = {**os.environ, Env.synthetic: '{"step_time": [{"seconds": 11}]}'}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
@@ -220,7 +220,7 @@ def test_knobs_that_cannot_be_read_start_nothing(model_folder: Path) -> None:
     assert f"cannot start: ${Env.synthetic}: invalid step_time[0].seconds" in ended.stderr, ended.stderr
 
 
-def test_with_a_token_the_admin_port_asks_for_it(model_folder: Path, tmp_path: Path) -> None:
+def test_admin_port_requires_a_configured_token(model_folder: Path, tmp_path: Path) -> None:
     with fake(config_json(model_folder), tmp_path / "log", {Env.admin_token: "secret"}) as worker:
         worker.wait_ready()
         assert httpx.get(worker.admin + "/v1/report").status_code == 401
@@ -229,7 +229,7 @@ def test_with_a_token_the_admin_port_asks_for_it(model_folder: Path, tmp_path: P
         assert httpx.get(worker.public + "/v1/report").status_code == 404, "the public port has no admin routes"
 
 
-def test_with_api_keys_the_public_port_asks_for_one(model_folder: Path, tmp_path: Path) -> None:
+def test_public_port_requires_a_configured_api_key(model_folder: Path, tmp_path: Path) -> None:
     with fake(config_json(model_folder), tmp_path / "log", {Env.api_keys: "first  second\n"}) as worker:
         worker.wait_ready()
         for path in ("/health", "/ready", "/metrics", "/version"):
@@ -260,7 +260,7 @@ RUDE = {
 }
 
 
-def test_rude_clients_are_survived(start: Start) -> None:
+def test_worker_survives_misbehaving_clients(start: Start) -> None:
     worker = start()
     url = httpx.URL(worker.public)
     for request in RUDE.values():

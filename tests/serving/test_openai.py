@@ -50,7 +50,7 @@ def say(text: str) -> Any:
     return [{"role": "user", "content": f"SAY:{text}"}]
 
 
-async def test_choices_have_seeds_of_their_own_and_the_first_the_requests(
+async def test_choices_have_distinct_seeds_starting_with_the_requests(
     client: openai.AsyncOpenAI, submitted: list[Sampling]
 ) -> None:
     answer = await client.completions.create(model="small", prompt=["a", "bb"], n=3, seed=5, max_tokens=4)
@@ -66,7 +66,7 @@ async def test_choices_have_seeds_of_their_own_and_the_first_the_requests(
     assert [sampling.seed for sampling in submitted] == [first, *others[:2]], "the same again"
 
 
-async def test_choices_stream_side_by_side(client: openai.AsyncOpenAI) -> None:
+async def test_choices_stream_concurrently(client: openai.AsyncOpenAI) -> None:
     texts = {0: "", 1: ""}
     reasons = {}
     stream = await client.chat.completions.create(model="small", messages=say("hello"), n=2, stream=True)
@@ -76,7 +76,7 @@ async def test_choices_stream_side_by_side(client: openai.AsyncOpenAI) -> None:
     assert (texts, reasons) == ({0: "hello", 1: "hello"}, {0: "stop", 1: "stop"})
 
 
-async def test_best_of_keeps_the_likeliest(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
+async def test_best_of_returns_the_most_likely_choices(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
     answer = await client.completions.create(
         model="small", prompt="a", best_of=4, n=2, seed=5, max_tokens=4, logprobs=0
     )
@@ -89,7 +89,7 @@ async def test_best_of_keeps_the_likeliest(client: openai.AsyncOpenAI, submitted
     assert answer.usage.completion_tokens == 16, "what was thrown away was generated too"
 
 
-async def test_what_is_asked_for_reaches_the_engine(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
+async def test_sampling_fields_reach_the_engine(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
     await client.chat.completions.create(
         model="small",
         messages=say("x"),
@@ -107,7 +107,7 @@ async def test_what_is_asked_for_reaches_the_engine(client: openai.AsyncOpenAI, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_tells_logprobs_of_what_it_shows(client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_chat_logprobs_cover_the_returned_text(client: openai.AsyncOpenAI, stream: bool) -> None:
     asked: Any = {"model": "small", "messages": say("éa STOP b"), "logprobs": True, "top_logprobs": 2, "seed": 0}
     if stream:
         chunks = [c async for c in await client.chat.completions.create(**asked, stop="STOP", stream=True)]
@@ -121,7 +121,7 @@ async def test_chat_tells_logprobs_of_what_it_shows(client: openai.AsyncOpenAI, 
     assert all([top.logprob for top in one.top_logprobs] == [logprob(0), logprob(1)] for one in found)
 
 
-async def test_echo_gives_the_prompt_back_with_its_logprobs(client: openai.AsyncOpenAI) -> None:
+async def test_echo_returns_the_prompt_with_logprobs(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model="small", prompt="é SAY:xy", echo=True, logprobs=1, max_tokens=9, seed=0
     )
@@ -136,7 +136,7 @@ async def test_echo_gives_the_prompt_back_with_its_logprobs(client: openai.Async
     assert (choice.logprobs.top_logprobs or [])[0] is None
 
 
-async def test_echo_without_an_answer_scores_a_prompt(client: openai.AsyncOpenAI) -> None:
+async def test_echo_with_max_tokens_zero_scores_the_prompt(client: openai.AsyncOpenAI) -> None:
     for prompt in ("abc", IDS.encode("abc").ids):
         answer = await client.completions.create(model="small", prompt=prompt, echo=True, logprobs=0, max_tokens=0)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "length")
@@ -162,7 +162,7 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"skip_special_tokens": False}, "hello world"),
     ],
 )
-async def test_how_the_text_ends(client: openai.AsyncOpenAI, more: dict[str, Any], text: str) -> None:
+async def test_stops_in_the_text(client: openai.AsyncOpenAI, more: dict[str, Any], text: str) -> None:
     body: Any = {"model": "small", "prompt": "SAY:hello world", "max_tokens": 40, "extra_body": more}
     whole = await client.completions.create(**body)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
@@ -170,7 +170,7 @@ async def test_how_the_text_ends(client: openai.AsyncOpenAI, more: dict[str, Any
     assert "".join([chunk.choices[0].text async for chunk in streamed]) == text
 
 
-async def test_a_tool_call_comes_back_as_one(client: openai.AsyncOpenAI) -> None:
+async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="small", messages=say(f"Wait.{CALL}"), tools=[WEATHER])
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
@@ -198,14 +198,14 @@ async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None
     assert scored == len((CALL + CALL).encode())
 
 
-async def test_without_parallel_calls_the_first_stays(client: openai.AsyncOpenAI) -> None:
+async def test_parallel_tool_calls_false_keeps_the_first_call(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="small", messages=say(CALL + CALL), tools=[WEATHER], parallel_tool_calls=False
     )
     assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
-async def test_with_tool_choice_none_nothing_is_a_call(client: openai.AsyncOpenAI) -> None:
+async def test_tool_choice_none_disables_tool_calls(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="small", messages=say(CALL), tools=[WEATHER], tool_choice="none"
     )
@@ -214,7 +214,7 @@ async def test_with_tool_choice_none_nothing_is_a_call(client: openai.AsyncOpenA
     assert answer.usage.prompt_tokens == len(f"user\nSAY:{CALL}\nassistant\n") + 3, "tools were rendered"
 
 
-async def test_calls_and_results_are_history(client: openai.AsyncOpenAI, lasting_service: Service) -> None:
+async def test_tool_calls_and_results_are_rendered(client: openai.AsyncOpenAI, lasting_service: Service) -> None:
     called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages: Any = [
         {"role": "assistant", "content": None, "tool_calls": [called]},
@@ -246,7 +246,7 @@ async def test_the_answer_carries_the_clients_request_id(client: openai.AsyncOpe
     assert named.parse().system_fingerprint == odd.parse().system_fingerprint
 
 
-async def test_usage_may_come_with_every_chunk(client: openai.AsyncOpenAI) -> None:
+async def test_continuous_usage_stats(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(
         model="small",
         prompt="SAY:abcdefgh",

@@ -68,7 +68,7 @@ async def test_a_stream_without_include_usage_has_none(client: httpx.AsyncClient
     assert not any("usage" in chunk or "metrics" in chunk for chunk in chunks)
 
 
-async def test_several_prompts_are_several_choices(client: httpx.AsyncClient) -> None:
+async def test_several_prompts_give_several_choices(client: httpx.AsyncClient) -> None:
     whole = await client.post("/v1/completions", json={**PROMPT, "prompt": ["a", "b"], "max_tokens": 4})
     assert [choice["text"] for choice in whole.json()["choices"]] == ["Grü", "Grü"]
     streamed = await client.post(
@@ -144,7 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 
-async def test_what_would_change_the_answer_is_refused_by_name(client: httpx.AsyncClient) -> None:
+async def test_unsupported_fields_are_refused_by_name(client: httpx.AsyncClient) -> None:
     for change, param, code in REFUSED:
         answer = await client.post("/v1/chat/completions", json={**CHAT, **change})
         assert answer.status_code == 400, (change, answer.text)
@@ -161,7 +161,7 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient) -> None:
+async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/chat/completions", json={**CHAT, **NEUTRAL, "max_tokens": 5})
     assert answer.status_code == 200, answer.text
 
@@ -211,7 +211,7 @@ async def test_a_task_is_named_by_header_then_metadata_then_rules(client: httpx.
         assert [name for name in after if after[name] > before.get(name, 0)] == [task], (header, metadata)
 
 
-async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -> None:
+async def test_full_queue_gives_429(client: httpx.AsyncClient, service: Service) -> None:
     silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
     waiting = [asyncio.create_task(client.post("/v1/completions", json=silent)) for _ in range(8)]
     while service.engine.in_flight < 8:
@@ -227,7 +227,7 @@ async def test_a_full_line_is_429(client: httpx.AsyncClient, service: Service) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_refused_prompt_ends_the_others(client: httpx.AsyncClient, service: Service, stream: bool) -> None:
+async def test_one_refused_prompt_cancels_the_others(client: httpx.AsyncClient, service: Service, stream: bool) -> None:
     before = asyncio.all_tasks()
     prompts = [[fake_engine.SILENT], [fake_engine.REFUSED]]
     answer = await client.post("/v1/completions", json={**PROMPT, "prompt": prompts, "stream": stream})
@@ -265,5 +265,5 @@ async def test_a_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncCl
     assert (await whole).json()["error"]["type"] == "server_error"
     assert "planted: the step failed" in (await whole).json()["error"]["message"]
     assert events((await stream).text)[-1]["error"]["code"] == "engine_error"
-    assert "planted" in await service.engine.gone
+    assert "planted" in await service.engine.ended
     assert (await client.post("/v1/completions", json=PROMPT)).status_code == 503

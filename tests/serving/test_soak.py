@@ -108,9 +108,7 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.jsonl"
 
 
-def test_nothing_fails_and_nothing_is_kept(
-    worker: WorkerProcess, folders: tuple[Path, Path, Path], prompts: Path
-) -> None:
+def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Path, Path, Path], prompts: Path) -> None:
     load(worker, prompts, min(SECONDS / 4, 20), seed=1)  # warm-up: one-time allocations happen here
     before = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
     swaps = Swaps(worker, folders[1:])

@@ -81,7 +81,7 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
     ), "only what was found in the cache may differ"
 
 
-def test_speculation_cannot_be_seen(client: openai.OpenAI, worker: WorkerProcess) -> None:
+def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     texts: dict[str, set[str]] = {"greedy": set(), "sampled": set()}
     before = report(worker).drafts
     version = 100
@@ -105,7 +105,7 @@ def test_speculation_cannot_be_seen(client: openai.OpenAI, worker: WorkerProcess
     assert texts["greedy"] != texts["sampled"]
 
 
-def test_knobs_change_no_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
+def test_synthetic_knobs_do_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     free = client.completions.create(model="small", prompt="twice", **GREEDY)
     knobs = SyntheticKnobs(acceptance=(0.0,))
     httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
@@ -116,9 +116,7 @@ def test_knobs_change_no_text(client: openai.OpenAI, worker: WorkerProcess) -> N
     assert cut.choices[0].text == free.choices[0].text
 
 
-def test_knobs_of_the_environment_pad_what_is_timed_before_anybody_is_served(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.1}]})
     with real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()}) as worker:
         worker.wait_ready()
@@ -131,7 +129,7 @@ def test_knobs_of_the_environment_pad_what_is_timed_before_anybody_is_served(
         assert report(worker).synthetic is None
 
 
-def test_eight_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
+def test_concurrent_requests_get_the_same_text_as_single_ones(client: openai.OpenAI) -> None:
     def ask(prompt: str) -> str:
         return client.completions.create(model="small", prompt=prompt, **GREEDY).choices[0].text
 
@@ -142,7 +140,7 @@ def test_eight_at_once_say_what_each_says_alone(client: openai.OpenAI) -> None:
     assert together == alone
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_openai_client_raises_its_error_types(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as refused:
@@ -160,7 +158,7 @@ def test_a_prompt_as_long_as_the_context_is_served(client: openai.OpenAI) -> Non
     assert answer.usage.total_tokens == 256
 
 
-def test_who_hangs_up_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
+def test_disconnect_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.2}]})
     httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
     try:
@@ -183,7 +181,7 @@ def steps(worker: WorkerProcess) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_on_several_answers_costs_one_more_step(
+def test_disconnect_with_several_choices_costs_one_step(
     client: openai.OpenAI, worker: WorkerProcess, stream: bool
 ) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
@@ -231,7 +229,7 @@ def test_penalties_and_biases_change_the_text(client: openai.OpenAI) -> None:
     assert client.completions.create(**asked, logit_bias={str(only_x): 100}).choices[0].text == "x" * 20
 
 
-def test_more_answers_change_no_first_one(client: openai.OpenAI) -> None:
+def test_larger_n_does_not_change_the_first_choice(client: openai.OpenAI) -> None:
     asked: Any = {"model": "small", "prompt": "several", "seed": 11, "temperature": 2.0, "max_tokens": 30}
     alone = client.completions.create(**asked)
     several = client.completions.create(**asked, n=3)
@@ -254,7 +252,7 @@ def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) 
     assert len(found.model_dump_json()) < 64 * 1024
 
 
-def test_sigterm_under_load_loses_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
     words = flags(*folders, "--endpoint-delay-seconds", "1")
     answers: list[httpx.Response] = []
     stop = threading.Event()
@@ -284,7 +282,7 @@ def test_sigterm_under_load_loses_nothing(folders: tuple[Path, Path], tmp_path: 
     assert all(a.json()["usage"]["completion_tokens"] == 60 for a in answers if a.status_code == 200)
 
 
-def test_a_draft_that_does_not_fit_leaves_a_plain_worker(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_worker_with_unusable_draft_serves_plainly(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = folders
     with real(flags(target, tmp_path / "nowhere"), tmp_path / "log") as worker:
         worker.wait_ready()
@@ -308,7 +306,7 @@ def test_the_embedded_model_chats(tmp_path: Path) -> None:
         assert "Paris" in text
 
 
-def test_what_cannot_fit_leaves_a_verdict_and_ends(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_insufficient_memory_writes_a_termination_message(folders: tuple[Path, Path], tmp_path: Path) -> None:
     last_words = tmp_path / "termination-log"
     last_words.write_text("")
     environment = {ENV_PATH: str(last_words)}

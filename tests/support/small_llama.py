@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft, Roster
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.capture_backends import Runner
-from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.graphs.capture_backends import CaptureBackend
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.engine.kv_cache.block_pool import BlockPool
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
@@ -56,7 +56,7 @@ class NoisedCopy(nn.Module):
             spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
             parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator).to(parameter)
 
-    reads = Reads((0, 1))
+    reads = TargetStates((0, 1))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA[:, : self.llama.config.hidden_size]
@@ -99,28 +99,30 @@ def engine_of(
     blocks: int = 100,
     budget: int = 256,
     pipelined: bool = False,
-    runner: Runner | None = None,
+    backend: CaptureBackend | None = None,
     rows: Sequence[int] = (1, 2, 4),
 ) -> Engine:
-    """Return an engine over the pair. ``runner`` captures graphs of steps, for buckets of ``rows``."""
+    """Return an engine over the pair. ``backend`` captures graphs of steps, for buckets of ``rows``."""
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
     state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
     cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
     drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
-    roster = Roster({"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size)
+    registry = DraftRegistry(
+        {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size
+    )
     target = Target(pair.target, cache, state)
     graphs = None
-    if runner is not None:
-        graphs = Graphs(target, roster, state, runner, rows=rows, most_tokens=budget, patience=1)
-    parts = Parts(
+    if backend is not None:
+        graphs = StepGraphs(target, registry, state, backend, rows=rows, max_tokens=budget, capture_after_steps=1)
+    parts = EngineParts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
         target=target,
-        drafts=roster,
+        drafts=registry,
         state=state,
-        pilot=Pilot(Dispatcher("", "d"), roster),
+        shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
         graphs=graphs,
     )
-    identity = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
+    identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
     return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
 
 
@@ -133,8 +135,8 @@ def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sa
     """Return request ``index``: a random prompt, a seed and, if sampled, its own sampling parameters."""
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(0, vocabulary, (3 + 7 * index % 40,), generator=generator).tolist()
-    law = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
-    wanted = {"temperature": law[0], "top_p": law[1], "top_k": law[2], **sampling}
+    params = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
+    wanted = {"temperature": params[0], "top_p": params[1], "top_k": params[2], **sampling}
     return Submit(
         request_id=str(index), prompt=tuple(prompt), sampling=Sampling(max_tokens=tokens, seed=1000 + index, **wanted)
     )

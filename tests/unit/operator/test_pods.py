@@ -23,7 +23,7 @@ from specdecode_operator.sums import Hits, Moments, RequestSums
 from specdecode_operator.suspects import quiet
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
-from specdecode_worker.server.plan_store import Plans
+from specdecode_worker.server.plan_store import PlanStore
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
 
@@ -179,7 +179,7 @@ def test_a_least_depth_keeps_it_speculating() -> None:
 
 def test_a_worker_takes_the_quiet_plan_of_its_version_and_the_common_one_after() -> None:
     common = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
-    plans = Plans("u", common)
+    plans = PlanStore("u", common)
     hushed = quiet(common)
     plans.check(hushed)
     assert (hushed.version, hushed.rows, hushed.initial.nodes, hushed.max_depth) == (7, (), 0, 5)

@@ -25,7 +25,7 @@ from specdecode_operator.memory import Memory
 from specdecode_operator.records import Observed, Outcome
 from specdecode_operator.status import status_of
 from specdecode_worker.contract import LatencyHistogram, Report
-from specdecode_worker.metrics import Counts, render
+from specdecode_worker.metrics import ServerCounters, render
 
 DASHBOARD = ROOT / "helm" / "specdecode" / "files" / "dashboard.json"
 QUIET = {
@@ -73,7 +73,7 @@ def worker() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(render(report, Counts(time.monotonic)))
+            self.wfile.write(render(report, ServerCounters(time.monotonic)))
 
         def log_message(self, *_: object) -> None: ...
 

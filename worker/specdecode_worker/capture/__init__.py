@@ -1,12 +1,21 @@
 """Capture of served requests: records in segment files, written by a background thread and read by ``distill``.
 
-server ──offer──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
+server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
 """
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
 from specdecode_worker.capture.errors import CaptureError
-from specdecode_worker.capture.record import Record, opening_of
+from specdecode_worker.capture.record import Record, opening_hash
 from specdecode_worker.capture.recorder import Recorder
-from specdecode_worker.capture.segments import Reading, read_records
+from specdecode_worker.capture.segments import ReadStats, read_records
 
-__all__ = ["CaptureCounts", "CaptureError", "Dropped", "Reading", "Record", "Recorder", "opening_of", "read_records"]
+__all__ = [
+    "CaptureCounts",
+    "CaptureError",
+    "Dropped",
+    "ReadStats",
+    "Record",
+    "Recorder",
+    "opening_hash",
+    "read_records",
+]

@@ -28,7 +28,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     time_seconds: float
     """Unix time at which the output ended."""
     opening: str
-    """`opening_of` the conversation.
+    """`opening_hash` the conversation.
 
     All turns of a conversation share it, so that they are assigned to the same split.
     """
@@ -41,7 +41,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tokens) - self.prompt_length
 
 
-def opening_of(text: str) -> str:
+def opening_hash(text: str) -> str:
     """Return 16 hex digits of the SHA-256 of the first user text.
 
     Differences in white space do not change it.
@@ -53,11 +53,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Record)
 
 
-def encoded(record: Record) -> bytes:
+def encode(record: Record) -> bytes:
     """Return the msgpack encoding of a record."""
     return _ENCODER.encode(record)
 
 
-def decoded(body: bytes) -> Record:
+def decode(body: bytes) -> Record:
     """Decode a record. Raise msgspec.DecodeError, or its subclass ValidationError, if the bytes are invalid."""
     return _DECODER.decode(body)

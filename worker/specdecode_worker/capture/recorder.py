@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
-from specdecode_worker.capture.record import Record, encoded
-from specdecode_worker.capture.redaction import Hook, load_hook, redacted
+from specdecode_worker.capture.record import Record, encode
+from specdecode_worker.capture.redaction import Hook, apply_hook, load_hook
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.contract import CaptureConfig
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Recorder of one worker.
 
-    ``share_of``, ``draws`` and ``offer`` must be called from the event loop. The recorder's own thread redacts and
-    writes.
+    ``share_of``, ``should_capture`` and ``enqueue`` must be called from the event loop. The recorder's own thread
+    redacts and writes.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Recorder:
         """Return the share of requests of ``task`` to capture."""
         return self._config.task_shares.get(task, self._config.share)
 
-    def draws(self, task: str) -> bool:
+    def should_capture(self, task: str) -> bool:
         """Return whether to capture this request of ``task``, by a random draw with its share."""
         return self._random.random() < self.share_of(task)
 
-    def offer(self, record: Record) -> None:
+    def enqueue(self, record: Record) -> None:
         """Queue a record without waiting; drop it if the queue is full."""
         try:
             self._queue.put_nowait(record)
@@ -91,12 +91,12 @@ class Recorder:
         self._segments.close()
 
     def _write(self, record: Record) -> None:
-        found = redacted(record, self._hook)
+        found = apply_hook(record, self._hook)
         if isinstance(found, Dropped):
             self.counts.dropped[found] += 1
             return
         try:
-            body = encoded(found)
+            body = encode(found)
         except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
             self.counts.dropped[Dropped.redaction_error] += 1
             return

@@ -34,7 +34,7 @@ def load_hook(name: str) -> Hook:
     return hook
 
 
-def redacted(record: Record, hook: Hook | None) -> Record | Dropped:
+def apply_hook(record: Record, hook: Hook | None) -> Record | Dropped:
     """Return the record to write, or the reason to drop it.
 
     A hook that fails or returns anything but a record drops the record, so that no unredacted record is written.

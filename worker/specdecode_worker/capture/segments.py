@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.record import Record, decoded
+from specdecode_worker.capture.record import Record, decode
 
 MAGIC = b"SDCAP01\n"
 SUFFIX = ".segment"
@@ -124,7 +124,7 @@ class SegmentWriter:
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadStats:
     """Counters of one read of the folders."""
 
     segments: int = 0
@@ -134,7 +134,7 @@ class Reading:
     """Complete frames that do not decode as a record."""
 
 
-def read_records(folders: Sequence[Path], reading: Reading) -> Iterator[Record]:
+def read_records(folders: Sequence[Path], stats: ReadStats) -> Iterator[Record]:
     """Yield all records of the folders, by segment in the order of creation.
 
     Workers may write to the folders at the same time.
@@ -150,25 +150,25 @@ def read_records(folders: Sequence[Path], reading: Reading) -> Iterator[Record]:
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue  # deleted by a writer since the listing
-            reading.segments += 1
-            yield from _records(content, reading)
+            stats.segments += 1
+            yield from _records(content, stats)
 
 
-def _records(content: bytes, reading: Reading) -> Iterator[Record]:
+def _records(content: bytes, stats: ReadStats) -> Iterator[Record]:
     at = len(MAGIC)
     if not content.startswith(MAGIC):
-        reading.torn += 1
+        stats.torn += 1
         return
     while at < len(content):
         body = _body(content, at)
         if body is None:
-            reading.torn += 1
+            stats.torn += 1
             return
         at += _FRAME.size + len(body)
         try:
-            yield decoded(body)
+            yield decode(body)
         except msgspec.MsgspecError:
-            reading.unreadable += 1
+            stats.unreadable += 1
 
 
 def _body(content: bytes, at: int) -> bytes | None:

@@ -38,7 +38,7 @@ QUESTIONS = (
     "Give me a recipe for a simple vegetable soup.",
 )
 """Prompts used if no file of prompts is given."""
-FEWEST = 4
+MIN_PROMPTS = 4
 """Fewest prompts for each concurrency, because the acceptance of a single text is not representative."""
 
 
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         engine = local_engine(args, max_num_seqs=max(args.concurrency))
         prompts = _prompts(engine, args)
-        found = {count: compare(engine, prompts, count, _variants(args), args) for count in args.concurrency}
-        document = _document(args, engine, found)
+        results = {count: compare(engine, prompts, count, _variants(args), args) for count in args.concurrency}
+        document = _document(args, engine, results)
         if args.transformers:
-            pace = transformers_tokens_per_second(
+            tokens_per_second = transformers_tokens_per_second(
                 engine.folder, args.dtype, [p.tokens for p in prompts], args.max_tokens
             )
-            document["transformers"] = {"tokens_per_second": pace}
+            document["transformers"] = {"tokens_per_second": tokens_per_second}
     except (ModelError, EmbeddedModelError, TokenizerProblem, ValueError, OSError) as error:
         print(f"specdecode-worker bench: {error}", file=sys.stderr)
         return 1
@@ -95,13 +95,13 @@ def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[Prompt]:
         ValueError: The file holds no prompt.
     """
     if args.prompts:
-        found = engine.prompts(Path(args.prompts))
+        results = engine.prompts(Path(args.prompts))
     else:
-        found = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
-    if not found:
+        results = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
+    if not results:
         raise ValueError(f"{args.prompts} holds no prompt")
-    wanted: int = max(*args.concurrency, len(found) if args.prompts else FEWEST)
-    return (found * -(-wanted // len(found)))[:wanted]
+    wanted: int = max(*args.concurrency, len(results) if args.prompts else MIN_PROMPTS)
+    return (results * -(-wanted // len(results)))[:wanted]
 
 
 def _variants(args: argparse.Namespace) -> tuple[Variant, ...]:

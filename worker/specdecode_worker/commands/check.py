@@ -12,7 +12,7 @@ from specdecode_worker.commands.common.flags import add_model_flags, method_and_
 from specdecode_worker.contract import CheckVerdict, DraftConfig, EngineConfig, Env, ModelConfig, WorkerConfig
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.engine.memory.memory_budget import Device
-from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.memory_verdict import make_verdict
 from specdecode_worker.engine.memory.model_inventory import Inventory, take_inventory
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
 from specdecode_worker.models.errors import ModelError
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker check: {error}", file=sys.stderr)
         return 2
     try:
-        verdict = judge(_inventory(args, config))
+        verdict = make_verdict(_inventory(args, config))
     except ModelError as error:
         print(f"specdecode-worker check: {error}", file=sys.stderr)
         return 1
-    print(verdict.model_dump_json(indent=2) if args.json else _told(verdict))
+    print(verdict.model_dump_json(indent=2) if args.json else _format_verdict(verdict))
     return 0 if verdict.serves else 1
 
 
@@ -112,7 +112,7 @@ def _another(gib: float, engine: EngineConfig) -> Device:
     return Device(kind=kind, limit=size, free=size, source=source, count=engine.tensor_parallel_size)
 
 
-def _told(verdict: CheckVerdict) -> str:
+def _format_verdict(verdict: CheckVerdict) -> str:
     """Format the result as text."""
     lines = [*verdict.arithmetic, ""]
     if verdict.draft_problem:

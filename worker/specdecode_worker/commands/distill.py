@@ -27,15 +27,15 @@ from specdecode_worker.models.checkpoints.weights import load_llama, weights_has
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat
-from specdecode_worker.training.distillation.pipeline import Distillation, Job
+from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings
 from specdecode_worker.training.distillation.record_shards import Interrupted
-from specdecode_worker.training.distillation.student_training import StudySettings
+from specdecode_worker.training.distillation.student_training import StudentSettings
 from specdecode_worker.training.errors import TrainingError
 
 INTERRUPTED = 143
 """Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
 _USAGE = 64
-_DEFAULTS = StudySettings()
+_DEFAULTS = StudentSettings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     try:
         with _stoppable() as stop:
-            document = _distilled(args, stop)
+            document = _distill(args, stop)
     except Interrupted:
-        _tell("distill: stopped; the same command goes on from here")
+        _log("distill: stopped; the same command goes on from here")
         return INTERRUPTED
     except (TrainingError, CaptureError, ModelError) as error:
         print(f"specdecode-worker distill: {error}", file=sys.stderr)
@@ -119,11 +119,11 @@ def _stoppable() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _distilled(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
+def _distill(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
     """Run the distillation and return its result document."""
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (args.model, args.draft))
     model = load_llama(target.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
-    job = Job(
+    job = DistillationSettings(
         target=target,
         parent=parent,
         capture=tuple(args.capture),
@@ -137,10 +137,10 @@ def _distilled(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any
         most_tokens=args.capture_tokens,
         golden_tokens=args.max_tokens,
     )
-    return Distillation(model, Chat(target.folder), job, _tell, stop.is_set).run()
+    return Distillation(model, Chat(target.folder), job, _log, stop.is_set).run()
 
 
-def _settings(args: argparse.Namespace) -> StudySettings:
+def _settings(args: argparse.Namespace) -> StudentSettings:
     """Build the training settings from the flags.
 
     Raises:
@@ -152,7 +152,7 @@ def _settings(args: argparse.Namespace) -> StudySettings:
              "--patience": args.patience, "--unroll": args.unroll, "--batch-tokens": args.batch_tokens}  # fmt: skip
     if wrong := [flag for flag, value in least.items() if value <= 0]:
         raise TrainingError(f"{wrong[0]} must be above 0")
-    return StudySettings(
+    return StudentSettings(
         steps=args.steps,
         minutes=args.minutes,
         learning_rate=args.learning_rate,
@@ -171,6 +171,6 @@ def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
     return Ancestor(uri, folder, weights_hash(folder))
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
     try:
-        document = sampler_comparison.compare(args) if args.sampler else _evaluated(args, str(draft))
+        document = sampler_comparison.compare(args) if args.sampler else _evaluate(args, str(draft))
     except (TrainingError, ModelError, TokenizerProblem, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluated(args: argparse.Namespace, draft: str) -> dict[str, Any]:
+def _evaluate(args: argparse.Namespace, draft: str) -> dict[str, Any]:
     """Generate the target's greedy answers and evaluate the draft on them."""
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -17,8 +17,8 @@ from specdecode_worker.commands.common.local_engine import (
     DEFAULT_SHAPE,
     Answer,
     LocalEngine,
-    Pace,
     Prompt,
+    RunTiming,
     distinct_4grams,
     local_engine,
     sampling_of,
@@ -73,25 +73,27 @@ def _stream(engine: LocalEngine, prompt: Prompt, args: argparse.Namespace) -> in
     def show(_: int, new: Tokens) -> None:
         print("".join(map(detokenizer.push, new.tokens)), end="", flush=True)
 
-    answers, pace = engine.answer([prompt], [sampling_of(args, 0)], show)
+    answers, timing = engine.answer([prompt], [sampling_of(args, 0)], show)
     print(detokenizer.flush())
-    print(_statistics(answers, pace), file=sys.stderr)
+    print(_statistics(answers, timing), file=sys.stderr)
     return 0
 
 
 def _all(engine: LocalEngine, prompts: list[Prompt], args: argparse.Namespace) -> int:
     """Answer all prompts and print the answers, or one JSON document."""
-    answers, pace = engine.answer(prompts, [sampling_of(args, i) for i in range(len(prompts))])
+    answers, timing = engine.answer(prompts, [sampling_of(args, i) for i in range(len(prompts))])
     if args.json:
-        print(json.dumps(_document(engine, prompts, answers, pace), indent=2))
+        print(json.dumps(_document(engine, prompts, answers, timing), indent=2))
         return 0
     for answer in answers:
         print(engine.tokenizer.decode(answer.tokens), end="\n\n")
-    print(_statistics(answers, pace), file=sys.stderr)
+    print(_statistics(answers, timing), file=sys.stderr)
     return 0
 
 
-def _document(engine: LocalEngine, prompts: list[Prompt], answers: list[Answer], pace: Pace) -> dict[str, object]:
+def _document(
+    engine: LocalEngine, prompts: list[Prompt], answers: list[Answer], timing: RunTiming
+) -> dict[str, object]:
     """Build the JSON document of answers and statistics."""
     return {
         "answers": [
@@ -105,9 +107,9 @@ def _document(engine: LocalEngine, prompts: list[Prompt], answers: list[Answer],
             }
             for prompt, answer in zip(prompts, answers, strict=True)
         ],
-        "tokens_per_second": pace.tokens_per_second,
+        "tokens_per_second": timing.tokens_per_second,
         "tokens_per_step": _tokens_per_step(answers),
-        "step_milliseconds": pace.step_milliseconds,
+        "step_milliseconds": timing.step_milliseconds,
         "distinct_4grams": distinct_4grams([answer.tokens for answer in answers]),
     }
 
@@ -118,10 +120,10 @@ def _tokens_per_step(answers: list[Answer]) -> float:
     return 1 + sum(answer.accepted for answer in answers) / drafts if drafts else 1.0
 
 
-def _statistics(answers: list[Answer], pace: Pace) -> str:
+def _statistics(answers: list[Answer], timing: RunTiming) -> str:
     """Format the statistics of a run as one line."""
     return (
-        f"[{sum(len(answer.tokens) for answer in answers)} tokens, {pace.tokens_per_second:.1f} tokens/s, "
-        f"{_tokens_per_step(answers):.2f} tokens/step, {pace.step_milliseconds:.1f} ms/step, "
+        f"[{sum(len(answer.tokens) for answer in answers)} tokens, {timing.tokens_per_second:.1f} tokens/s, "
+        f"{_tokens_per_step(answers):.2f} tokens/step, {timing.step_milliseconds:.1f} ms/step, "
         f"{100 * distinct_4grams([answer.tokens for answer in answers]):.0f} % distinct 4-grams]"
     )

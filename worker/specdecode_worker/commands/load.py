@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from specdecode_worker.load_generator.run import Aim, Crowd, summary
-from specdecode_worker.load_generator.schedule import Kind, Profile
+from specdecode_worker.load_generator.run import LoadRun, LoadTarget, summary
+from specdecode_worker.load_generator.schedule import ClientBehaviour, Profile
 
 QUESTIONS = (
     "Write a Python function that returns the factorial of n.",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 1 if a request failed or equal requests received different texts, else 0."""
-    shares = {Kind(name): getattr(args, name) for name in ("disconnect", "oversized", "garbage")}
+    shares = {ClientBehaviour(name): getattr(args, name) for name in ("disconnect", "oversized", "garbage")}
     profile = Profile(seconds=args.seconds, rate=args.rate, max_tokens=args.max_tokens, shares=shares)
     try:
         found = asyncio.run(_run(args, profile))
@@ -59,15 +59,15 @@ async def _run(args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     async with httpx.AsyncClient(base_url=args.url, headers=headers, trust_env=False) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]
-    aim = Aim(
+    target = LoadTarget(
         url=args.url,
         model=model["id"],
         prompts=_prompts(args.prompts),
-        beyond=model.get("max_model_len", 1 << 20) + 1,
+        oversized_max_tokens=model.get("max_model_len", 1 << 20) + 1,
         api_key=args.api_key,
     )
-    crowd = Crowd(aim, args.max_concurrency, args.timeout)
-    return summary(crowd, await crowd.send(profile, args.seed))
+    load_run = LoadRun(target, args.max_concurrency, args.timeout)
+    return summary(load_run, await load_run.send(profile, args.seed))
 
 
 def _prompts(path: str | None) -> tuple[str, ...]:

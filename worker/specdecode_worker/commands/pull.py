@@ -61,7 +61,7 @@ def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
             return 1
-        _say("the draft is not required: the worker will serve without it")
+        _print_progress("the draft is not required: the worker will serve without it")
     return code
 
 
@@ -70,9 +70,9 @@ def _pull(uri: str, cache: Path) -> int:
     try:
         folder = _hub_pull(uri, cache) if uri.startswith("hf://") else model_store.resolve(uri, cache)
     except ModelError as error:
-        _say(f"{uri}: {error}")
+        _print_progress(f"{uri}: {error}")
         return 1
-    _say(f"{uri} is in {folder}")
+    _print_progress(f"{uri} is in {folder}")
     return 0
 
 
@@ -81,7 +81,7 @@ def _hub_pull(uri: str, cache: Path) -> Path:
     model = model_store.hub_model(uri)
     server = hub.Hub.from_environment()
     try:
-        return server.pull(model, cache, ProgressLines(), _say)
+        return server.pull(model, cache, ProgressLines(), _print_progress)
     finally:
         server.close()
 
@@ -106,9 +106,9 @@ class ProgressLines:
         rate = (there - began_bytes) / max(now - began_seconds, 1e-3)
         left = f", {(size - there) / rate:.0f} s left" if there < size and rate else ""
         percent = 100 * there // size if size else 100
-        _say(f"{name}  {percent} %  of {size / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s{left}")
+        _print_progress(f"{name}  {percent} %  of {size / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s{left}")
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from specdecode_worker.training.data.question_sources import read_prompts
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.optimization.data_parallel import join
 from specdecode_worker.training.optimization.trainer import TrainSettings
-from specdecode_worker.training.recipe import Material, Plan, train_draft
+from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, train_draft
 
 _DEFAULTS = TrainSettings()
 _METHODS: tuple[WeightMethod, ...] = ("eagle3", "eagle", "medusa", "draft-model")
@@ -104,23 +104,23 @@ def _train(args: argparse.Namespace) -> Path:
     return train_draft(
         target,
         Chat(folder),
-        _material(args),
+        _recording_settings(args),
         _settings(args),
-        _plan(args, target, folder),
+        _draft_settings(args, target, folder),
         args.out,
-        _tell if peers.rank == 0 else _hush,
+        _log if peers.rank == 0 else _discard,
         peers,
     )
 
 
-def _plan(args: argparse.Namespace, target: Llama, folder: Path) -> Plan:
+def _draft_settings(args: argparse.Namespace, target: Llama, folder: Path) -> DraftSettings:
     """Build the description of the draft to train, with the draft that it continues from."""
     origin = parent = None
     if args.draft:
         parent = (args.draft, resolve(args.draft, args.cache_dir))
         cpu = torch.device("cpu")
         origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
-    return Plan(
+    return DraftSettings(
         target=(args.model, folder),
         method=args.method,
         draft_vocab=args.draft_vocab,
@@ -149,9 +149,9 @@ def _settings(args: argparse.Namespace) -> TrainSettings:
     )
 
 
-def _material(args: argparse.Namespace) -> Material:
+def _recording_settings(args: argparse.Namespace) -> RecordingSettings:
     """Build the description of the training data from the flags."""
-    return Material(
+    return RecordingSettings(
         tokens=args.tokens,
         text=args.text,
         prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
@@ -161,10 +161,10 @@ def _material(args: argparse.Namespace) -> Material:
     )
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
-def _hush(line: str) -> None:
+def _discard(line: str) -> None:
     """Drop the progress line, because rank 0 prints it."""

@@ -16,39 +16,39 @@ from dataclasses import dataclass
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import LoadDraft, LoadedDraft, Roster
-from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadDraft, LoadedDraft
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens
 from specdecode_worker.engine.scheduler import Row, Scheduler
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity, Moment, build_report
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
 from specdecode_worker.engine.stats.statistics import Statistics
 from specdecode_worker.engine.stats.step_costs import StepCosts
-from specdecode_worker.engine.stats.step_phases import Phases
-from specdecode_worker.engine.stats.step_recorder import Read, Recorder
-from specdecode_worker.engine.stats.step_timer import Meter
+from specdecode_worker.engine.stats.step_phases import PhaseTimer
+from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder
+from specdecode_worker.engine.stats.step_timer import StepTimer
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.launched_step import Launched
-from specdecode_worker.engine.step.step_launcher import Launcher
+from specdecode_worker.engine.step.launched_step import LaunchedStep
+from specdecode_worker.engine.step.step_launcher import StepLauncher
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.sampler import SamplerOf
+from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.synthetic import Synthetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class EngineParts:
     """Components of an engine, built by ``factory.assemble``."""
 
     scheduler: Scheduler
     target: Target
-    drafts: Roster
+    drafts: DraftRegistry
     state: DeviceState
-    pilot: Pilot
-    sampler: SamplerOf = Coupling
-    graphs: Graphs | None = None
+    shape_selector: ShapeSelector
+    sampler: SamplerFactory = Coupling
+    graphs: StepGraphs | None = None
 
 
 class Engine:
@@ -56,8 +56,8 @@ class Engine:
 
     def __init__(
         self,
-        parts: Parts,
-        identity: Identity,
+        parts: EngineParts,
+        identity: WorkerIdentity,
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
@@ -80,16 +80,18 @@ class Engine:
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
-        self._state, self._pilot = parts.state, parts.pilot
-        self._phases, self._meter = Phases(), Meter()
+        self._state, self._shape_selector = parts.state, parts.shape_selector
+        self._phases, self._step_timer = PhaseTimer(), StepTimer()
         self._graphs = parts.graphs
-        self._launcher = Launcher(parts.target, parts.drafts, parts.state, parts.sampler, self._phases, parts.graphs)
-        self._recorder = Recorder(Statistics())
+        self._launcher = StepLauncher(
+            parts.target, parts.drafts, parts.state, parts.sampler, self._phases, parts.graphs
+        )
+        self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
         if self._scheduler.prefix_caching:
-            self._state.keep_block_states(self._scheduler.blocks)
+            self._state.allocate_block_states(self._scheduler.blocks)
 
     @property
     def idle(self) -> bool:
@@ -120,12 +122,12 @@ class Engine:
                 f"{self.max_model_len} together; shorten the prompt or lower max_tokens"
             )
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
-        check_tokens(request.law, self._target.vocab_size)
-        self._drafts.follow(request)
-        self._account(time.monotonic())
+        check_tokens(request.sampling_params, self._target.vocab_size)
+        self._drafts.assign_draft(request)
+        self._add_request_seconds(time.monotonic())
         self._requests[request.id] = request
         self._scheduler.add(request)
-        self._recorder.arrived(request)
+        self._recorder.record_arrival(request)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request and drop its results of steps in flight. Unknown ids are ignored."""
@@ -144,7 +146,7 @@ class Engine:
             PlanRefused: The plan is for another deployment or older than the current one, which stays in force. A
                 ValueError.
         """
-        self._pilot.take_plan(plan)
+        self._shape_selector.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
         if self._graphs is not None and self.idle and not len(self._graphs):
             self._graphs.prepare({plan.initial, *(row.shape for row in plan.rows), *self.calibration_shapes()})
@@ -159,9 +161,9 @@ class Engine:
         before, reads = self._drafts.state(name).hash, self._drafts.reads
         self._drafts.replace(name, loaded, self._requests.values())
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.clear()
         self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
-        self._pilot.draft_changed(self._drafts.state().hash)
+        self._shape_selector.set_draft_hash(self._drafts.state().hash)
         return found
 
     def calibration_loads(self) -> tuple[int, ...]:
@@ -173,7 +175,7 @@ class Engine:
         if not self._drafts:
             return ()
         most = self.identity.max_num_seqs
-        return tuple(sorted({most, *(min(edge, most) for edge in self._pilot.plan.buckets.concurrency)}))
+        return tuple(sorted({most, *(min(edge, most) for edge in self._shape_selector.plan.buckets.concurrency)}))
 
     def calibration_shapes(self) -> tuple[TreeShape, ...]:
         """Return the chains for which step times are calibrated, deepest first; empty if the plan allows no trials.
@@ -181,27 +183,27 @@ class Engine:
         Only the deepest chain and the chain of depth 1 are timed; the step times of the depths between follow from
         these two.
         """
-        plan = self._pilot.plan
+        plan = self._shape_selector.plan
         depths = {plan.max_depth, 1} if plan.max_depth and plan.explore else set()
         return tuple(TreeShape.chain(depth) for depth in sorted(depths, reverse=True))
 
-    def run_only(self, shape: TreeShape | None) -> None:
+    def force_shape(self, shape: TreeShape | None) -> None:
         """Force one shape in all steps, for calibration. None returns to the plan."""
-        self._pilot.only = shape
+        self._shape_selector.forced_shape = shape
 
-    def assume_plain(self, sequences: int, seconds: float) -> None:
+    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
         """Store the calibrated time of a plain step of ``sequences`` requests, in seconds."""
-        self._pilot.assume_plain(sequences, seconds)
+        self._shape_selector.set_plain_step_time(sequences, seconds)
 
-    def forget_costs(self) -> None:
+    def reset_step_costs(self) -> None:
         """Reset the measured step costs."""
         self._recorder.statistics.costs = StepCosts()
 
-    def forget_traffic(self) -> None:
+    def reset_traffic(self) -> None:
         """Reset the statistics of requests and keep the measured step costs. The engine must be idle."""
         assert self.idle, "requests are under way"
-        self._recorder = Recorder(Statistics(costs=self._recorder.statistics.costs))
-        self._scheduler.forget_traffic()
+        self._recorder = StepRecorder(Statistics(costs=self._recorder.statistics.costs))
+        self._scheduler.reset_traffic()
 
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0."""
@@ -221,42 +223,44 @@ class Engine:
             return self.collect(self._launched.popleft())
         return []
 
-    def launch(self) -> Launched | None:
+    def launch(self) -> LaunchedStep | None:
         """Queue the next step on the device without waiting for it. Return None if no request can run."""
         began = time.monotonic()
         self._phases.start()
-        self._account(began)
-        follows = self._pilot.drafts_prompts
-        self._scheduler.drafts_follow(follows)
-        rows = tuple(self._scheduler.next_batch(self._pilot.trees))
+        self._add_request_seconds(began)
+        draft_prefill = self._shape_selector.draft_prefill
+        self._scheduler.set_draft_prefill(draft_prefill)
+        rows = tuple(self._scheduler.next_batch(self._shape_selector.trees))
         if not rows:
             return None
         for row in rows:
-            if row.begins:
-                self._recorder.admitted(row.request, began)
-        launched = self._launcher.launch(rows, self._pilot.choice, began_seconds=began, follows=follows)
+            if row.is_first_chunk:
+                self._recorder.record_admission(row.request, began)
+        launched = self._launcher.launch(
+            rows, self._shape_selector.choice, began_seconds=began, draft_prefill=draft_prefill
+        )
         for row in rows:
-            row.request.in_flight.append(row.most_tokens)
-            row.request.draft.launched(0 if row.is_chunk and follows else row.most_tokens)
+            row.request.in_flight.append(row.max_committed)
+            row.request.draft.record_launch(0 if row.is_chunk and draft_prefill else row.max_committed)
             if row.is_chunk:
                 self._scheduler.publish(row.request, row.start + row.count)
         return launched
 
-    def collect(self, step: Launched) -> list[Tokens]:
+    def collect(self, step: LaunchedStep) -> list[Tokens]:
         """Wait for a step and return its tokens, cut at the end of each request."""
         self._phases.start()
-        reads: list[Read | None] = list(step.read())
+        reads: list[RowResult | None] = list(step.read())
         reads += [None] * (len(step.rows) - len(reads))
         prompts = step.read_prompts()
         self._phases.lap("verify")
-        seconds, now = self._meter.finish(step, self._launcher.synthetic)
+        seconds, now = self._step_timer.finish(step, self._launcher.synthetic)
         self._phases.start()
         found = []
         emitted = 0
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             if row.request.finish is not None or row.request.epoch != epoch:
                 continue  # The request ended, or was preempted and will emit these tokens again.
-            row.request.advance(row.most_tokens, row.count if row.is_chunk or read is None else len(read.tokens))
+            row.request.advance(row.max_committed, row.count if row.is_chunk or read is None else len(read.tokens))
             row.request.prompt_logprobs += prompts.get(index, ())
             if read is not None:
                 emitted += len(read.tokens)
@@ -268,8 +272,8 @@ class Engine:
     def report(self) -> Report:
         """Build the report of this worker for the operator."""
         now = time.monotonic()
-        self._account(now)
-        moment = Moment(
+        self._add_request_seconds(now)
+        snapshot = WorkerSnapshot(
             clock_seconds=now,
             draft=self._drafts.state(),
             named_drafts=self._drafts.named,
@@ -279,27 +283,27 @@ class Engine:
             kv_tokens_used=self._scheduler.kv_tokens_used,
             kv_tokens_cached=self._scheduler.kv_tokens_cached,
             counters=self._scheduler.counters,
-            plan=self._pilot.plan_state,
+            plan=self._shape_selector.plan_state,
             synthetic=self._launcher.synthetic.knobs,
             phases=self._phases.seconds,
-            guard=self._pilot.guard_cells(),
+            guard=self._shape_selector.guard_cells(),
         )
-        return build_report(self.identity, moment, self._recorder.statistics)
+        return build_report(self.identity, snapshot, self._recorder.statistics)
 
     def check(self) -> None:
         """Check that slots and blocks are accounted for. Cheap enough to run whenever the engine is idle."""
         self._scheduler.check()
 
-    def _emit(self, row: Row, read: Read, now: float) -> Tokens:
+    def _emit(self, row: Row, read: RowResult, now: float) -> Tokens:
         """Append the tokens of one row to its request, end the request if it is complete, and return the message."""
         request = row.request
         if row.tree.verified > 1:
             request.drafts += 1
             request.draft_tokens += row.tree.verified - 1
             request.accepted += len(read.tokens) - 1
-        taken = request.take(read.tokens)
+        taken = request.append_output(read.tokens)
         self._scheduler.publish(request, min(request.cached, len(request.tokens)))
-        self._recorder.walked(row, read, taken, now)
+        self._recorder.record_row(row, read, taken, now)
         if request.finish is not None:
             self._end(request, now)
         prompt_logprobs = tuple(request.prompt_logprobs)
@@ -318,18 +322,18 @@ class Engine:
 
     def _end(self, request: Request, now: float) -> None:
         """Remove a finished or cancelled request and free its slot and blocks."""
-        self._account(now)
+        self._add_request_seconds(now)
         del self._requests[request.id]
         self._scheduler.release(request)
-        self._recorder.ended(request, now)
+        self._recorder.record_end(request, now)
 
-    def _measure(self, step: Launched, seconds: float, emitted: int) -> None:
+    def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""
         if step.choice.counted or step.size.prefill_tokens:
-            self._recorder.step(step.choice.context, step.size, emitted, seconds)
+            self._recorder.record_step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
-            self._pilot.measured(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
+            self._shape_selector.record_step(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 
-    def _account(self, now: float) -> None:
+    def _add_request_seconds(self, now: float) -> None:
         """Add the request-seconds since the last call to the statistics."""
-        self._meter.account(self._recorder.statistics, self._scheduler, now)
+        self._step_timer.account(self._recorder.statistics, self._scheduler, now)

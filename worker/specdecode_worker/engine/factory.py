@@ -12,22 +12,28 @@ import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
-from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadDraft, LoadedDraft, Misfit, Roster
-from specdecode_worker.engine.engine import Engine, Parts
-from specdecode_worker.engine.graphs.capture_backends import CudaRunner
-from specdecode_worker.engine.graphs.step_graphs import Graphs
+from specdecode_worker.engine.drafts.draft_registry import (
+    DEFAULT_DRAFT,
+    DraftRegistry,
+    LoadDraft,
+    LoadedDraft,
+    UnusableDraft,
+)
+from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.graphs.capture_backends import CudaGraphBackend
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
-from specdecode_worker.engine.memory.device_memory import free_now
-from specdecode_worker.engine.memory.draft_memory_check import LoadBeside
+from specdecode_worker.engine.memory.device_memory import free_bytes
+from specdecode_worker.engine.memory.draft_memory_check import CheckedDraftLoader
 from specdecode_worker.engine.memory.memory_budget import Budget, kv_tokens
-from specdecode_worker.engine.memory.memory_verdict import insist, memory_state
+from specdecode_worker.engine.memory.memory_verdict import memory_state, require_servable
 from specdecode_worker.engine.memory.model_inventory import graph_rows, take_inventory
-from specdecode_worker.engine.parallel.leader_target import LeadingTarget
-from specdecode_worker.engine.parallel.rank_group import Group
+from specdecode_worker.engine.parallel.leader_target import LeaderTarget
+from specdecode_worker.engine.parallel.rank_group import RankGroup
 from specdecode_worker.engine.parallel.rank_messages import Assignment
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
@@ -56,10 +62,10 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(threads)
     inventory = take_inventory(config, resolve, device)
-    insist(inventory)
+    require_servable(inventory)
     folder = resolve(config.model.uri)
     if config.engine.tensor_parallel_size > 1:
-        group = Group(_assignment(config, folder, device, inventory.budget, threads))
+        group = RankGroup(_assignment(config, folder, device, inventory.budget, threads))
         target, device = group.load()
         return assemble(target, folder, config, resolve, inventory.budget, group)
     dtype, length = getattr(torch, config.model.dtype), config.model.max_model_len
@@ -92,7 +98,7 @@ def assemble(
     worker: WorkerConfig,
     resolve: Resolve,
     budget: Budget,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> Engine:
     """Build the caches, the drafts and the engine around a loaded target.
 
@@ -118,18 +124,18 @@ def assemble(
         state=state,
         blocks=blocks,
         resolve=resolve,
-        foresees=not pipelined,
+        host_is_current=not pipelined,
     )
-    drafts = Roster(load_drafts(worker, loader), state, target.config.hidden_size)
+    drafts = DraftRegistry(load_drafts(worker, loader), state, target.config.hidden_size)
     identity = _identity(weights_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
-    passes = Target(target, cache, state) if group is None else LeadingTarget(target, cache, state, group)
-    parts = Parts(
+    passes = Target(target, cache, state) if group is None else LeaderTarget(target, cache, state, group)
+    parts = EngineParts(
         scheduler=_scheduler(config, blocks, identity.target),
         target=passes,
         drafts=drafts,
         state=state,
-        pilot=Pilot(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
+        shape_selector=ShapeSelector(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
         sampler=SAMPLERS[config.sampler],
         graphs=_graphs(config, passes, drafts, state),
     )
@@ -139,7 +145,7 @@ def assemble(
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
-        load_draft=LoadBeside(loader, config.tensor_parallel_size, lambda: free_now(weight.device)),
+        load_draft=CheckedDraftLoader(loader, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
     )
 
 
@@ -148,7 +154,7 @@ def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
     return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target)
 
 
-def _graphs(config: EngineConfig, target: Target, drafts: Roster, state: DeviceState) -> Graphs | None:
+def _graphs(config: EngineConfig, target: Target, drafts: DraftRegistry, state: DeviceState) -> StepGraphs | None:
     """Return the container of CUDA graphs, or None where none are captured.
 
     The graphs themselves are captured when the first plan is set.
@@ -156,17 +162,22 @@ def _graphs(config: EngineConfig, target: Target, drafts: Roster, state: DeviceS
     rows = graph_rows(config)
     if state.length_S.device.type != "cuda" or not rows:
         return None
-    return Graphs(target, drafts, state, CudaRunner(), rows=rows, most_tokens=config.max_num_batched_tokens)
+    return StepGraphs(target, drafts, state, CudaGraphBackend(), rows=rows, max_tokens=config.max_num_batched_tokens)
 
 
-def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | Misfit]:
-    """Load all drafts of a worker, by name. An optional draft that fails to load becomes a ``Misfit`` with the reason.
+def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | UnusableDraft]:
+    """Load all drafts of a worker, by name.
+
+    An optional draft that fails to load becomes an ``UnusableDraft`` with the reason.
 
     Raises:
         ModelError: A required draft cannot be loaded.
     """
-    found: dict[str, LoadedDraft | Misfit] = {}
-    wanted: list[tuple[str, DraftConfig]] = [(FIRST, worker.draft), *((draft.name, draft) for draft in worker.drafts)]
+    found: dict[str, LoadedDraft | UnusableDraft] = {}
+    wanted: list[tuple[str, DraftConfig]] = [
+        (DEFAULT_DRAFT, worker.draft),
+        *((draft.name, draft) for draft in worker.drafts),
+    ]
     for name, config in wanted:
         if config.method == "none":
             continue
@@ -176,12 +187,12 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
             if config.required:
                 raise
             log.warning("serving plainly: %s", error)
-            found[name] = Misfit(DraftState(name=name, problem=str(error)))
+            found[name] = UnusableDraft(DraftState(name=name, problem=str(error)))
     return found
 
 
-def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> Identity:
-    return Identity(
+def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> WorkerIdentity:
+    return WorkerIdentity(
         boot_id=uuid.uuid4().hex,
         worker=os.environ.get(Env.pod_name) or socket.gethostname(),
         model=worker.model.served_name,

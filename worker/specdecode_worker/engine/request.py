@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.ipc.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.sampling_params import law_of
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.engine.sampling_params import sampling_params_of
+from specdecode_worker.speculation.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class CachedPrefix:
     """Cached prefix of a request.
 
     ``blocks`` hold the keys of its first tokens. In the last ``drafted`` blocks the request's draft has valid keys too.
@@ -38,7 +38,7 @@ class Request:
     """
 
     submit: Submit
-    law: Law
+    sampling_params: SamplingParams
     stops: frozenset[int]
     tokens: list[int]
     arrived_seconds: float
@@ -85,8 +85,14 @@ class Request:
         """Build a waiting request. ``arrived_seconds`` is its arrival on the monotonic clock."""
         sampling = submit.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
-        law = law_of(submit, eos_token_ids)
-        return cls(submit=submit, law=law, stops=stops, tokens=list(submit.prompt), arrived_seconds=arrived_seconds)
+        sampling_params = sampling_params_of(submit, eos_token_ids)
+        return cls(
+            submit=submit,
+            sampling_params=sampling_params,
+            stops=stops,
+            tokens=list(submit.prompt),
+            arrived_seconds=arrived_seconds,
+        )
 
     @property
     def id(self) -> str:
@@ -104,7 +110,7 @@ class Request:
         return self.cached + sum(self.in_flight)
 
     @property
-    def cached_least(self) -> int:
+    def cached_min(self) -> int:
         """Lower bound of the keys in the target's cache after all launched steps; each commits at least one."""
         return self.cached + len(self.in_flight)
 
@@ -116,7 +122,7 @@ class Request:
         """
         return self.cached + 1 if self.draft.caught_up else self.cached_bound - self.draft.lag + 1
 
-    def unseen(self, first_slot: int) -> int:
+    def draft_backlog(self, first_slot: int) -> int:
         """Return an upper bound of the slots up to the root that the draft has not processed yet.
 
         Slots in the cached prefix are excluded, because its blocks may be shared and are never written.
@@ -124,9 +130,9 @@ class Request:
         Args:
             first_slot: First slot of the draft's cache, 0 or 1.
         """
-        return min(self.draft.lag, self.cached_least + 1 - max(self.prefix, first_slot))
+        return min(self.draft.lag, self.cached_min + 1 - max(self.prefix, first_slot))
 
-    def admit(self, slot: int, hit: Hit) -> None:
+    def admit(self, slot: int, hit: CachedPrefix) -> None:
         """Start running in ``slot``, after the cached prefix ``hit``."""
         self.slot, self.blocks = slot, list(hit.blocks)
         self.published = self.marked = len(hit.blocks)
@@ -136,7 +142,7 @@ class Request:
         if self.epoch == 0:
             self.cached_tokens = self.prefix
 
-    def take(self, tokens: list[int]) -> list[int]:
+    def append_output(self, tokens: list[int]) -> list[int]:
         """Append newly emitted tokens up to the first stop token (included) or ``max_tokens``; return those kept.
 
         Sets ``finish`` when the request ends.
@@ -152,21 +158,21 @@ class Request:
             elif self.emitted >= self.submit.sampling.max_tokens:
                 self.finish = "length"
         self.tokens += taken
-        if self.law.blocks and self.emitted >= self.law.min_tokens:
-            self.law = replace(self.law, min_tokens=0)
+        if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
+            self.sampling_params = replace(self.sampling_params, min_tokens=0)
         return taken
 
-    def advance(self, most: int, committed: int) -> None:
+    def advance(self, max_tokens: int, committed: int) -> None:
         """Record that the oldest step in flight was collected.
 
         Args:
-            most: Upper bound of the positions that the step could commit, as given at launch.
+            max_tokens: Upper bound of the positions that the step could commit, as given at launch.
             committed: Positions that it committed.
         """
         oldest = self.in_flight.popleft()
-        assert oldest == most, "steps are collected in the order of their launch"
+        assert oldest == max_tokens, "steps are collected in the order of their launch"
         self.cached += committed
-        self.draft.collected(most, committed)
+        self.draft.record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:
         """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""

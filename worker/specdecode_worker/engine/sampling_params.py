@@ -1,12 +1,12 @@
-"""Conversion of a request's sampling parameters into the form that speculation applies (``Law``)."""
+"""Conversion of a request's sampling parameters into the form that speculation applies (``SamplingParams``)."""
 
 from __future__ import annotations
 
 from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.params import SamplingParams
 
 
-def law_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Law:
+def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return the sampling parameters of a request.
 
     As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens.
@@ -15,7 +15,7 @@ def law_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Law:
     bias: dict[int, float] = {}
     for token, value in sampling.logit_bias:
         bias[token] = bias.get(token, 0.0) + value
-    return Law(
+    return SamplingParams(
         seed=sampling.seed,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -31,10 +31,10 @@ def law_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Law:
     )
 
 
-def check_tokens(law: Law, vocab_size: int) -> None:
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
     """Raise ValueError if a token id in logit_bias or stop_token_ids is outside of the vocabulary."""
-    strange = [token for token, _ in law.logit_bias if not 0 <= token < vocab_size]
-    strange += [token for token in law.blocked if not 0 <= token < vocab_size]
+    strange = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
+    strange += [token for token in params.blocked if not 0 <= token < vocab_size]
     if strange:
         raise ValueError(
             f"token ids {strange[:5]} in logit_bias or stop_token_ids are not the model's: they run from 0 to "

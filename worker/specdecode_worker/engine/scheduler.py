@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
-from specdecode_worker.engine.kv_cache.prefix_reuse import Reuse
-from specdecode_worker.engine.request import Hit, Request
+from specdecode_worker.engine.kv_cache.prefix_reuse import PrefixReuse
+from specdecode_worker.engine.request import CachedPrefix, Request
 from specdecode_worker.speculation.trees import PLAIN, Tree
 
 PROMPT_SHARE = 8
@@ -26,7 +26,7 @@ PROMPT_SHARE = 8
 class Row:
     """Part of one request in a step: ``count`` packed tokens, either a prefill chunk or the nodes of a draft tree.
 
-    A chunk begins at position ``start``, which is -1 for a tree. ``chooses`` is False for a chunk that does not end
+    A chunk begins at position ``start``, which is -1 for a tree. ``emits`` is False for a chunk that does not end
     its prompt: such a row emits no token.
     """
 
@@ -34,7 +34,7 @@ class Row:
     count: int
     tree: Tree = PLAIN
     start: int = -1
-    chooses: bool = True
+    emits: bool = True
 
     @property
     def is_chunk(self) -> bool:
@@ -42,12 +42,12 @@ class Row:
         return self.start >= 0
 
     @property
-    def begins(self) -> bool:
+    def is_first_chunk(self) -> bool:
         """True if the row is the first chunk since the request was admitted."""
         return self.is_chunk and self.start == self.request.prefix
 
     @property
-    def most_tokens(self) -> int:
+    def max_committed(self) -> int:
         """Upper bound of the positions that the step commits to the cache for this row."""
         return self.count if self.is_chunk else self.tree.depth + 1
 
@@ -100,10 +100,10 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._pool = pool
-        self._reuse = Reuse(pool, enabled=prefix_caching, salt=salt)
+        self._reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
         self._arrivals = self._turns = 0
-        self._held_back = False
+        self._decoding_took_turns = False
 
     @property
     def idle(self) -> bool:
@@ -151,16 +151,16 @@ class Scheduler:
         """
         self._reuse.begin_step()
         budget = self._limits.max_num_batched_tokens
-        rows = self._decoding(dispatch, budget - self._held_for_prompts())
+        rows = self._decoding(dispatch, budget - self._prompt_reserve())
         self._prefill(budget - sum(row.count for row in rows), rows)
-        return sorted(rows, key=lambda row: (not row.chooses, row.is_chunk))
+        return sorted(rows, key=lambda row: (not row.emits, row.is_chunk))
 
-    def drafts_follow(self, follow: bool) -> None:
+    def set_draft_prefill(self, draft_prefill: bool) -> None:
         """Set whether drafts process the prompts of the next batches.
 
         If they do, only cached prefixes that a draft has processed too are reused.
         """
-        self._reuse.drafting = follow
+        self._reuse.draft_prefill = draft_prefill
 
     def publish(self, request: Request, end: int) -> None:
         """Make the full blocks of the first ``end`` tokens available to other requests.
@@ -169,7 +169,7 @@ class Scheduler:
         """
         self._reuse.publish(request, end)
 
-    def forget_traffic(self) -> None:
+    def reset_traffic(self) -> None:
         """Reset the counters."""
         self.counters = Counters()
 
@@ -194,18 +194,18 @@ class Scheduler:
         self._pool.check([block for request in self.running for block in request.blocks])
         assert len(self._slots) + len(self.running) == self._limits.max_num_seqs, "a slot is lost"
 
-    def _held_for_prompts(self) -> int:
+    def _prompt_reserve(self) -> int:
         """Return the tokens of the budget that decoding leaves to prompts, so that decoding cannot starve them.
 
         Without chunked prefill the next prompt needs all of its tokens in one step. They are reserved, except in a step
         that follows one in which decoding requests had to take turns.
         """
-        wanted = self._wanted_by_prompts()
+        wanted = self._next_prompt_tokens()
         if self._limits.chunked_prefill:
             return min(wanted, max(self._limits.max_num_batched_tokens // PROMPT_SHARE, 1))
-        return 0 if self._held_back else min(wanted, self._limits.max_num_batched_tokens)
+        return 0 if self._decoding_took_turns else min(wanted, self._limits.max_num_batched_tokens)
 
-    def _wanted_by_prompts(self) -> int:
+    def _next_prompt_tokens(self) -> int:
         """Return the number of tokens left to prefill of the first prompt that can run in this step."""
         for request in self.running:
             if not request.decoding:
@@ -217,7 +217,7 @@ class Scheduler:
 
     def _decoding(self, dispatch: Dispatch, budget: int) -> list[Row]:
         """Return the rows of decoding requests; a tree that does not fit into the budget is replaced by one token."""
-        requests = self._whose_turn(budget)
+        requests = self._select_decoding(budget)
         rows: list[Row] = []
         budget -= len(requests)
         for request, tree in zip(requests, dispatch(requests) if requests else [], strict=True):
@@ -231,7 +231,7 @@ class Scheduler:
                 budget -= tree.verified - 1
         return rows
 
-    def _whose_turn(self, budget: int) -> list[Request]:
+    def _select_decoding(self, budget: int) -> list[Request]:
         """Return the requests that decode in this step, oldest first.
 
         If there are more than ``budget``, those with the earliest last turn are chosen.
@@ -239,8 +239,8 @@ class Scheduler:
         # The upper bound of a request's keys can exceed the cache while steps are in flight; such a request waits until
         # one is collected.
         ready = [one for one in self.running if one.decoding and one.cached_bound < self.kv_tokens_total]
-        self._held_back = len(ready) > budget
-        if not self._held_back:
+        self._decoding_took_turns = len(ready) > budget
+        if not self._decoding_took_turns:
             return ready
         in_turn = sorted(ready, key=lambda one: one.last_turn)[: max(budget, 0)]
         for one in in_turn:
@@ -256,33 +256,33 @@ class Scheduler:
         while budget > 0 and self.waiting and self._slots:
             request = self.waiting[0]
             hit = self._reuse.find(request)
-            if not self._fits(request, hit) or self._reuse.is_coming(request, hit):
+            if not self._fits(request, hit) or self._reuse.is_being_filled(request, hit):
                 break
-            if not self._most_now(self._to_prefill(request, hit), budget, rows):
+            if not self._chunk_size(self._to_prefill(request, hit), budget, rows):
                 break
             self._admit(self.waiting.popleft(), hit)
             budget -= self._chunk(request, budget, rows)
 
-    def _to_prefill(self, request: Request, hit: Hit) -> int:
+    def _to_prefill(self, request: Request, hit: CachedPrefix) -> int:
         """Return the number of tokens that a waiting request has to prefill."""
         return len(request.tokens) - len(hit.blocks) * BLOCK_SIZE
 
-    def _fits(self, request: Request, hit: Hit) -> bool:
+    def _fits(self, request: Request, hit: CachedPrefix) -> bool:
         """Return whether the blocks suffice for the whole prompt in addition to the prompts in progress.
 
         A prompt takes its blocks chunk by chunk; until then they stay cached or serve decoding requests. One block is
         reserved for each running request: without it the new request could be preempted before its first token.
         """
         missing = blocks_for(len(request.tokens) + 1) - len(hit.blocks)
-        resting = sum(self._pool.prefixes.rests(block) for block in hit.blocks)
-        promised = sum(self._unfilled(one) for one in self.running if not one.decoding)
-        return missing + resting + promised + len(self.running) <= self._pool.available
+        unowned = sum(self._pool.prefixes.is_unowned(block) for block in hit.blocks)
+        reserved = sum(self._unfilled(one) for one in self.running if not one.decoding)
+        return missing + unowned + reserved + len(self.running) <= self._pool.available
 
     def _unfilled(self, request: Request) -> int:
         """Return the number of blocks that the prefill of a running request still needs."""
         return max(blocks_for(request.prefill_end + 1) - len(request.blocks), 0)
 
-    def _admit(self, request: Request, hit: Hit) -> None:
+    def _admit(self, request: Request, hit: CachedPrefix) -> None:
         """Move a request to the running ones and share the blocks of its cached prefix."""
         self._pool.share(hit.blocks)
         request.admit(self._slots.pop(), hit)
@@ -291,7 +291,7 @@ class Scheduler:
             self.counters.prefix_query_tokens += len(request.submit.prompt)
             self.counters.prefix_hit_tokens += request.cached_tokens
 
-    def _most_now(self, wanted: int, budget: int, rows: Sequence[Row]) -> int:
+    def _chunk_size(self, wanted: int, budget: int, rows: Sequence[Row]) -> int:
         """Return how many of the ``wanted`` tokens of a prompt may run in this step."""
         if self._limits.chunked_prefill or wanted <= budget:
             return min(wanted, budget)
@@ -300,13 +300,13 @@ class Scheduler:
     def _chunk(self, request: Request, budget: int, rows: list[Row]) -> int:
         """Append the next chunk of a prompt to ``rows`` and return its number of tokens, 0 if it cannot run."""
         start = request.prefilled
-        count = self._most_now(request.prefill_end - start, budget, rows)
+        count = self._chunk_size(request.prefill_end - start, budget, rows)
         if count <= 0 or not self._reserve(request, start + count, rows):
             return 0
         request.prefilled += count
-        self._reuse.fills(request, start, request.prefilled)
+        self._reuse.record_chunk(request, start, request.prefilled)
         self.counters.prefill_chunks += 1
-        rows.append(Row(request, count, start=start, chooses=request.decoding))
+        rows.append(Row(request, count, start=start, emits=request.decoding))
         return count
 
     def _reserve(self, request: Request, keys: int, rows: Sequence[Row]) -> bool:
@@ -318,7 +318,7 @@ class Scheduler:
         missing = blocks_for(keys) - len(request.blocks)
         while missing > 0:
             after = request.blocks[-1] if request.blocks else None
-            taken = self._pool.take(missing, after=after, room=self._unfilled(request))
+            taken = self._pool.allocate(missing, after=after, room=self._unfilled(request))
             if taken is not None:
                 request.blocks += taken
                 return True
@@ -340,6 +340,6 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Free the slot and the blocks of a running request."""
         self.running.remove(request)
-        self._pool.give_back(request.blocks)
+        self._pool.release(request.blocks)
         self._slots.append(request.slot)
         request.slot, request.blocks = -1, []

@@ -1,6 +1,6 @@
 """Selection of the draft tree of every decoding request from the plan, the guard and exploration.
 
-This module reads no clock: its caller passes measured step times to ``Pilot.measured``.
+This module reads no clock: its caller passes measured step times to ``ShapeSelector.record_step``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdecode_worker.engine.request import Request
 from specdecode_worker.speculation.dispatch import Dispatcher, Load
 from specdecode_worker.speculation.exploration import DROPPED_STEPS, Exploration
 from specdecode_worker.speculation.guard import Guard
-from specdecode_worker.speculation.plain_step_times import PlainCurve
+from specdecode_worker.speculation.plain_step_times import PlainStepTimes
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 _PLAIN_SHAPE = TreeShape(())
@@ -48,7 +48,7 @@ def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]
 
 
 class Drafts(Protocol):
-    """Loaded drafts as the selector sees them, implemented by ``Roster``. False if no draft is loaded."""
+    """Loaded drafts as the selector sees them, implemented by ``DraftRegistry``. False if no draft is loaded."""
 
     def __bool__(self) -> bool: ...
 
@@ -57,18 +57,18 @@ class Drafts(Protocol):
         ...
 
 
-class Pilot:
+class ShapeSelector:
     """Shape selector of one engine. Without a draft it selects plain decoding for every request."""
 
     def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
         """Start with the plan of ``dispatcher``, an empty guard and no exploration under way."""
         self.choice = Choice()
-        self.only: TreeShape | None = None
+        self.forced_shape: TreeShape | None = None
         """Shape forced for all requests while step times are calibrated; None follows the plan."""
         self._dispatcher, self._drafts = dispatcher, drafts
         self._guard = Guard()
         self._exploration = Exploration()
-        self._curve = PlainCurve()
+        self._curve = PlainStepTimes()
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +81,7 @@ class Pilot:
         return self._dispatcher.state
 
     @property
-    def drafts_prompts(self) -> bool:
+    def draft_prefill(self) -> bool:
         """True if drafts process prompts: a draft is loaded and the plan can lead to drafting."""
         return bool(self._drafts) and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
 
@@ -89,7 +89,7 @@ class Pilot:
         """Return the guard's state per load for the report."""
         return self._guard.cells()
 
-    def assume_plain(self, sequences: int, seconds: float) -> None:
+    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
         """Store the time in seconds of a plain step of ``sequences`` requests, measured before the first request."""
         self._curve.learn(sequences, seconds)
         bucket = bisect_left(self.plan.buckets.concurrency, sequences)
@@ -102,12 +102,12 @@ class Pilot:
             PlanRefused: The plan is for another deployment or older than the current one.
         """
         before = self.plan
-        self._dispatcher.take(plan)
+        self._dispatcher.set_plan(plan)
         if plan.buckets != before.buckets:
             self._guard = Guard()
-        self._guard.keep(lambda cell, shape: shape in planned_shapes(plan, *cell))
+        self._guard.retain_planned(lambda cell, shape: shape in planned_shapes(plan, *cell))
 
-    def draft_changed(self, first_hash: str) -> None:
+    def set_draft_hash(self, first_hash: str) -> None:
         """Handle a change of drafts: reset the guard and set the hash that the plan's rows are matched against.
 
         Args:
@@ -124,11 +124,11 @@ class Pilot:
         """
         concurrency = self._dispatcher.load(len(requests))
         context = self._dispatcher.context(max(request.cached_bound for request in requests))
-        if not self._drafts or self.only is not None:
-            only = self.only if self._drafts and self.only is not None else _PLAIN_SHAPE
-            self.choice = Choice(len(requests), concurrency, context, only)
-            tree = tree_of(only, 0)
-            return [tree if only.nodes and self._drafts.ready(request) else PLAIN for request in requests]
+        if not self._drafts or self.forced_shape is not None:
+            forced_shape = self.forced_shape if self._drafts and self.forced_shape is not None else _PLAIN_SHAPE
+            self.choice = Choice(len(requests), concurrency, context, forced_shape)
+            tree = tree_of(forced_shape, 0)
+            return [tree if forced_shape.nodes and self._drafts.ready(request) else PLAIN for request in requests]
         # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
         tasks = [request.submit.task for request in requests]
         shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
@@ -146,15 +146,17 @@ class Pilot:
         passes = max(tree.drafted_depth for tree in trees) - max(tree.depth for tree in trees)
         # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
         shape = shapes[tasks[0]]
-        alike = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
+        same_shape = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
         explores = burst is not None or self._probes(concurrency, context, shapes.values())
-        self.choice = Choice(len(requests), concurrency, context, shape if alike else None, explores, counted, passes)
+        self.choice = Choice(
+            len(requests), concurrency, context, shape if same_shape else None, explores, counted, passes
+        )
         return trees
 
-    def measured(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
+    def record_step(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
         """Pass a measured step without prefill to the guard and to exploration.
 
-        Steps with a forced shape (``only``) are ignored.
+        Steps with a forced shape (``forced_shape``) are ignored.
 
         Args:
             choice: Choice that the step ran with.
@@ -162,13 +164,13 @@ class Pilot:
             tokens: Emitted tokens per sequence.
             shadow_seconds: Part of ``seconds`` spent on shadow passes.
         """
-        if self.only is not None:
+        if self.forced_shape is not None:
             return
         edge = self._edge(choice.concurrency)
         full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
         self._exploration.passed(choice.concurrency, full, tokens, explores=choice.explores, shadow_seconds=shadow)
         if choice.shape is not None and choice.counted:
-            self._guard.measured(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
+            self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
 
     def _edge(self, bucket: int) -> int:
         """Return the number of sequences that step times of a bucket are scaled to: its upper edge.
@@ -186,7 +188,7 @@ class Pilot:
 
     def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:
         """Return whether the guard is probing one of the shapes at this load."""
-        return self.plan.guard and any(self._guard.probes(concurrency, context, shape) for shape in shapes)
+        return self.plan.guard and any(self._guard.is_probe(concurrency, context, shape) for shape in shapes)
 
     def _shadow_depth(self) -> int:
         """Return the depth to draft for scoring only, 0 if exploration affords no shadow passes now."""

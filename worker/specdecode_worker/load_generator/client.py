@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from specdecode_worker.load_generator.schedule import Kind, Visit
+from specdecode_worker.load_generator.schedule import ClientBehaviour, ScheduledRequest
 
-PIECES_BEFORE_HANGING_UP = 3
+PIECES_BEFORE_DISCONNECT = 3
 """Number of text pieces after which a client of kind ``disconnect`` closes its stream."""
 
 
@@ -19,52 +19,54 @@ PIECES_BEFORE_HANGING_UP = 3
 class Outcome:
     """Outcome of one request.
 
-    ``problem`` describes a failure; empty for none. A response 429 sets ``turned_away`` and is not a failure.
+    ``problem`` describes a failure; empty for none. A response 429 sets ``rejected`` and is not a failure.
     """
 
-    visit: Visit
+    request: ScheduledRequest
     status: int = 0
     problem: str = ""
-    turned_away: bool = False
+    rejected: bool = False
     ttft_seconds: float | None = None
     e2e_seconds: float = 0.0
     tokens: int = 0
     text_hash: str = ""
 
 
-async def visit(client: httpx.AsyncClient, model: str, prompt: str, one: Visit, beyond: int) -> Outcome:
+async def send_request(
+    client: httpx.AsyncClient, model: str, prompt: str, request: ScheduledRequest, oversized_max_tokens: int
+) -> Outcome:
     """Send one request and return its outcome. HTTP errors are recorded as its problem and not raised.
 
     Args:
         client: HTTP client with the base URL of the server.
         model: Name of the served model.
         prompt: User message.
-        one: The scheduled request.
-        beyond: A max_tokens that exceeds the context length, for requests of kind ``oversized``.
+        request: The scheduled request.
+        oversized_max_tokens: A max_tokens that exceeds the context length, for requests of kind ``oversized``.
     """
-    outcome = Outcome(one)
+    outcome = Outcome(request)
     began = time.monotonic()
     try:
-        if one.kind in (Kind.stream, Kind.disconnect):
-            await _stream(client, _body(model, prompt, one, beyond), outcome, began)
+        if request.kind in (ClientBehaviour.stream, ClientBehaviour.disconnect):
+            await _stream(client, _body(model, prompt, request, oversized_max_tokens), outcome, began)
         else:
-            await _whole(client, _body(model, prompt, one, beyond), outcome)
+            await _whole(client, _body(model, prompt, request, oversized_max_tokens), outcome)
     except httpx.HTTPError as error:
         outcome.problem = f"{type(error).__name__}: {error}"
     outcome.e2e_seconds = time.monotonic() - began
     return outcome
 
 
-def _body(model: str, prompt: str, one: Visit, beyond: int) -> bytes:
-    if one.kind is Kind.garbage:
+def _body(model: str, prompt: str, request: ScheduledRequest, oversized_max_tokens: int) -> bytes:
+    if request.kind is ClientBehaviour.garbage:
         return b'{"model": '
     fields = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": beyond if one.kind is Kind.oversized else one.max_tokens,
-        "temperature": one.temperature,
-        "seed": one.seed,
-        "stream": one.kind in (Kind.stream, Kind.disconnect),
+        "max_tokens": oversized_max_tokens if request.kind is ClientBehaviour.oversized else request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "stream": request.kind in (ClientBehaviour.stream, ClientBehaviour.disconnect),
     }
     if fields["stream"]:
         fields["stream_options"] = {"include_usage": True}
@@ -76,9 +78,9 @@ async def _whole(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> No
     if not _expected(outcome, answer.status_code, answer.text):
         return
     if answer.status_code == 200:
-        found = answer.json()
-        outcome.tokens = found["usage"]["completion_tokens"]
-        outcome.text_hash = _hash(found["choices"][0]["message"]["content"])
+        completion = answer.json()
+        outcome.tokens = completion["usage"]["completion_tokens"]
+        outcome.text_hash = _hash(completion["choices"][0]["message"]["content"])
 
 
 async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome, began: float) -> None:
@@ -103,7 +105,7 @@ async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome, bega
                 text += piece
             if text and outcome.ttft_seconds is None:
                 outcome.ttft_seconds = time.monotonic() - began
-            if outcome.visit.kind is Kind.disconnect and pieces >= PIECES_BEFORE_HANGING_UP:
+            if outcome.request.kind is ClientBehaviour.disconnect and pieces >= PIECES_BEFORE_DISCONNECT:
                 return
     if not finished:
         outcome.problem = "the stream broke off before [DONE]"
@@ -113,8 +115,8 @@ async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome, bega
 def _expected(outcome: Outcome, status: int, text: str) -> bool:
     """Record the status. Return whether it is expected for this kind of request; else record a problem."""
     outcome.status = status
-    outcome.turned_away = status == 429
-    if status in ((400, 429) if outcome.visit.kind.refused else (200, 429)):
+    outcome.rejected = status == 429
+    if status in ((400, 429) if outcome.request.kind.refused else (200, 429)):
         return True
     outcome.problem = f"{status}: {text[:200]}"
     return False

@@ -15,90 +15,95 @@ from typing import Any
 
 import httpx
 
-from specdecode_worker.load_generator.client import Outcome, visit
-from specdecode_worker.load_generator.schedule import Profile, Visit, visits
+from specdecode_worker.load_generator.client import Outcome, send_request
+from specdecode_worker.load_generator.schedule import Profile, ScheduledRequest, schedule_requests
 
 PROGRESS_SECONDS = 15
 """Interval of the progress lines on standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
+class LoadTarget:
     """Server under load, and the requests' content and credentials."""
 
     url: str
     model: str
     prompts: Sequence[str]
-    beyond: int
+    oversized_max_tokens: int
     """A max_tokens that exceeds the context length of the model."""
     api_key: str | None = None
 
 
-class Crowd:
-    """All clients of a run. At most ``most`` send at once; later requests wait locally and count as ``held_back``."""
+class LoadRun:
+    """All clients of a run.
 
-    def __init__(self, aim: Aim, most: int, timeout_seconds: float) -> None:
-        self._aim = aim
-        self._places = asyncio.Semaphore(most)
-        headers = {"Authorization": f"Bearer {aim.api_key}"} if aim.api_key else {}
+    At most ``max_concurrency`` send at once; later requests wait locally and count as ``held_back``.
+    """
+
+    def __init__(self, target: LoadTarget, max_concurrency: int, timeout_seconds: float) -> None:
+        self._target = target
+        self._slots = asyncio.Semaphore(max_concurrency)
+        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         # Open a connection per request, as many separate users do.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(
-            base_url=aim.url, timeout=timeout_seconds, limits=limits, headers=headers, trust_env=False
+            base_url=target.url, timeout=timeout_seconds, limits=limits, headers=headers, trust_env=False
         )
         self.outcomes: list[Outcome] = []
-        self.inside = self.most_inside = self.held_back = 0
+        self.in_flight = self.max_in_flight = self.held_back = 0
 
     async def send(self, profile: Profile, seed: int) -> float:
         """Send all requests of the profile and return the seconds until the last one ended."""
         began = shown = time.monotonic()
-        coming = []
-        for one in visits(profile, self._aim.prompts, seed):
-            await asyncio.sleep(max(0.0, began + one.at_seconds - time.monotonic()))
-            coming.append(asyncio.create_task(self._one(one)))
+        sending = []
+        for request in schedule_requests(profile, self._target.prompts, seed):
+            await asyncio.sleep(max(0.0, began + request.at_seconds - time.monotonic()))
+            sending.append(asyncio.create_task(self._send_request(request)))
             if time.monotonic() - shown > PROGRESS_SECONDS:
                 shown = time.monotonic()
                 self._show(shown - began, profile)
-        await asyncio.gather(*coming)
+        await asyncio.gather(*sending)
         await self._client.aclose()
         return time.monotonic() - began
 
-    async def _one(self, one: Visit) -> None:
-        self.held_back += self._places.locked()
-        async with self._places:
-            self.inside += 1
-            self.most_inside = max(self.most_inside, self.inside)
-            aim = self._aim
-            self.outcomes.append(await visit(self._client, aim.model, aim.prompts[one.prompt], one, aim.beyond))
-            self.inside -= 1
+    async def _send_request(self, request: ScheduledRequest) -> None:
+        self.held_back += self._slots.locked()
+        async with self._slots:
+            self.in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self.in_flight)
+            target = self._target
+            self.outcomes.append(
+                await send_request(
+                    self._client, target.model, target.prompts[request.prompt], request, target.oversized_max_tokens
+                )
+            )
+            self.in_flight -= 1
 
     def _show(self, seconds: float, profile: Profile) -> None:
         bad = sum(bool(outcome.problem) for outcome in self.outcomes)
-        text = (
-            f"{seconds:.0f} of {profile.seconds:.0f} s: {len(self.outcomes)} done, {self.inside} inside, {bad} failed"
-        )
-        print(text, file=sys.stderr)
+        done = f"{len(self.outcomes)} done, {self.in_flight} in flight, {bad} failed"
+        print(f"{seconds:.0f} of {profile.seconds:.0f} s: {done}", file=sys.stderr)
 
 
-def summary(crowd: Crowd, seconds: float) -> dict[str, Any]:
+def summary(run: LoadRun, seconds: float) -> dict[str, Any]:
     """Return counts, latency percentiles (p50, p95, p99) and the most frequent problems.
 
     ``differing_texts`` is the number of requests that were repeated with different output; it must be 0.
     """
-    outcomes = crowd.outcomes
+    outcomes = run.outcomes
     texts: dict[Any, set[str]] = defaultdict(set)
     for outcome in outcomes:
         if outcome.text_hash and not outcome.problem:
-            texts[outcome.visit.key].add(outcome.text_hash)
+            texts[outcome.request.key].add(outcome.text_hash)
     ok = [outcome for outcome in outcomes if outcome.status == 200 and not outcome.problem]
     return {
         "seconds": round(seconds, 1),
         "requests": len(outcomes),
-        "by_kind": dict(Counter(outcome.visit.kind.value for outcome in outcomes)),
+        "by_kind": dict(Counter(outcome.request.kind.value for outcome in outcomes)),
         "failed": sum(bool(outcome.problem) for outcome in outcomes),
-        "turned_away": sum(outcome.turned_away for outcome in outcomes),
-        "held_back": crowd.held_back,
-        "most_concurrent": crowd.most_inside,
+        "turned_away": sum(outcome.rejected for outcome in outcomes),
+        "held_back": run.held_back,
+        "most_concurrent": run.max_in_flight,
         "repeated_requests": sum(len(ok_key) > 0 for ok_key in texts.values()),
         "differing_texts": sum(len(found) > 1 for found in texts.values()),
         "output_tokens_per_second": round(sum(outcome.tokens for outcome in ok) / seconds, 1),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ClientBehaviour(StrEnum):
     """Behaviour of a client."""
 
     stream = "stream"
@@ -23,7 +23,7 @@ class Kind(StrEnum):
     @property
     def refused(self) -> bool:
         """True for requests that the server must refuse with 400."""
-        return self in (Kind.oversized, Kind.garbage)
+        return self in (ClientBehaviour.oversized, ClientBehaviour.garbage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Profile:
     seconds: float
     rate: tuple[float, float]
     max_tokens: tuple[int, int]
-    shares: dict[Kind, float]
+    shares: dict[ClientBehaviour, float]
     sampled: float = 0.5
     """Fraction of requests at temperature 0.8 with a seed; the others are greedy."""
 
@@ -49,12 +49,12 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class ScheduledRequest:
     """Scheduled request: its time, the index of its prompt, its parameters and the behaviour of its client."""
 
     number: int
     at_seconds: float
-    kind: Kind
+    kind: ClientBehaviour
     prompt: int
     max_tokens: int
     temperature: float
@@ -66,33 +66,33 @@ class Visit:
         return (self.prompt, self.max_tokens, self.temperature, self.seed)
 
 
-def visits(profile: Profile, prompts: Sequence[str], seed: int) -> Iterator[Visit]:
+def schedule_requests(profile: Profile, prompts: Sequence[str], seed: int) -> Iterator[ScheduledRequest]:
     """Yield requests with Poisson arrivals over the duration of the profile.
 
     Only two seeds and five lengths are drawn, so that equal requests repeat and their texts can be compared.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     second, number = 0.0, 0
     kinds, weights = _kinds(profile.shares)
     low, high = profile.max_tokens
     while True:
-        second += dice.expovariate(profile.rate_at(min(second, profile.seconds)))
+        second += rng.expovariate(profile.rate_at(min(second, profile.seconds)))
         if second >= profile.seconds:
             return
-        sampled = dice.random() < profile.sampled
-        yield Visit(
+        sampled = rng.random() < profile.sampled
+        yield ScheduledRequest(
             number=number,
             at_seconds=second,
-            kind=dice.choices(kinds, weights)[0],
-            prompt=dice.randrange(len(prompts)),
-            max_tokens=round(low * (high / low) ** (dice.randrange(5) / 4)),
+            kind=rng.choices(kinds, weights)[0],
+            prompt=rng.randrange(len(prompts)),
+            max_tokens=round(low * (high / low) ** (rng.randrange(5) / 4)),
             temperature=0.8 if sampled else 0.0,
-            seed=dice.randrange(2) if sampled else 0,
+            seed=rng.randrange(2) if sampled else 0,
         )
         number += 1
 
 
-def _kinds(shares: dict[Kind, float]) -> tuple[list[Kind], list[float]]:
+def _kinds(shares: dict[ClientBehaviour, float]) -> tuple[list[ClientBehaviour], list[float]]:
     """Return all kinds and their fractions. Streaming and complete responses share the remainder equally.
 
     Raises:
@@ -101,5 +101,5 @@ def _kinds(shares: dict[Kind, float]) -> tuple[list[Kind], list[float]]:
     rest = 1 - sum(shares.values())
     if rest < 0 or min(shares.values(), default=0) < 0:
         raise ValueError(f"the shares of {', '.join(shares)} must be positive and at most 1 together")
-    found = {**shares, Kind.stream: rest / 2, Kind.whole: rest / 2}
+    found = {**shares, ClientBehaviour.stream: rest / 2, ClientBehaviour.whole: rest / 2}
     return list(found), list(found.values())

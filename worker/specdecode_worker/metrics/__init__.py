@@ -6,6 +6,6 @@ aborted requests, of which the server receives no tokens.
 """
 
 from specdecode_worker.metrics.exposition import CONTENT_TYPE, render
-from specdecode_worker.metrics.server_counters import Counts, Observer
+from specdecode_worker.metrics.server_counters import RequestCounter, ServerCounters
 
-__all__ = ["CONTENT_TYPE", "Counts", "Observer", "render"]
+__all__ = ["CONTENT_TYPE", "RequestCounter", "ServerCounters", "render"]

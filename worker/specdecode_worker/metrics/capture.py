@@ -19,6 +19,12 @@ def capture(model: str, counts: CaptureCounts) -> Iterator[Family]:
     records = [((task,), float(count)) for task, count in counts.records.items()]
     yield counter(Metric.capture_records, "Requests that were captured.", model, ("task",), records)
     dropped = [((reason.value,), float(counts.dropped[reason])) for reason in Dropped]
-    yield counter(Metric.capture_dropped, "Requests that were to be, and were not.", model, ("reason",), dropped)
+    yield counter(
+        Metric.capture_dropped,
+        "Requests that were not captured.",
+        model,
+        ("reason",),
+        dropped,
+    )
     stored = [((), float(counts.stored_bytes))]
-    yield gauge(Metric.capture_stored_bytes, "Bytes of the folder of captured requests.", model, (), stored)
+    yield gauge(Metric.capture_stored_bytes, "Size of the capture folder in bytes.", model, (), stored)

@@ -11,22 +11,22 @@ from prometheus_client.registry import Collector
 from specdecode_worker.contract import Report
 from specdecode_worker.metrics.capture import capture
 from specdecode_worker.metrics.latency import latency
-from specdecode_worker.metrics.server_counters import Counts
+from specdecode_worker.metrics.server_counters import ServerCounters
 from specdecode_worker.metrics.speculation import speculation
-from specdecode_worker.metrics.traffic import load
+from specdecode_worker.metrics.traffic import traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(report: Report, counts: Counts) -> bytes:
+def render(report: Report, counts: ServerCounters) -> bytes:
     """Return all metrics in the Prometheus text format."""
     registry = CollectorRegistry()
-    families = [*speculation(report, counts), *load(report), *latency(report, counts)]
-    registry.register(_Once([*families, *capture(report.model, counts.capture)]))
+    families = [*speculation(report, counts), *traffic(report), *latency(report, counts)]
+    registry.register(_StaticCollector([*families, *capture(report.model, counts.capture)]))
     return generate_latest(registry)
 
 
-class _Once(Collector):
+class _StaticCollector(Collector):
     """Collector of metric families that are already built."""
 
     def __init__(self, families: list[Family]) -> None:

@@ -9,27 +9,27 @@ from prometheus_client.core import SummaryMetricFamily
 
 from specdecode_worker.contract import Metric, Report
 from specdecode_worker.metrics.families import counter, histogram
-from specdecode_worker.metrics.server_counters import Counts
+from specdecode_worker.metrics.server_counters import ServerCounters
 
 _REPORTED = {
-    "ttft": (Metric.time_to_first_token_seconds, "From arrival to the first token."),
-    "ttit": (Metric.inter_token_latency_seconds, "From one token to the next."),
-    "e2e": (Metric.e2e_request_latency_seconds, "From arrival to the last token."),
-    "queue": (Metric.request_queue_time_seconds, "From arrival to the first step."),
+    "ttft": (Metric.time_to_first_token_seconds, "Time from arrival to the first token."),
+    "ttit": (Metric.inter_token_latency_seconds, "Time between consecutive tokens."),
+    "e2e": (Metric.e2e_request_latency_seconds, "Time from arrival to the last token."),
+    "queue": (Metric.request_queue_time_seconds, "Time from arrival to the first step."),
 }
 
 
-def latency(report: Report, counts: Counts) -> Iterator[Family]:
+def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
     """Yield the latency and size histograms of requests, and the time of engine steps."""
     for cell in report.latency:
         name, text = _REPORTED[cell.name]
         yield histogram(name, text, report.model, cell.edges, cell.counts, cell.sum)
     counted = (
-        (Metric.request_prompt_tokens, "Tokens of the prompt of a request.", counts.prompt_tokens),
-        (Metric.request_generation_tokens, "Tokens of the answer to a request.", counts.generation_tokens),
+        (Metric.request_prompt_tokens, "Prompt tokens per request.", counts.prompt_tokens),
+        (Metric.request_generation_tokens, "Generated tokens per request.", counts.generation_tokens),
         (
             Metric.request_time_per_output_token_seconds,
-            "Mean time of a request's tokens behind the first, as its client sees them.",
+            "Mean time per output token of a request after its first token, as the client sees it.",
             counts.seconds_per_token,
         ),
     )
@@ -45,5 +45,5 @@ def _steps(report: Report) -> Iterator[Family]:
     yield steps
     if report.phases is not None:
         phases = [((phase,), value) for phase, value in report.phases.model_dump().items()]
-        text = "Where the time of steps went."
+        text = "Time of engine steps, by phase."
         yield counter(Metric.step_phase_seconds, text, report.model, ("phase",), phases)

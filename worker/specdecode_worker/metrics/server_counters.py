@@ -40,7 +40,7 @@ class Histogram:
         self.sum += value
 
 
-class Counts:
+class ServerCounters:
     """Monotonic counters of the server.
 
     Args:
@@ -56,35 +56,35 @@ class Counts:
         self.generation_tokens = Histogram(_TOKENS)
         self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
 
-    def observer(self, task: str, prompt_tokens: int) -> Observer:
+    def request_counter(self, task: str, prompt_tokens: int) -> RequestCounter:
         """Return the observer of a new request."""
-        return Observer(self, task, prompt_tokens)
+        return RequestCounter(self, task, prompt_tokens)
 
 
-class Observer:
+class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_counts", "_first", "_last", "_over", "_prompt_tokens", "_seen", "_task", "_tokens")
+    __slots__ = ("_counts", "_ended", "_first", "_last", "_previous", "_prompt_tokens", "_task", "_tokens")
 
-    def __init__(self, counts: Counts, task: str, prompt_tokens: int) -> None:
+    def __init__(self, counts: ServerCounters, task: str, prompt_tokens: int) -> None:
         self._counts = counts
         self._task = counts.by_task[task]
         self._prompt_tokens = prompt_tokens
-        self._seen = Tokens(request_id="", tokens=())
+        self._previous = Tokens(request_id="", tokens=())
         self._tokens = 0
         self._first = self._last = 0.0
-        self._over = False
+        self._ended = False
 
-    def take(self, tokens: Tokens) -> None:
+    def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
-        task, seen = self._task, self._seen
-        accepted = tokens.accepted - seen.accepted
-        task.drafts += tokens.drafts - seen.drafts
-        task.draft_tokens += tokens.draft_tokens - seen.draft_tokens
+        task, previous = self._task, self._previous
+        accepted = tokens.accepted - previous.accepted
+        task.drafts += tokens.drafts - previous.drafts
+        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
         task.accepted += accepted
         for position in range(accepted):
             task.per_position[position] += 1
-        self._seen = tokens
+        self._previous = tokens
         if tokens.tokens:
             self._last = self._counts.clock()
             self._first = self._first if self._tokens else self._last
@@ -92,9 +92,9 @@ class Observer:
 
     def end(self) -> None:
         """Count the ended request in the histograms. Further calls, and requests without output, are not counted."""
-        if self._over or not self._tokens:
+        if self._ended or not self._tokens:
             return
-        self._over = True
+        self._ended = True
         self._counts.prompt_tokens.add(self._prompt_tokens)
         self._counts.generation_tokens.add(self._tokens)
         if self._tokens > 1:

@@ -10,28 +10,28 @@ from specdecode_worker.engine.errors import EngineGone
 from specdecode_worker.engine.ipc.engine_client import Stream
 from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.server.errors import EngineFailed
-from specdecode_worker.server.responses import Choice, Piece, Statistics
-from specdecode_worker.server.text.detokenizer import AnswerReader, Reading
+from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
+from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions
 from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Output options of one generation. Without ``answers`` only the echo of the prompt is returned."""
+class OutputOptions:
+    """Output options of one generation. Without ``generates`` only the echo of the prompt is returned."""
 
-    reading: Reading
-    scored: bool = False
+    text_options: TextOptions
+    has_logprobs: bool = False
     """True when the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
-    answers: bool = True
+    generates: bool = True
     counts_prompt: bool = True
     """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
 
-class Watcher(Protocol):
+class RequestObserver(Protocol):
     """Observer of one request: receives every message in order, then ``end``, which may be called more than once."""
 
-    def take(self, tokens: Tokens) -> None:
+    def process(self, tokens: Tokens) -> None:
         """Process one message of the request."""
         ...
 
@@ -48,19 +48,19 @@ class Generation:
         stream: Stream,
         tokenizer: Tokenizer,
         prompt: Prompt,
-        wish: Wish,
+        options: OutputOptions,
         *,
-        watchers: Sequence[Watcher],
-        ended: Callable[[], None],
+        observers: Sequence[RequestObserver],
+        on_end: Callable[[], None],
     ) -> None:
         self._stream = stream
         self._prompt = prompt
         self._echo = prompt.echo
-        self._wish = wish
+        self._options = options
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._reader = AnswerReader(tokenizer, prompt.ids, wish.reading, first_offset=first_offset)
-        self._watchers = watchers
-        self._ended: Callable[[], None] | None = ended
+        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
+        self._observers = observers
+        self._on_end: Callable[[], None] | None = on_end
         self._last: Tokens | None = None
 
     @property
@@ -69,15 +69,15 @@ class Generation:
         last = self._last
         return Statistics(
             prompt_tokens=len(self._prompt.ids),
-            completion_tokens=self._reader.count,
+            completion_tokens=self._detokenizer.count,
             cached_tokens=last.cached_tokens if last else 0,
             drafts=last.drafts if last else 0,
             draft_tokens=last.draft_tokens if last else 0,
             accepted=last.accepted if last else 0,
-            counts_prompt=self._wish.counts_prompt,
+            counts_prompt=self._options.counts_prompt,
         )
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[ChoicePiece]:
         """Yield the pieces of the generation as they arrive.
 
         Raises:
@@ -85,7 +85,7 @@ class Generation:
         """
         try:
             async for tokens in self._stream:
-                piece = self._take(tokens)
+                piece = self._convert(tokens)
                 if piece.text or piece.scored or piece.finish_reason:
                     yield piece
                 if piece.finish_reason:
@@ -95,45 +95,45 @@ class Generation:
 
     async def whole(self) -> Choice:
         """Return the finished choice. Raises EngineFailed under the same conditions as ``pieces``."""
-        found = [piece async for piece in self.pieces()]
+        pieces = [piece async for piece in self.pieces()]
         return Choice(
-            text="".join(piece.text for piece in found),
-            finish_reason=found[-1].finish_reason or "stop",
+            text="".join(piece.text for piece in pieces),
+            finish_reason=pieces[-1].finish_reason or "stop",
             statistics=self.statistics,
-            scored=tuple(one for piece in found for one in piece.scored),
-            mean_logprob=self._reader.mean_logprob,
+            scored=tuple(one for piece in pieces for one in piece.scored),
+            mean_logprob=self._detokenizer.mean_logprob,
         )
 
     def close(self) -> None:
-        """Free the slot in the engine and notify the watchers. Further calls have no effect."""
+        """Free the slot in the engine and notify the observers. Further calls have no effect."""
         self._stream.close()
-        for watcher in self._watchers:
-            watcher.end()
-        if self._ended is not None:
-            self._ended()
-            self._ended = None
+        for observer in self._observers:
+            observer.end()
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
 
-    def _take(self, tokens: Tokens) -> Piece:
+    def _convert(self, tokens: Tokens) -> ChoicePiece:
         self._last = tokens
-        for watcher in self._watchers:
-            watcher.take(tokens)
+        for observer in self._observers:
+            observer.process(tokens)
         if tokens.finish in ("error", "abort"):
             raise EngineFailed(tokens.error or "the engine ended this request")
-        if self._wish.scored and len(tokens.logprobs) != len(tokens.tokens):
-            raise EngineFailed("the engine told no log-probabilities")
+        if self._options.has_logprobs and len(tokens.logprobs) != len(tokens.tokens):
+            raise EngineFailed("the engine returned no log-probabilities")
         echo = self._echoed(tokens)
-        if not self._wish.answers:
-            return Piece(echo.text, "length", echo.scored)
-        piece = self._reader.take(tokens)
-        return Piece(echo.text + piece.text, piece.finish_reason, echo.scored + piece.scored)
+        if not self._options.generates:
+            return ChoicePiece(echo.text, "length", echo.scored)
+        piece = self._detokenizer.push(tokens)
+        return ChoicePiece(echo.text + piece.text, piece.finish_reason, echo.scored + piece.scored)
 
-    def _echoed(self, tokens: Tokens) -> Piece:
+    def _echoed(self, tokens: Tokens) -> ChoicePiece:
         """Return the echoed prompt with the first message, and an empty piece afterwards."""
         echo, self._echo = self._echo, None
         if echo is None:
-            return Piece("", None)
-        if not self._wish.reading.logprobs:
-            return Piece(echo.text, None)
+            return ChoicePiece("", None)
+        if not self._options.text_options.logprobs:
+            return ChoicePiece(echo.text, None)
         if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
-            raise EngineFailed("the engine told no log-probabilities of the prompt")
-        return Piece(echo.text, None, echo.scored(self._prompt.ids, tokens.prompt_logprobs))
+            raise EngineFailed("the engine returned no log-probabilities of the prompt")
+        return ChoicePiece(echo.text, None, echo.scored(self._prompt.ids, tokens.prompt_logprobs))

@@ -67,7 +67,7 @@ class Lifecycle:
         return self.state is State.SERVING
 
     @property
-    def leaving(self) -> bool:
+    def shutting_down(self) -> bool:
         """True in LEAVING and DRAINING."""
         return self.state in (State.LEAVING, State.DRAINING)
 
@@ -88,17 +88,17 @@ class Lifecycle:
             self.state = state
 
 
-class Departure:
-    """Graceful shutdown of a worker. It starts once, at the first call of ``begin``; ``hurried`` ends all waiting."""
+class Shutdown:
+    """Graceful shutdown of a worker. It starts once, at the first call of ``begin``; ``exit_now`` ends all waiting."""
 
     def __init__(
-        self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int], hurried: asyncio.Event
+        self, lifecycle: Lifecycle, config: ServerConfig, running: Callable[[], int], exit_now: asyncio.Event
     ) -> None:
         self._lifecycle = lifecycle
         self._delay_seconds = min(config.endpoint_delay_seconds, config.grace_period_seconds)
         self._grace_seconds = config.grace_period_seconds
         self._running = running
-        self._hurried = hurried
+        self._exit_now = exit_now
         self._drained: asyncio.Task[int] | None = None
 
     def begin(self) -> asyncio.Task[int]:
@@ -118,10 +118,10 @@ class Departure:
         began = time.monotonic()
         await self._pause(delay_seconds)
         self._lifecycle.drain()
-        while self._running() and not self._hurried.is_set() and time.monotonic() - began < self._grace_seconds:
+        while self._running() and not self._exit_now.is_set() and time.monotonic() - began < self._grace_seconds:
             await self._pause(_TICK_SECONDS)
         return self._running()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurried.wait(), seconds)
+            await asyncio.wait_for(self._exit_now.wait(), seconds)

@@ -14,7 +14,7 @@ from specdecode_worker.server.requests.body_parser import parse_contract
 log = logging.getLogger(__name__)
 
 
-class Plans:
+class PlanStore:
     """Current plan, with the rules for its replacement.
 
     A new plan must have the same uid. While the draft stays the same, the version must not decrease. A version has one

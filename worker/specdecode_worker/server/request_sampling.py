@@ -33,21 +33,21 @@ def _mixed(value: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """Limits of the served model: context length in tokens and vocabulary size."""
 
     max_model_len: int
     vocab_size: int
 
 
-def check_ids(request: GenerationRequest, limits: Limits) -> None:
+def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
     """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
     for field, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", map(int, request.logit_bias))):
         if any(token >= limits.vocab_size for token in ids):
             raise _bad(f"{field}: token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
-def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Limits) -> int:
+def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: ModelLimits) -> int:
     """Return the maximum number of output tokens for ``prompt``.
 
     Raises:
@@ -71,7 +71,7 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Limit
     return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
 
 
-def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Limits) -> Sampling:
+def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits) -> Sampling:
     """Return the sampling parameters of one choice; ``limit`` is its maximum number of output tokens."""
     return Sampling(
         max_tokens=limit,
@@ -88,7 +88,7 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Limit
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         logprobs=logprobs_of(request),
-        prompt_logprobs=request.logprobs_wanted if isinstance(request, CompletionRequest) and request.echo else None,
+        prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
     )
 
 
@@ -97,9 +97,9 @@ def logprobs_of(request: GenerationRequest) -> int | None:
 
     With best_of the engine always returns those of the sampled tokens, because they rank the choices.
     """
-    if request.logprobs_wanted is None and request.choices_made > request.n:
+    if request.top_logprobs_count is None and request.generated_choices > request.n:
         return 0
-    return request.logprobs_wanted
+    return request.top_logprobs_count
 
 
 def _bad(message: str, field: str) -> BadRequest:

@@ -28,7 +28,7 @@ from specdecode_worker.engine.ipc.engine_process import Build
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
-from specdecode_worker.server.lifecycle import Departure, Lifecycle
+from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
@@ -53,22 +53,22 @@ log = logging.getLogger(__name__)
 class _Signals:
     """Shutdown signals of the process.
 
-    The first SIGTERM or SIGINT sets ``asked`` (drain); each further signal sets ``hurried`` (do not wait).
+    The first SIGTERM or SIGINT sets ``drain_requested`` (drain); each further signal sets ``exit_now`` (do not wait).
     """
 
-    asked: asyncio.Event
-    hurried: asyncio.Event
+    drain_requested: asyncio.Event
+    exit_now: asyncio.Event
 
     @classmethod
     def installed(cls) -> Self:
         """Install the handlers for SIGTERM and SIGINT on the running event loop."""
         signals = cls(asyncio.Event(), asyncio.Event())
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, signals._arrive)
+            asyncio.get_running_loop().add_signal_handler(number, signals._on_signal)
         return signals
 
-    def _arrive(self) -> None:
-        (self.hurried if self.asked.is_set() else self.asked).set()
+    def _on_signal(self) -> None:
+        (self.exit_now if self.drain_requested.is_set() else self.drain_requested).set()
 
 
 class _Listener(uvicorn.Server):
@@ -109,11 +109,11 @@ async def serve(
     try:
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan, recorder)
-        departure = Departure(lifecycle, config.server, lambda: engine.in_flight, signals.hurried)
+        shutdown = Shutdown(lifecycle, config.server, lambda: engine.in_flight, signals.exit_now)
         keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
-        apps = (public_app(service, keys), admin_app(service, departure, token))
+        apps = (public_app(service, keys), admin_app(service, shutdown, token))
         async with _listening(apps, sockets):
-            return await _live(service, departure, signals.asked)
+            return await _run(service, shutdown, signals.drain_requested)
     finally:
         await engine.close()
         if recorder is not None:
@@ -134,21 +134,21 @@ def _recorder(config: WorkerConfig) -> Recorder | None:
         raise CannotStart(f"capture: {error}") from None
 
 
-async def _live(service: Service, departure: Departure, leave: asyncio.Event) -> int:
-    """Load the model and serve until ``leave`` is set or the engine is gone. Return the exit code.
+async def _run(service: Service, shutdown: Shutdown, drain_requested: asyncio.Event) -> int:
+    """Load the model and serve until ``drain_requested`` is set or the engine is gone. Return the exit code.
 
     Raises:
         CannotStart: The tokenizer or the model cannot be loaded.
     """
     loading = asyncio.create_task(_load(service))
-    asked = asyncio.create_task(leave.wait())
-    await asyncio.wait((loading, asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
-    if loading.done() and loading.exception() is None and not service.engine.gone.done():
-        await asyncio.wait((asked, service.engine.gone), return_when=asyncio.FIRST_COMPLETED)
-    if asked.done():
+    drain = asyncio.create_task(drain_requested.wait())
+    await asyncio.wait((loading, drain, service.engine.ended), return_when=asyncio.FIRST_COMPLETED)
+    if loading.done() and loading.exception() is None and not service.engine.ended.done():
+        await asyncio.wait((drain, service.engine.ended), return_when=asyncio.FIRST_COMPLETED)
+    if drain.done():
         loading.cancel()
-        return await _leave(service, departure)
-    asked.cancel()
+        return await _shut_down(service, shutdown)
+    drain.cancel()
     if loading.done() and (error := loading.exception()) is not None:
         if isinstance(error, ServerError | ModelError):
             raise CannotStart(str(error)) from error
@@ -172,19 +172,19 @@ def _tokenizer(config: WorkerConfig) -> Tokenizer:
     return Tokenizer.from_folder(model_store.resolve(config.model.uri, Path(config.cache_dir)))
 
 
-async def _leave(service: Service, departure: Departure) -> int:
+async def _shut_down(service: Service, shutdown: Shutdown) -> int:
     """Drain, end the streams that are left, and return the exit code."""
     log.info("leaving: %d requests are running", service.engine.in_flight)
-    cut = await departure.begin()
+    cut = await shutdown.begin()
     if cut:
         log.warning("%d requests were cut off", cut)
         service.engine.end_streams("this worker is shutting down")
-    return 1 if cut or service.engine.gone.done() else 0
+    return 1 if cut or service.engine.ended.done() else 0
 
 
 async def _fail(service: Service) -> int:
     """Report the loss of the engine and return exit code 1."""
-    reason = service.engine.gone.result()
+    reason = service.engine.ended.result()
     log.error("the engine is gone: %s", reason)
     service.lifecycle.fail(reason)
     write_termination_message(reason)

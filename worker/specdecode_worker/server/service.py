@@ -19,16 +19,23 @@ from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.messages import Loaded, Sampling, Submit
-from specdecode_worker.metrics import Counts
-from specdecode_worker.server.admission import Line
+from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, Watcher, Wish
+from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.plan_store import Plans
-from specdecode_worker.server.request_capture import Capturing
-from specdecode_worker.server.request_sampling import Limits, check_ids, logprobs_of, sampling_of, seeds_of, token_limit
+from specdecode_worker.server.plan_store import PlanStore
+from specdecode_worker.server.request_capture import RequestCapture
+from specdecode_worker.server.request_sampling import (
+    ModelLimits,
+    check_ids,
+    logprobs_of,
+    sampling_of,
+    seeds_of,
+    token_limit,
+)
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
-from specdecode_worker.server.text.detokenizer import Reading
+from specdecode_worker.server.text.detokenizer import TextOptions
 from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.server.tools.parser_choice import format_of
@@ -43,9 +50,9 @@ class Model:
     loaded: Loaded
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ModelLimits:
         """Context length and vocabulary size of the model."""
-        return Limits(self.loaded.max_model_len, self.tokenizer.vocab_size)
+        return ModelLimits(self.loaded.max_model_len, self.tokenizer.vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -76,13 +83,13 @@ class Service:
         self.config = config
         self.engine = engine
         self.lifecycle = lifecycle
-        self.plans = Plans(config.deployment_uid, plan)
-        self.counts = Counts(time.monotonic, recorder.counts if recorder else None)
+        self.plans = PlanStore(config.deployment_uid, plan)
+        self.counts = ServerCounters(time.monotonic, recorder.counts if recorder else None)
         self.started_seconds = int(time.time())
-        self._line = Line(config.engine.max_num_seqs, config.server.max_waiting)
+        self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
         self._recorder = recorder
-        self._capturing: Capturing | None = None
+        self._capture: RequestCapture | None = None
         self._plan_lock = asyncio.Lock()
 
     def check_loaded(self) -> None:
@@ -94,7 +101,7 @@ class Service:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
         if self._recorder is not None:
-            self._capturing = Capturing(self._recorder, model.loaded.target, self.config.engine.sampler)
+            self._capture = RequestCapture(self._recorder, model.loaded.target, self.config.engine.sampler)
         self.lifecycle.serve()
 
     @property
@@ -105,7 +112,7 @@ class Service:
         return self._model
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> ModelLimits | None:
         """Context length and vocabulary size of the model; None while it loads."""
         return None if self._model is None else self._model.limits
 
@@ -118,7 +125,7 @@ class Service:
     def start(
         self, request: GenerationRequest, prompts: Sequence[Prompt], task: str, *, capture: bool = True
     ) -> list[Generation]:
-        """Start ``request.choices_made`` generations for each prompt. Either all of them start or none.
+        """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
 
         Args:
             request: The validated request body.
@@ -132,20 +139,20 @@ class Service:
         Raises:
             ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
         """
-        limits, made = self.model.limits, request.choices_made
+        limits, made = self.model.limits, request.generated_choices
         check_ids(request, limits)
         token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
         self.lifecycle.check_accepting()
         field = "prompt" if len(prompts) > 1 else "n"
-        self._line.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
-        if self._capturing is not None and not capture:
-            self._capturing.opted_out()
+        self._queue.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
+        if self._capture is not None and not capture:
+            self._capture.opted_out()
         with contextlib.ExitStack() as started:
             generations = []
             for prompt, limit in zip(prompts, token_limits, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _wish(request, choice), task, capture)
+                    generation = self._generation(prompt, sampling, _output_options(request, choice), task, capture)
                     started.callback(generation.close)
                     generations.append(generation)
             started.pop_all()
@@ -197,9 +204,11 @@ class Service:
         self.check_loaded()
         with _engine_errors():
             report = await self.engine.report()
-        return report.model_copy(update={"draining": self.lifecycle.leaving})
+        return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
-    def _generation(self, prompt: Prompt, sampling: Sampling, wish: Wish, task: str, capture: bool) -> Generation:
+    def _generation(
+        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, task: str, capture: bool
+    ) -> Generation:
         now = time.monotonic()
         submit = Submit(
             request_id=uuid.uuid4().hex, prompt=tuple(prompt.ids), sampling=sampling, task=task, arrival_seconds=now
@@ -212,29 +221,31 @@ class Service:
             stream,
             self.model.tokenizer,
             prompt,
-            wish,
-            watchers=self._watchers(prompt, sampling, task, capture and wish.answers),
-            ended=lambda: self._line.ended(time.monotonic()),
+            options,
+            observers=self._observers(prompt, sampling, task, capture and options.generates),
+            on_end=lambda: self._queue.record_end(time.monotonic()),
         )
 
-    def _watchers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[Watcher]:
-        found: list[Watcher] = [self.counts.observer(task, len(prompt.ids))]
-        if capture and self._capturing is not None:
-            watch = self._capturing.watch(prompt, sampling, task)
-            found += [watch] if watch is not None else []
+    def _observers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[RequestObserver]:
+        found: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
+        if capture and self._capture is not None:
+            observer = self._capture.start_record(prompt, sampling, task)
+            found += [observer] if observer is not None else []
         return found
 
 
-def _wish(request: GenerationRequest, choice: int) -> Wish:
-    reading = Reading(
+def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:
+    text_options = TextOptions(
         stops=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=request.min_tokens,
-        logprobs=request.logprobs_wanted is not None,
+        logprobs=request.top_logprobs_count is not None,
     )
-    answers = not isinstance(request, CompletionRequest) or request.max_tokens != 0
-    return Wish(reading, scored=logprobs_of(request) is not None, answers=answers, counts_prompt=choice == 0)
+    generates = not isinstance(request, CompletionRequest) or request.max_tokens != 0
+    return OutputOptions(
+        text_options, has_logprobs=logprobs_of(request) is not None, generates=generates, counts_prompt=choice == 0
+    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from specdecode_worker.server.errors import ApiError
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.requests.common import StreamOptions
-from specdecode_worker.server.responses import DONE, Format, Json, Piece, event, usage
+from specdecode_worker.server.responses import DONE, ChoicePiece, Json, ResponseWriter, event, usage
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -21,9 +21,13 @@ class EventStream(StreamingResponse):
     """Response of server-sent events. It frees the engine slots however it ends, even before the first event."""
 
     def __init__(
-        self, generations: Sequence[Generation], form: Format, options: StreamOptions, headers: Mapping[str, str]
+        self,
+        generations: Sequence[Generation],
+        writer: ResponseWriter,
+        options: StreamOptions,
+        headers: Mapping[str, str],
     ) -> None:
-        events = _Events(generations, form, options)
+        events = _Events(generations, writer, options)
         super().__init__(events.all(), media_type="text/event-stream", headers={**_SSE_HEADERS, **headers})
         self._generations = generations
 
@@ -38,25 +42,25 @@ class EventStream(StreamingResponse):
 class _Events:
     """Server-sent events of one response."""
 
-    def __init__(self, generations: Sequence[Generation], form: Format, options: StreamOptions) -> None:
+    def __init__(self, generations: Sequence[Generation], writer: ResponseWriter, options: StreamOptions) -> None:
         self._generations = generations
-        self._form = form
+        self._writer = writer
         self._options = options
 
     async def all(self) -> AsyncIterator[bytes]:
         """Yield the encoded events. An engine error becomes the last event of the stream."""
         for index in range(len(self._generations)):
-            if (opening := self._form.opening(index)) is not None:
+            if (opening := self._writer.opening(index)) is not None:
                 yield self._frame(opening)
         try:
             async for index, piece in _merged(self._generations):
-                for chunk in self._form.chunks(index, piece):
+                for chunk in self._writer.chunks(index, piece):
                     yield self._frame(chunk)
         except ApiError as error:
             yield event(error.body())
             return
         if self._options.include_usage:
-            yield event(self._form.closing([generation.statistics for generation in self._generations]))
+            yield event(self._writer.closing([generation.statistics for generation in self._generations]))
         yield DONE
 
     def _frame(self, chunk: Json) -> bytes:
@@ -66,11 +70,11 @@ class _Events:
         return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 
 
-_Read = tuple[int, Piece] | Exception | None
+_Read = tuple[int, ChoicePiece] | Exception | None
 """Queue item: a piece with the index of its choice, the error that ended a generation, or None at its end."""
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, ChoicePiece]]:
     """Yield (choice index, piece) of all generations as they arrive. Raises the error of the first that fails."""
     if len(generations) == 1:
         async for piece in generations[0].pieces():

@@ -27,7 +27,7 @@ class Dispatcher:
     def __init__(self, uid: str, draft_hash: str, plan: Plan | None = None) -> None:
         self.plan = plan or Plan(uid=uid)
         self._uid, self.draft_hash = uid, draft_hash
-        self._bucket = 0
+        self._concurrency_bucket = 0
 
     @property
     def matches_draft(self) -> bool:
@@ -47,7 +47,7 @@ class Dispatcher:
             buckets=plan.buckets,
         )
 
-    def take(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan) -> None:
         """Replace the current plan.
 
         Raises:
@@ -58,12 +58,12 @@ class Dispatcher:
         if plan.draft == self.plan.draft and plan.uid == self.plan.uid and plan.version < self.plan.version:
             raise PlanRefused(f"plan version {plan.version} is older than {self.plan.version}, which runs")
         self.plan = plan
-        self._bucket = min(self._bucket, len(plan.buckets.concurrency))
+        self._concurrency_bucket = min(self._concurrency_bucket, len(plan.buckets.concurrency))
 
     def load(self, running: int) -> int:
         """Return the concurrency bucket of ``running`` sequences, and remember it for the hysteresis."""
-        self._bucket = _with_hysteresis(self.plan.buckets, self._bucket, running)
-        return self._bucket
+        self._concurrency_bucket = _with_hysteresis(self.plan.buckets, self._concurrency_bucket, running)
+        return self._concurrency_bucket
 
     def context(self, tokens: int) -> int:
         """Return the context bucket of a length in tokens. Edges are inclusive."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.guard import Pace
+from specdecode_worker.speculation.guard import TimePerToken
 
 BURST_STEPS = 16
 """Number of steps of a burst, and fewest steps of the plan after it."""
@@ -27,7 +27,7 @@ class Burst:
 
 
 @dataclass(slots=True)
-class Purse:
+class TimeBudget:
     """Account of the extra seconds spent on exploration, compared with a share of all seconds."""
 
     spent_seconds: float = 0.0
@@ -53,12 +53,12 @@ class Exploration:
     """
 
     burst: Burst | None = None
-    shadow: Purse = field(default_factory=Purse)
-    bursts: Purse = field(default_factory=Purse)
+    shadow: TimeBudget = field(default_factory=TimeBudget)
+    bursts: TimeBudget = field(default_factory=TimeBudget)
     _rested: bool = True  # True if the previous step drafted no shadow nodes.
     _since_burst: int = BURST_STEPS
     _total_seconds: float = 0.0
-    _usual: dict[int, Pace] = field(default_factory=dict)
+    _baseline: dict[int, TimePerToken] = field(default_factory=dict)
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
@@ -81,10 +81,10 @@ class Exploration:
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
         due = self.burst is None and max_depth > 0 and self._since_burst >= BURST_STEPS
-        known = self._usual.get(concurrency)
-        usual = known.seconds if known else None
-        price = EXPECTED_LOSS * BURST_STEPS * (usual or 0.0)
-        if due and usual is not None and self.bursts.affords(share / 2, self._total_seconds, price):
+        record = self._baseline.get(concurrency)
+        baseline = record.seconds if record else None
+        price = EXPECTED_LOSS * BURST_STEPS * (baseline or 0.0)
+        if due and baseline is not None and self.bursts.affords(share / 2, self._total_seconds, price):
             near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
             depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
@@ -108,9 +108,9 @@ class Exploration:
         """
         self._total_seconds += seconds
         self.shadow.pay(shadow_seconds)
-        usual = self._usual.setdefault(concurrency, Pace())
+        baseline = self._baseline.setdefault(concurrency, TimePerToken())
         if not explores:
             self._since_burst += 1
-            usual.add(seconds - shadow_seconds, tokens)
-        elif usual.seconds is not None:
-            self.bursts.pay(seconds - tokens * usual.seconds)
+            baseline.add(seconds - shadow_seconds, tokens)
+        elif baseline.seconds is not None:
+            self.bursts.pay(seconds - tokens * baseline.seconds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 
-class PlainCurve:
+class PlainStepTimes:
     """Piecewise linear step time by number of sequences, extrapolated beyond the measured points.
 
     With fewer than two points the curve is constant.

@@ -12,7 +12,7 @@ from specdecode_worker.contract import MAX_RANKS
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
+class ShadowDraft:
     """Main path drafted after the token at index ``root``.
 
     ``ranked[d]`` holds the draft's best tokens for index root + 1 + d, drafted on the assumption that ``ranked[e][0]``
@@ -34,7 +34,7 @@ class Score:
     rank: int
 
 
-def scores(shadow: Shadow, tokens: list[int]) -> list[Score] | None:
+def scores(shadow: ShadowDraft, tokens: list[int]) -> list[Score] | None:
     """Return the scores of the depths beyond the verified ones, up to and including the first wrong token.
 
     Return None while too few tokens have been emitted to know them.

@@ -3,7 +3,7 @@
 TrainingError
 ├── PromptFileError    a file of prompts or of text cannot be used
 ├── ResumeMismatch     a checkpoint or a cache was made with other settings
-└── CannotContinue     an existing draft cannot be trained further
+└── DraftNotTrainable  an existing draft cannot be trained further
 """
 
 
@@ -19,5 +19,5 @@ class ResumeMismatch(TrainingError):
     """Checkpoint or data in the output folder that was made with other settings."""
 
 
-class CannotContinue(TrainingError):
+class DraftNotTrainable(TrainingError):
     """Existing draft that cannot be trained further; the message names the reason."""

@@ -36,23 +36,23 @@ from specdecode_worker.training.data.question_sources import PromptLine, Trainin
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.data.shards import read_shard, shard_paths
 from specdecode_worker.training.data.state_recording import answer_tokens, record, text_conversations
-from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.evaluation.draft_calibration import write_calibration
-from specdecode_worker.training.heads.continued_head import continued
-from specdecode_worker.training.heads.copy_attention import with_copiers
+from specdecode_worker.training.heads.continued_head import prepare_draft
+from specdecode_worker.training.heads.copy_attention import add_copy_heads
 from specdecode_worker.training.heads.initialization import new_draft_model, new_eagle, new_head, new_medusa
 from specdecode_worker.training.heads.trainable_drafts import vocabulary_of
-from specdecode_worker.training.optimization.data_parallel import Peers
+from specdecode_worker.training.optimization.data_parallel import ProcessGroup
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
 _CALIBRATION_CONVERSATIONS = 32
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class RecordingSettings:
     """Text to record: a text file, or the target's answers to ``prompts``.
 
     Without ``text`` and ``prompts``, the target answers built-in prompts and questions that it generates itself.
@@ -69,7 +69,7 @@ class Material:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DraftSettings:
     """Kind of draft to train and its origin. ``target`` and ``parent`` are (uri, folder)."""
 
     target: tuple[str, Path]
@@ -91,84 +91,84 @@ class Plan:
 def train_draft(
     target: Llama,
     chat: Chat,
-    material: Material,
+    recording: RecordingSettings,
     settings: TrainSettings,
-    plan: Plan,
+    draft_settings: DraftSettings,
     out: Path,
-    tell: Tell,
-    peers: Peers | None = None,
+    log: Log,
+    peers: ProcessGroup | None = None,
 ) -> Path:
     """Train a draft for ``target`` and return its folder.
 
-    Training starts from ``plan.origin``, or from the target's own weights if it is None.
+    Training starts from ``draft_settings.origin``, or from the target's own weights if it is None.
 
     Raises:
-        TrainingError: PromptFileError, ResumeMismatch or CannotContinue.
+        TrainingError: PromptFileError, ResumeMismatch or DraftNotTrainable.
     """
-    peers = peers or Peers()
+    peers = peers or ProcessGroup()
     recorded, output_VE = out / "recorded", target.lm_head.weight
     if peers.rank == 0:
-        gather(target, chat, material, settings.seed, recorded, tell)
-        if plan.normalise:
-            normalise(recorded, output_VE, tell)
-        _choose_vocabulary(out, output_VE, plan, tell)
+        record_conversations(target, chat, recording, settings.seed, recorded, log)
+        if draft_settings.normalise:
+            normalise(recorded, output_VE, log)
+        _choose_vocabulary(out, output_VE, draft_settings, log)
     peers.wait()
-    draft = _draft(target, plan, out, settings)
+    draft = _draft(target, draft_settings, out, settings)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
-    if plan.copiers:
-        draft = _with_copiers(draft, target, recorded, plan)
+    if draft_settings.copiers:
+        draft = _add_copy_heads(draft, target, recorded, draft_settings)
     trainer = Trainer(draft, output_VE, data, settings, peers)
     if trainer.restore(out):
-        tell(f"train: going on from step {trainer.progress.step}")
+        log(f"train: going on from step {trainer.progress.step}")
 
-    def keep(draft: Draft) -> None:
-        write_draft(draft, out / "head", plan.target[1], plan.names)
+    def save_best(draft: Draft) -> None:
+        write_draft(draft, out / "head", draft_settings.target[1], draft_settings.names)
         write_json(out / "history.json", trainer.progress.history)
 
-    trainer.run(out, tell, keep)
+    trainer.run(out, log, save_best)
     if peers.rank == 0:
-        _finish(trainer, plan, out, tell)
+        _finish(trainer, draft_settings, out, log)
     peers.wait()
     return out / "head"
 
 
-def _draft(target: Llama, plan: Plan, out: Path, settings: TrainSettings) -> Draft:
-    """Return the untrained draft that ``plan`` describes, with the vocabulary stored in ``out``."""
+def _draft(target: Llama, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
+    """Return the untrained draft that ``draft_settings`` describes, with the vocabulary stored in ``out``."""
     known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
-    if plan.origin is not None:
-        return continued(plan.origin, target, known, plan.layers)
-    match plan.method:
+    if draft_settings.origin is not None:
+        return prepare_draft(draft_settings.origin, target, known, draft_settings.layers)
+    match draft_settings.method:
         case "eagle3":
-            return new_head(target, known, plan.layers)
+            return new_head(target, known, draft_settings.layers)
         case "eagle":
-            return new_eagle(target, plan.layers)
+            return new_eagle(target, draft_settings.layers)
         case "medusa":
             return new_medusa(target, known, settings.depth)
         case "draft-model":
-            return new_draft_model(target, max(2, plan.layers))
+            return new_draft_model(target, max(2, draft_settings.layers))
 
 
-def _with_copiers(draft: Draft, target: Llama, recorded: Path, plan: Plan) -> Draft:
+def _add_copy_heads(draft: Draft, target: Llama, recorded: Path, draft_settings: DraftSettings) -> Draft:
     """Return ``draft`` with copy heads.
 
     They are fitted on the first shard alone, so that a resumed run gets the same heads.
     """
     if not isinstance(draft, Eagle3Head):
-        raise CannotContinue(f"copiers are heads of an EAGLE-3 layer; --method {plan.method} has none")
-    return with_copiers(draft, target, list(read_shard(shard_paths(recorded)[0])), plan.copiers)
+        raise DraftNotTrainable(f"copiers are heads of an EAGLE-3 layer; --method {draft_settings.method} has none")
+    return add_copy_heads(draft, target, list(read_shard(shard_paths(recorded)[0])), draft_settings.copiers)
 
 
-def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
+def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log) -> None:
     """Write the files that describe a trained draft: history, calibration, lineage, model card and curve."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
     write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
     sharpness = write_calibration(trainer.head, spread, output_VE, folder, depth=trainer.settings.depth)
-    tell(f"calibration: logits of sampled drafts times {sharpness} by depth")
+    log(f"calibration: logits of sampled drafts times {sharpness} by depth")
     document = lineage.lineage(
-        method=plan.method,
-        target=(plan.target[0], weights_hash(plan.target[1])),
-        parent=(plan.parent[0], weights_hash(plan.parent[1])) if plan.parent else None,
+        method=draft_settings.method,
+        target=(draft_settings.target[0], weights_hash(draft_settings.target[1])),
+        parent=(draft_settings.parent[0], weights_hash(draft_settings.parent[1])) if draft_settings.parent else None,
         data=data,
         settings=trainer.settings,
         uncovered=json.loads((out / "uncovered.json").read_text()),
@@ -178,42 +178,48 @@ def _finish(trainer: Trainer, plan: Plan, out: Path, tell: Tell) -> None:
     write_json(folder / "lineage.json", document)
     lineage.write_card(document, folder)
     if not lineage.write_curve(trainer.progress.history, folder / "curve.png"):
-        tell("curve.png: install matplotlib to have it drawn")
+        log("curve.png: install matplotlib to have it drawn")
 
 
-def gather(target: Llama, chat: Chat, material: Material, seed: int, recorded: Path, tell: Tell) -> None:
-    """Record conversations into ``recorded`` until it holds ``material.tokens`` answer tokens."""
+def record_conversations(
+    target: Llama, chat: Chat, recording: RecordingSettings, seed: int, recorded: Path, log: Log
+) -> None:
+    """Record conversations into ``recorded`` until it holds ``recording.tokens`` answer tokens."""
     recorded.mkdir(parents=True, exist_ok=True)
     have = answer_tokens(recorded)
-    if have >= material.tokens:
+    if have >= recording.tokens:
         return
-    if material.text is not None:
-        conversations = text_conversations(target, chat, material.text, skip_tokens=have)
+    if recording.text is not None:
+        conversations = text_conversations(target, chat, recording.text, skip_tokens=have)
     else:
         seed = seed + len(shard_paths(recorded))  # a resumed rollout asks new questions
-        questions = TrainingQuestions(chat, material.held_out, seed, material.prompts)
-        settings = RolloutSettings(rows=material.rows, answer_tokens=material.answer_tokens, seed=seed)
+        questions = TrainingQuestions(chat, recording.held_out, seed, recording.prompts)
+        settings = RolloutSettings(rows=recording.rows, answer_tokens=recording.answer_tokens, seed=seed)
         around = chat.around_question()
         conversations = Rollout(
-            target, settings, iter(questions), around=around, refuse=questions.refuse
+            target, settings, iter(questions), around=around, is_refused=questions.is_refused
         ).conversations()
-    record(conversations, recorded, tokens=material.tokens, tell=tell)
+    record(conversations, recorded, tokens=recording.tokens, log=log)
 
 
-def _choose_vocabulary(out: Path, output_VE: Tensor, plan: Plan, tell: Tell) -> None:
+def _choose_vocabulary(out: Path, output_VE: Tensor, draft_settings: DraftSettings, log: Log) -> None:
     """Write vocabulary.json unless it exists, and uncovered.json: the probability that it lacks, by domain."""
-    path, told = out / "vocabulary.json", out / "uncovered.json"
-    if path.exists() and told.exists():
+    path, uncovered_path = out / "vocabulary.json", out / "uncovered.json"
+    if path.exists() and uncovered_path.exists():
         return
-    masses = draft_vocabulary.domain_masses(shard_paths(out / "recorded"), output_VE)
+    probabilities_by_domain = draft_vocabulary.domain_probabilities(shard_paths(out / "recorded"), output_VE)
     if not path.exists():
-        size = min(plan.draft_vocab, len(output_VE)) if plan.method in ("eagle3", "medusa") else len(output_VE)
-        origin = plan.origin
+        size = (
+            min(draft_settings.draft_vocab, len(output_VE))
+            if draft_settings.method in ("eagle3", "medusa")
+            else len(output_VE)
+        )
+        origin = draft_settings.origin
         if isinstance(origin, Eagle3Head) and len(origin.target_ids) == size:
             chosen = origin.target_ids  # further training keeps the vocabulary that the draft knows
         else:
-            chosen = draft_vocabulary.choose(masses, size)
+            chosen = draft_vocabulary.choose(probabilities_by_domain, size)
         write_json(path, chosen.tolist())
-    lacking = draft_vocabulary.uncovered(masses, torch.tensor(json.loads(path.read_text())))
-    tell(f"vocabulary: probability of what the draft cannot say, by domain: {lacking}")
-    write_json(told, lacking)
+    uncovered = draft_vocabulary.uncovered(probabilities_by_domain, torch.tensor(json.loads(path.read_text())))
+    log(f"vocabulary: probability of what the draft cannot say, by domain: {uncovered}")
+    write_json(uncovered_path, uncovered)

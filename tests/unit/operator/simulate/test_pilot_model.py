@@ -16,8 +16,8 @@ from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
 from specdecode_worker.speculation.dispatch import Dispatcher
 from specdecode_worker.speculation.exploration import Exploration as RealExploration
 from specdecode_worker.speculation.guard import Guard as RealGuard
-from specdecode_worker.speculation.guard import Pace as RealPace
-from specdecode_worker.speculation.plain_step_times import PlainCurve
+from specdecode_worker.speculation.guard import TimePerToken as RealPace
+from specdecode_worker.speculation.plain_step_times import PlainStepTimes
 
 
 def test_many_steps_at_once_move_a_pace_as_one_after_the_other() -> None:
@@ -48,7 +48,7 @@ def test_the_guard_says_what_the_workers_guard_says(seed: int) -> None:
         seconds = (0.05 if depth == 0 else 0.06) * coins.uniform(0.95, 1.05)
         tokens = 1.0 if depth == 0 else (2.0 if wins else 1.0)
         modelled.measured(cell, chain(depth), 1, seconds, tokens)
-        real.measured(0, 0, TreeShape.chain(depth), seconds, tokens)
+        real.record_step(0, 0, TreeShape.chain(depth), seconds, tokens)
     assert True in verdicts
     assert False in verdicts
 
@@ -132,7 +132,7 @@ def test_an_older_plan_is_not_taken() -> None:
 
 
 def test_steps_are_told_as_if_their_bucket_were_full() -> None:
-    plan, real = Plan(uid="u", buckets=Buckets(concurrency=(1, 2, 4, 8, 16))), PlainCurve()
+    plan, real = Plan(uid="u", buckets=Buckets(concurrency=(1, 2, 4, 8, 16))), PlainStepTimes()
     pilot = PlanPilot(("other",), plan, lambda running: 0.0)
     pilot.calibrate(lambda count: 0.01 + 0.003 * count**0.8, 12)
     for count in (1, 2, 4, 8, 12):

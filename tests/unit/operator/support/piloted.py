@@ -11,13 +11,13 @@ from fleet import Loop, Truth, deployment_with
 
 from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity, Moment, build_report
-from specdecode_worker.engine.stats.statistics import Sort, Statistics
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
+from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.dispatch import Dispatcher
 
-SORT = Sort(OTHER_TASK, False, "d1")
+SORT = AcceptanceCategory(OTHER_TASK, False, "d1")
 PREFILL_SECONDS = 0.05
 
 
@@ -41,7 +41,7 @@ class PilotedWorker:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.pilot = Pilot(Dispatcher("u1", "d1", Plan(uid="u1", initial=TreeShape.chain(3))), AlwaysReady())
+        self.pilot = ShapeSelector(Dispatcher("u1", "d1", Plan(uid="u1", initial=TreeShape.chain(3))), AlwaysReady())
         request = SimpleNamespace(cached_bound=200, submit=SimpleNamespace(task=OTHER_TASK))
         self.requests: list[Any] = [request] * self.truth.sequences
         self.left = [self.answer] * self.truth.sequences
@@ -66,7 +66,7 @@ class PilotedWorker:
 
     def report(self) -> Report:
         self.statistics.running_request_seconds = self.truth.sequences * self.clock
-        moment = Moment(
+        moment = WorkerSnapshot(
             draft=DraftState(method="eagle3", hash="d1"),
             named_drafts=(),
             clock_seconds=self.clock,
@@ -81,7 +81,7 @@ class PilotedWorker:
             phases=PhaseSeconds(),
             guard=self.pilot.guard_cells(),
         )
-        who = Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=4)
+        who = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=4)
         return build_report(who, moment, self.statistics)
 
     def _step(self) -> None:
@@ -109,7 +109,7 @@ class PilotedWorker:
         if choice.counted or prefill:
             self.statistics.costs.add(choice.context, size, emitted, seconds, seconds)
         if not prefill:
-            self.pilot.measured(choice, seconds, emitted / count, shadow)
+            self.pilot.record_step(choice, seconds, emitted / count, shadow)
 
     def _walk(self, verified: int, drafted: int) -> int:
         """Accepted tokens; what was drafted beyond is scored in the shadow."""
@@ -117,11 +117,11 @@ class PilotedWorker:
         while level < drafted:
             hit = self.random.random() < self.truth.chances[level]
             level += 1
-            self.statistics.rank(SORT, level, main=True, rank=0 if hit else 8)
+            self.statistics.record_rank(SORT, level, main=True, rank=0 if hit else 8)
             if not hit:
                 break
             accepted += level <= verified
-        self.statistics.drafted(verified, accepted)
+        self.statistics.record_draft(verified, accepted)
         return accepted
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from captured import record
 
-from specdecode_worker.capture import CaptureError, Dropped, Reading, Record, Recorder, read_records
+from specdecode_worker.capture import CaptureError, Dropped, ReadStats, Record, Recorder, read_records
 from specdecode_worker.capture.recorder import QUEUE_RECORDS
 from specdecode_worker.contract import CaptureConfig
 
@@ -20,33 +20,33 @@ def recorder(folder: Path, **config: Any) -> Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    return list(read_records([folder], Reading()))
+    return list(read_records([folder], ReadStats()))
 
 
 def captured(folder: Path, hook: str, numbers: range) -> Recorder:
     made = recorder(folder, redact=f"redaction_hooks:{hook}")
     for number in numbers:
-        made.offer(record(number))
+        made.enqueue(record(number))
     made.close()
     return made
 
 
-def test_what_is_offered_is_on_disk_after_close(tmp_path: Path) -> None:
+def test_enqueued_records_are_on_disk_after_close(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     for number in range(50):
-        made.offer(record(number, task="code" if number % 5 else "qa"))
+        made.enqueue(record(number, task="code" if number % 5 else "qa"))
     made.close()
     assert read(tmp_path) == [record(n, task="code" if n % 5 else "qa") for n in range(50)]
     assert made.counts.records == {"code": 40, "qa": 10}
 
 
-def test_a_full_queue_drops_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_drops_records_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorder(tmp_path)
     held = threading.Event()
     monkeypatch.setattr(made._segments, "append", lambda body: held.wait(30))
     began = time.monotonic()
     for number in range(QUEUE_RECORDS + 100):
-        made.offer(record(number))
+        made.enqueue(record(number))
     assert time.monotonic() - began < 5, "the writer hangs, who offers does not"
     assert 98 <= made.counts.dropped[Dropped.queue_full] <= 100
     held.set()
@@ -62,7 +62,7 @@ def test_a_hook_changes_and_drops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["failing", "wrong", "spoiling"])
-def test_a_hook_that_fails_drops_the_record_and_tells_nothing_of_it(
+def test_failing_hook_drops_the_record_and_logs_no_content(
     hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = captured(tmp_path, hook, range(3))
@@ -72,7 +72,7 @@ def test_a_hook_that_fails_drops_the_record_and_tells_nothing_of_it(
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "redaction_hooks:missing", "redaction_hooks:NO_FUNCTION"])
-def test_a_hook_that_is_none_is_named_at_start(name: str, tmp_path: Path) -> None:
+def test_invalid_hook_is_reported_at_start(name: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=name):
         recorder(tmp_path, redact=name)
 
@@ -88,16 +88,16 @@ def test_a_disk_that_fails_is_counted_and_the_thread_lives(tmp_path: Path, monke
 
     monkeypatch.setattr(made._segments, "append", sometimes)
     for number in range(3):
-        made.offer(record(number))
+        made.enqueue(record(number))
     made.close()
     assert made.counts.dropped == {Dropped.write_error: 2}
     assert read(tmp_path) == [record(2)]
 
 
-def test_what_fits_no_segment_is_dropped(tmp_path: Path) -> None:
+def test_record_larger_than_a_segment_is_dropped(tmp_path: Path) -> None:
     made = recorder(tmp_path, max_bytes=2**16)
-    made.offer(record(1000, tokens=5000))
-    made.offer(record(1))
+    made.enqueue(record(1000, tokens=5000))
+    made.enqueue(record(1))
     made.close()
     assert made.counts.dropped == {Dropped.too_large: 1}
     assert read(tmp_path) == [record(1)]
@@ -105,16 +105,16 @@ def test_what_fits_no_segment_is_dropped(tmp_path: Path) -> None:
 
 def test_tasks_have_shares_of_their_own(tmp_path: Path) -> None:
     made = recorder(tmp_path, share=0.25, task_shares={"code": 1.0, "qa": 0.0})
-    taken = {task: sum(made.draws(task) for _ in range(2000)) for task in ("code", "qa", "other")}
+    taken = {task: sum(made.should_capture(task) for _ in range(2000)) for task in ("code", "qa", "other")}
     made.close()
     assert (taken["code"], taken["qa"]) == (2000, 0)
     assert 400 < taken["other"] < 600
     assert made.share_of("other") == 0.25
 
 
-def test_old_segments_go_while_nothing_is_served(tmp_path: Path) -> None:
+def test_old_segments_are_deleted_while_idle(tmp_path: Path) -> None:
     made = recorder(tmp_path, max_age_seconds=0.5)
-    made.offer(record(0))
+    made.enqueue(record(0))
     deadline = time.monotonic() + 20
     while not made.counts.records or list(tmp_path.glob("*.segment")):
         assert time.monotonic() < deadline

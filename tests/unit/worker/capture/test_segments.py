@@ -12,31 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.capture.errors import FolderUnusable
-from specdecode_worker.capture.record import Record, encoded
-from specdecode_worker.capture.segments import SUFFIX, Reading, SegmentWriter, read_records
+from specdecode_worker.capture.record import Record, encode
+from specdecode_worker.capture.segments import SUFFIX, ReadStats, SegmentWriter, read_records
 
 
 def writer(folder: Path, *, max_bytes: int = 2**20, max_age_seconds: float = 1e9, now: float = 0.0) -> SegmentWriter:
     return SegmentWriter(folder, max_bytes=max_bytes, max_age_seconds=max_age_seconds, clock=lambda: now)
 
 
-def read(folder: Path) -> tuple[list[Record], Reading]:
-    reading = Reading()
-    return list(read_records([folder], reading)), reading
+def read(folder: Path) -> tuple[list[Record], ReadStats]:
+    stats = ReadStats()
+    return list(read_records([folder], stats)), stats
 
 
 def stored(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
 
 
-def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     records = [record(i) for i in range(5)]
     segments = writer(tmp_path)
     for one in records:
-        segments.append(encoded(one))
-    found, reading = read(tmp_path)
+        segments.append(encode(one))
+    found, stats = read(tmp_path)
     assert found == records
-    assert (reading.segments, reading.torn, reading.unreadable) == (1, 0, 0)
+    assert (stats.segments, stats.torn, stats.unreadable) == (1, 0, 0)
 
 
 @given(cut=st.sampled_from((0, 1, 7, 200)), flip=st.integers(0, 5000))
@@ -48,7 +48,7 @@ def test_a_torn_or_damaged_tail_costs_no_record_before_it(
     segments = writer(folder)
     ends = []
     for i in range(4):
-        segments.append(encoded(record(i)))
+        segments.append(encode(record(i)))
         ends.append(stored(folder))
     (path,) = folder.glob(f"*{SUFFIX}")
     content = bytearray(path.read_bytes())
@@ -66,22 +66,22 @@ def test_a_torn_or_damaged_tail_costs_no_record_before_it(
 def test_a_torn_tail_is_counted_and_the_next_segment_read(tmp_path: Path) -> None:
     for number in range(2):
         segments = writer(tmp_path, now=float(number))
-        segments.append(encoded(record(number)))
+        segments.append(encode(record(number)))
         segments.close()
     first = min(tmp_path.glob(f"*{SUFFIX}"))
     first.write_bytes(first.read_bytes()[:-3])
     (tmp_path / f"{0:018}-x{SUFFIX}").write_bytes(b"not ours")
-    found, reading = read(tmp_path)
+    found, stats = read(tmp_path)
     assert found == [record(1)]
-    assert (reading.segments, reading.torn) == (3, 2)
+    assert (stats.segments, stats.torn) == (3, 2)
 
 
 def test_a_frame_without_a_record_is_counted_and_passed_over(tmp_path: Path) -> None:
     segments = writer(tmp_path)
-    for body in (encoded(record(0)), msgspec.msgpack.encode({"tokens": "none"}), encoded(record(1))):
+    for body in (encode(record(0)), msgspec.msgpack.encode({"tokens": "none"}), encode(record(1))):
         segments.append(body)
-    found, reading = read(tmp_path)
-    assert (found, reading.unreadable) == ([record(0), record(1)], 1)
+    found, stats = read(tmp_path)
+    assert (found, stats.unreadable) == ([record(0), record(1)], 1)
 
 
 def test_fields_of_a_newer_writer_are_passed_over(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_bytes_are_bounded_for_all_writers_together(tmp_path: Path) -> None:
     i = 0
     writers = [SegmentWriter(tmp_path, max_bytes=most, max_age_seconds=1e9, clock=lambda: float(i)) for _ in range(5)]
     for i in range(3000):
-        rng.choice(writers).append(encoded(record(i, tokens=rng.randint(10, 60))))
+        rng.choice(writers).append(encode(record(i, tokens=rng.randint(10, 60))))
         assert stored(tmp_path) <= most
-    found, reading = read(tmp_path)
-    assert reading.torn == 0
+    found, stats = read(tmp_path)
+    assert stats.torn == 0
     assert stored(tmp_path) > most // 3, "not emptied either"
     assert max(one.sampling.seed for one in found) == 2999, "the newest is there"
 
@@ -108,7 +108,7 @@ def test_no_record_outlives_its_age(tmp_path: Path) -> None:
     segments = SegmentWriter(tmp_path, max_bytes=2**20, max_age_seconds=160, clock=lambda: now)
     for second in range(600):
         now = float(second)
-        segments.append(encoded(record(second, time_seconds=now)))
+        segments.append(encode(record(second, time_seconds=now)))
         if second % 10 == 0:
             segments.sweep()
         assert all(one.time_seconds >= now - 160 for one in read(tmp_path)[0])
@@ -119,10 +119,10 @@ def test_no_record_outlives_its_age(tmp_path: Path) -> None:
 
 def test_a_writer_whose_segment_was_swept_away_goes_on(tmp_path: Path) -> None:
     segments = writer(tmp_path)
-    segments.append(encoded(record(0)))
+    segments.append(encode(record(0)))
     for path in tmp_path.glob(f"*{SUFFIX}"):
         path.unlink()
-    segments.append(encoded(record(1)))
+    segments.append(encode(record(1)))
     assert read(tmp_path)[0] == [record(1)]
 
 
@@ -131,4 +131,4 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(FolderUnusable, match="file"):
         writer(tmp_path / "file")
     with pytest.raises(FolderUnusable, match="--capture"):
-        list(read_records([tmp_path / "missing"], Reading()))
+        list(read_records([tmp_path / "missing"], ReadStats()))

@@ -37,20 +37,20 @@ def folders(tmp_path: Path) -> list[str]:
     return ["--model", f"file://{target}", "--draft", f"file://{head}", "--dtype", "float32", "--device", "cpu"]
 
 
-def test_the_arithmetic_line_by_line(folders: list[str], capsys: Any) -> None:
+def test_arithmetic_output_is_exact(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--memory", "2"]) == 0
     told = capsys.readouterr().out
     assert told == FITS
 
 
-def test_what_does_not_fit_returns_1_and_says_what_to_change(folders: list[str], capsys: Any) -> None:
+def test_model_that_does_not_fit_returns_1_with_advice(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--memory", "0.48", "--kv-cache-tokens", "1000000"]) == 1
     told = capsys.readouterr().out
     assert "does not fit: the memory of 0.48 GiB leaves" in told
     assert "\nfits:" not in told
 
 
-def test_json_is_the_verdict(folders: list[str], capsys: Any) -> None:
+def test_json_output_is_the_verdict(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--json"]) == 0
     found = CheckVerdict.model_validate_json(capsys.readouterr().out)
     assert (found.serves, found.kv_tokens) == (True, 5120)
@@ -58,7 +58,7 @@ def test_json_is_the_verdict(folders: list[str], capsys: Any) -> None:
     assert not CheckVerdict.model_validate_json(capsys.readouterr().out).fits
 
 
-def test_no_weight_is_read(folders: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_reads_no_weights(folders: list[str], tmp_path: Path, capsys: Any) -> None:
     """The data of every weight file is replaced by a hole of the same size.
 
     A reader of the data would read only zeros.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.record import encoded
+from specdecode_worker.capture.record import encode
 from specdecode_worker.capture.segments import SegmentWriter
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import student_training
@@ -26,7 +26,7 @@ from specdecode_worker.training.distillation.splits import split_of
 def write(folder: Path, records: Sequence[Record]) -> Path:
     segments = SegmentWriter(folder, max_bytes=2**24, max_age_seconds=1e12)
     for record in records:
-        segments.append(encoded(record))
+        segments.append(encode(record))
     segments.close()
     return folder
 
@@ -43,7 +43,7 @@ def run(flags: list[str], out: Path, *more: str) -> int:
     return main(["distill", *flags, "--out", str(out), *more])
 
 
-def test_from_traffic_to_a_verdict(
+def test_distill_writes_draft_and_verdict(
     flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -70,7 +70,7 @@ def test_from_traffic_to_a_verdict(
     assert 0.55 < mix["alpha"] < 0.8, "captured at half the share, each stands for two"
 
 
-def test_the_next_generation_starts_where_this_one_ended(
+def test_distilled_draft_can_be_distilled_again(
     flags: list[str], tmp_path: Path, golden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -87,7 +87,7 @@ def test_the_next_generation_starts_where_this_one_ended(
     assert "frozen" in capsys.readouterr().err
 
 
-def test_a_stopped_run_goes_on_to_the_same_draft(
+def test_stopped_run_resumes_to_the_same_draft(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -126,14 +126,16 @@ class _Threading:
         return self._left < 0
 
 
-def test_a_signal_is_what_stops_it(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = student_training._Student.step
+def test_sigterm_stops_after_the_current_step(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = student_training._BoundedTrainer.step
 
     def signalled(self: Any, batch: Any) -> float:
         signal.raise_signal(signal.SIGTERM)
         return step(self, batch)
 
-    monkeypatch.setattr(student_training._Student, "step", signalled)
+    monkeypatch.setattr(student_training._BoundedTrainer, "step", signalled)
     handler = signal.getsignal(signal.SIGTERM)
     assert run(flags, tmp_path / "out", "--replay-share", "0") == 143
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -141,7 +143,9 @@ def test_a_signal_is_what_stops_it(flags: list[str], tmp_path: Path, monkeypatch
     assert state["progress"]["step"] == 1, "the step that ran was finished and kept"
 
 
-def test_a_verdict_is_given_once(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_verdict_is_returned_unchanged(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     assert run(flags, out, "--replay-share", "0") == 3
     (out / "verdict.json").write_text(json.dumps({"exit_code": 2, "verdict": "worse"}))
@@ -158,9 +162,7 @@ def noise(records: Sequence[Record]) -> list[Record]:
     return [spoiled(record) for record in records]
 
 
-def test_noise_is_dropped_and_never_better(
-    flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path
-) -> None:
+def test_records_of_noise_are_dropped(flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path) -> None:
     capture = write(tmp_path / "noise", noise(records))
     assert run(flags, tmp_path / "out", "--capture", str(capture), "--replay-share", "0") == 3
     document = json.loads((tmp_path / "out" / "verdict.json").read_text())
@@ -181,19 +183,19 @@ def test_noise_is_dropped_and_never_better(
         (["--capture", "/nowhere", "--replay-share", "0"], "/nowhere"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_input_is_reported(
     more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(flags, tmp_path / "out", *more) == 1
     assert named in capsys.readouterr().err
 
 
-def test_wrong_usage_does_not_look_like_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_error_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["distill"])
     assert ended.value.code == 64
     assert "--capture" in capsys.readouterr().err
 
 
-def test_the_records_fall_into_all_splits(records: Sequence[Record]) -> None:
+def test_fixture_records_cover_all_splits(records: Sequence[Record]) -> None:
     assert {split_of(record.opening) for record in records} == {"train", "validation", "test"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.training.evaluation.draft_verdict import EXIT_CODES, Domain, StepCosts, Verdict, judge
+from specdecode_worker.training.evaluation.draft_verdict import EXIT_CODES, Domain, StepCosts, Verdict, compute_verdict
 
 SECONDS = np.full(40, 0.02)
 SAME = StepCosts(SECONDS, SECONDS)
@@ -29,7 +29,7 @@ def domain(
 def verdict(gain: float, *, wanted: float = 0.02, golden: float = 0.0, seed: int = 0, count: int = 100) -> Verdict:
     rng = np.random.default_rng(seed)
     parts = [domain(rng, gain, count=count), domain(rng, golden, name="golden/g", weight=0.0, count=count, noise=0.04)]
-    return judge(parts, SAME, wanted_gain=wanted)
+    return compute_verdict(parts, SAME, wanted_gain=wanted)
 
 
 @pytest.mark.parametrize(
@@ -44,82 +44,82 @@ def verdict(gain: float, *, wanted: float = 0.02, golden: float = 0.0, seed: int
         (0.15, -0.02, "inconclusive"),
     ],
 )
-def test_what_is_plain_is_said(gain: float, golden: float, finding: str) -> None:
+def test_clear_differences_are_found(gain: float, golden: float, finding: str) -> None:
     found = verdict(gain, golden=golden)
     assert found.finding == finding, found
     assert found.exit_code == {"better": 0, "worse": 2, "inconclusive": 3}[finding] == EXIT_CODES[found.finding]
     assert found.reasons
 
 
-def test_one_domain_too_few_and_nothing_is_concluded() -> None:
+def test_too_few_conversations_in_one_domain_are_inconclusive() -> None:
     rng = np.random.default_rng(0)
     many, few = domain(rng, 0.5, name="many"), domain(rng, 0.5, name="few", count=63)
     for parts in ([many, few], [domain(rng, -0.5, name="bad"), few]):
-        found = judge(parts, SAME, wanted_gain=0.02)
+        found = compute_verdict(parts, SAME, wanted_gain=0.02)
         assert found.finding == "inconclusive"
         assert "few: 63 conversations" in found.reasons
-    assert judge([many, domain(rng, 0.5, name="few", count=64)], SAME, wanted_gain=0.02).finding == "better"
+    assert compute_verdict([many, domain(rng, 0.5, name="few", count=64)], SAME, wanted_gain=0.02).finding == "better"
 
 
-def test_nothing_captured_and_nothing_is_concluded() -> None:
+def test_no_captured_conversations_are_inconclusive() -> None:
     rng = np.random.default_rng(0)
     nothing = np.empty(0)
     for parts in ([], [domain(rng, 0.5, weight=0.0)], [Domain("d", 1.0, nothing, nothing, nothing)]):
-        assert judge(parts, SAME, wanted_gain=0.0).finding == "inconclusive"
+        assert compute_verdict(parts, SAME, wanted_gain=0.0).finding == "inconclusive"
 
 
-def test_a_domain_that_overfits_raises_the_mean_and_is_not_better() -> None:
+def test_gain_in_one_domain_does_not_hide_a_loss_in_another() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.6, name="loved", weight=0.8), domain(rng, -0.06, name="other", weight=0.2)]
-    found = judge(parts, SAME, wanted_gain=0.02)
+    found = compute_verdict(parts, SAME, wanted_gain=0.02)
     assert found.mix is not None
     assert found.mix.lower > 0.1
     assert found.finding == "worse"
 
 
-def test_a_draft_that_costs_what_it_gains_is_not_better() -> None:
+def test_slower_steps_offset_the_gain() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1)]
-    assert judge(parts, SAME, wanted_gain=0.02).finding == "better"
+    assert compute_verdict(parts, SAME, wanted_gain=0.02).finding == "better"
     dearer = StepCosts(SECONDS, SECONDS * 1.1)
-    found = judge(parts, dearer, wanted_gain=0.02)
+    found = compute_verdict(parts, dearer, wanted_gain=0.02)
     assert found.finding != "better"
     assert found.mix is not None
     assert abs(found.mix.estimate) < 0.03
 
 
-def test_costs_that_nobody_could_measure_leave_doubt() -> None:
+def test_noisy_step_costs_widen_the_interval() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1, noise=0.02)]
     noisy = StepCosts(SECONDS * np.exp(rng.normal(0, 0.5, 40)), SECONDS * np.exp(rng.normal(0, 0.5, 40)))
-    mix = judge(parts, noisy, wanted_gain=0.0).mix
-    steady = judge(parts, SAME, wanted_gain=0.0).mix
+    mix = compute_verdict(parts, noisy, wanted_gain=0.0).mix
+    steady = compute_verdict(parts, SAME, wanted_gain=0.0).mix
     assert mix is not None
     assert steady is not None
     assert mix.upper - mix.lower > 5 * (steady.upper - steady.lower)
 
 
-def test_what_slows_both_falls_out() -> None:
+def test_slowdown_of_both_drafts_cancels_out() -> None:
     rng = np.random.default_rng(0)
     slow_R = np.exp(rng.normal(0, 1.0, 40))
-    drifting = judge([domain(rng, 0.1)], StepCosts(SECONDS * slow_R, SECONDS * slow_R), wanted_gain=0.02)
+    drifting = compute_verdict([domain(rng, 0.1)], StepCosts(SECONDS * slow_R, SECONDS * slow_R), wanted_gain=0.02)
     assert drifting.finding == "better"
 
 
-def test_one_round_that_was_disturbed_is_no_cost() -> None:
+def test_one_disturbed_round_does_not_change_the_costs() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.1)]
     disturbed = SECONDS.copy()
     disturbed[7] = 3.0
-    assert judge(parts, StepCosts(SECONDS, disturbed), wanted_gain=0.02).finding == "better"
+    assert compute_verdict(parts, StepCosts(SECONDS, disturbed), wanted_gain=0.02).finding == "better"
 
 
-def test_the_mix_weighs_domains_by_their_tokens() -> None:
+def test_mix_weights_domains_by_their_tokens() -> None:
     """The gain over the mix of two domains with exact step counts: 100 tokens in 50 steps, against 40 or 50 steps."""
     tokens = np.full(64, 100.0)
     faster = Domain("a", 0.25, tokens, tokens / 2, tokens / 2.5)
     same = Domain("b", 0.75, tokens, tokens / 2, tokens / 2)
-    found = judge([faster, same], SAME, wanted_gain=0.0)
+    found = compute_verdict([faster, same], SAME, wanted_gain=0.0)
     assert found.mix is not None
     assert found.mix.estimate == pytest.approx(0.5 / (0.25 * 0.4 + 0.75 * 0.5) - 1)
     assert (found.mix.lower, found.mix.upper) == pytest.approx((found.mix.estimate,) * 2), "nothing to doubt"
@@ -130,10 +130,10 @@ def test_the_mix_weighs_domains_by_their_tokens() -> None:
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 300), st.integers(1, 300)), min_size=64, max_size=90),
        st.floats(0.2, 5.0), st.floats(-0.5, 0.5))  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_laws_of_the_verdict(rows: list[tuple[int, int, int]], cost: float, wanted: float) -> None:
+def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wanted: float) -> None:
     tokens, a, b = np.array(rows, float).T
     costs = StepCosts(SECONDS, SECONDS * cost)
-    found = judge([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
+    found = compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
     mix, alone = found.mix, found.domains["d"]
     assert mix is not None
     assert mix.lower <= mix.upper
@@ -143,13 +143,17 @@ def test_laws_of_the_verdict(rows: list[tuple[int, int, int]], cost: float, want
         assert mix.lower > wanted
         assert alone.lower > -0.02
     assert (found.finding == "worse") == (alone.upper < -0.02 or mix.upper < 0)
-    swapped = judge([Domain("d", 1.0, tokens, b, a)], StepCosts(costs.candidate_R, costs.deployed_R), wanted_gain=0.0)
+    swapped = compute_verdict(
+        [Domain("d", 1.0, tokens, b, a)], StepCosts(costs.candidate_R, costs.deployed_R), wanted_gain=0.0
+    )
     if found.finding == "better" and wanted >= 0:
         assert swapped.finding == "worse", "what is better one way round is worse the other"
-    assert judge([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted) == found, "the same data, the same word"
+    assert compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted) == found, (
+        "the same data, the same word"
+    )
 
 
-def test_equal_drafts_are_better_by_chance_alone_and_seldom() -> None:
+def test_equal_drafts_are_rarely_found_better() -> None:
     """Drafts that are equal on average are rarely called better.
 
     With a wanted gain of zero, 2.5 % of such pairs are expected to be called better, and at most one in ten is
@@ -159,16 +163,16 @@ def test_equal_drafts_are_better_by_chance_alone_and_seldom() -> None:
     for seed in range(300):
         rng = np.random.default_rng(1000 + seed)
         costs = StepCosts(0.02 * np.exp(rng.normal(0, 0.02, 40)), 0.02 * np.exp(rng.normal(0, 0.02, 40)))
-        called[judge([domain(rng, 0.0, count=64, noise=0.2)], costs, wanted_gain=0.0).finding] += 1
+        called[compute_verdict([domain(rng, 0.0, count=64, noise=0.2)], costs, wanted_gain=0.0).finding] += 1
     assert called["better"] <= 16, "binomial(300, 0.025) is above 15 once in a hundred runs"
     assert called["better"] + called["worse"] >= 4, "bounds that never exclude anything would be useless"
 
 
-def test_the_bounds_hold_the_truth_as_often_as_they_say() -> None:
+def test_confidence_bounds_have_the_stated_coverage() -> None:
     held = 0
     for seed in range(200):
         rng = np.random.default_rng(5000 + seed)
-        mix = judge([domain(rng, 0.1, count=100, noise=0.15)], SAME, wanted_gain=0.0).mix
+        mix = compute_verdict([domain(rng, 0.1, count=100, noise=0.15)], SAME, wanted_gain=0.0).mix
         assert mix is not None
         held += mix.lower <= 0.1 <= mix.upper
     assert 180 <= held <= 198

@@ -8,15 +8,22 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from serving_records import LAWS, engine_of
+from serving_records import SAMPLING_PARAMS, engine_of
 
 from specdecode_worker.capture import Record
 from specdecode_worker.commands.common.local_engine import Prompt
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.weights import load_eagle3
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.distillation.record_replay import TIE_LOGITS, Replayed, Unfit, misfit, near_ties, replay
-from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+from specdecode_worker.training.distillation.record_replay import (
+    TIE_LOGITS,
+    DropReason,
+    Replayed,
+    near_ties,
+    replay,
+    static_drop_reason,
+)
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 
 SIZE, POSITIONS = 258, 256
 
@@ -25,7 +32,7 @@ def changed(record: Record, **sampling: object) -> Record:
     return msgspec.structs.replace(record, sampling=msgspec.structs.replace(record.sampling, **sampling))
 
 
-def test_what_the_engine_said_is_said_again(target: Llama, records: Sequence[Record]) -> None:
+def test_replay_reproduces_engine_records(target: Llama, records: Sequence[Record]) -> None:
     for record in records[:30]:
         found = replay(target, record)
         assert isinstance(found, Replayed), record.sampling
@@ -35,26 +42,26 @@ def test_what_the_engine_said_is_said_again(target: Llama, records: Sequence[Rec
         assert conversation.temperature == record.sampling.temperature
 
 
-@pytest.mark.parametrize("law", range(len(LAWS)))
-def test_one_wrong_token_anywhere_is_noticed(law: int, target: Llama, records: Sequence[Record]) -> None:
-    record = records[law]
+@pytest.mark.parametrize("sampling_params", range(len(SAMPLING_PARAMS)))
+def test_one_changed_token_is_not_reproduced(sampling_params: int, target: Llama, records: Sequence[Record]) -> None:
+    record = records[sampling_params]
     for place in (0, record.output_length // 2, record.output_length - 1):
         tokens = list(record.tokens)
         tokens[record.prompt_length + place] = (tokens[record.prompt_length + place] + 101) % 250
         spoiled = msgspec.structs.replace(record, tokens=tuple(tokens))
-        assert replay(target, spoiled) == Unfit.not_reproduced, place
+        assert replay(target, spoiled) == DropReason.not_reproduced, place
 
 
 @pytest.mark.parametrize("sampling", [{"seed": 999}, {"temperature": 1.9}, {"repetition_penalty": 1.9}])
-def test_another_law_or_seed_says_something_else(
+def test_other_sampling_parameters_do_not_reproduce_the_record(
     sampling: dict[str, float], target: Llama, records: Sequence[Record]
 ) -> None:
     sampled = [record for record in records if record.sampling.temperature > 0][:10]
     found = [replay(target, changed(record, **sampling)) for record in sampled]
-    assert sum(one == Unfit.not_reproduced for one in found) >= 9
+    assert sum(one == DropReason.not_reproduced for one in found) >= 9
 
 
-def test_near_ties_pass_and_are_counted(target: Llama, records: Sequence[Record]) -> None:
+def test_near_ties_are_accepted_and_counted(target: Llama, records: Sequence[Record]) -> None:
     record = records[0]
     assert record.sampling.temperature == 0
     found = replay(target, record)
@@ -76,25 +83,27 @@ def test_near_ties_pass_and_are_counted(target: Llama, records: Sequence[Record]
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"target": "other"}, Unfit.other_target),
-        ({"prompt_length": 0}, Unfit.malformed),
-        ({"prompt_length": 10_000}, Unfit.malformed),
-        ({"tokens": (5, SIZE, 7)}, Unfit.malformed),
-        ({"tokens": (5, -1, 7), "prompt_length": 1}, Unfit.malformed),
-        ({"tokens": (5, 6), "prompt_length": 1}, Unfit.too_short),
-        ({"tokens": (5,) * (POSITIONS + 1), "prompt_length": 1}, Unfit.too_long),
+        ({"target": "other"}, DropReason.other_target),
+        ({"prompt_length": 0}, DropReason.malformed),
+        ({"prompt_length": 10_000}, DropReason.malformed),
+        ({"tokens": (5, SIZE, 7)}, DropReason.malformed),
+        ({"tokens": (5, -1, 7), "prompt_length": 1}, DropReason.malformed),
+        ({"tokens": (5, 6), "prompt_length": 1}, DropReason.too_short),
+        ({"tokens": (5,) * (POSITIONS + 1), "prompt_length": 1}, DropReason.too_long),
     ],
 )
-def test_what_cannot_be_replayed_is_named(change: dict[str, object], why: Unfit, records: Sequence[Record]) -> None:
+def test_unusable_record_has_a_drop_reason(
+    change: dict[str, object], why: DropReason, records: Sequence[Record]
+) -> None:
     record = records[0]
-    assert misfit(record, record.target, SIZE, POSITIONS) is None
-    assert misfit(msgspec.structs.replace(record, **change), record.target, SIZE, POSITIONS) == why
+    assert static_drop_reason(record, record.target, SIZE, POSITIONS) is None
+    assert static_drop_reason(msgspec.structs.replace(record, **change), record.target, SIZE, POSITIONS) == why
     for sampling in ({"seed": -1}, {"temperature": -1.0}, {"logit_bias": ((SIZE, 1.0),)}):
-        assert misfit(changed(record, **sampling), record.target, SIZE, POSITIONS) == Unfit.malformed
+        assert static_drop_reason(changed(record, **sampling), record.target, SIZE, POSITIONS) == DropReason.malformed
 
 
 @pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
-def test_a_walk_takes_the_steps_that_the_engine_takes(
+def test_counted_steps_equal_engine_steps(
     shape: str, model: Path, draft: Path, target: Llama, records: Sequence[Record]
 ) -> None:
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
@@ -108,7 +117,7 @@ def test_a_walk_takes_the_steps_that_the_engine_takes(
         found = replay(target, record)
         assert isinstance(found, Replayed)
         sample = Sample(record, found.conversation)
-        (tally,) = steps_of([Drafted(head)], sample, TreeShape.parse(shape), (257,), SIZE)
+        (tally,) = count_steps([CalibratedDraft(head)], sample, TreeShape.parse(shape), (257,), SIZE)
         assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
         assert tally.tokens == len(answer.tokens) - 1
         # The engine may draft beyond the end of the answer, which can add one step.
@@ -117,12 +126,12 @@ def test_a_walk_takes_the_steps_that_the_engine_takes(
     assert accepted > 0.02 * drafted, "a draft that is never right would prove nothing"
 
 
-def test_two_drafts_are_walked_as_each_alone(target: Llama, draft: Path, records: Sequence[Record]) -> None:
+def test_counting_two_drafts_together_equals_each_alone(target: Llama, draft: Path, records: Sequence[Record]) -> None:
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
-    sharp = Drafted(head, (3.0,))
+    sharp = CalibratedDraft(head, (3.0,))
     record = next(one for one in records if one.sampling.temperature == 0.8)
     found = replay(target, record)
     assert isinstance(found, Replayed)
     sample, shape = Sample(record, found.conversation), TreeShape.chain(3)
-    together = steps_of([Drafted(head), sharp], sample, shape, (257,), SIZE)
-    assert together == [steps_of([one], sample, shape, (257,), SIZE)[0] for one in (Drafted(head), sharp)]
+    together = count_steps([CalibratedDraft(head), sharp], sample, shape, (257,), SIZE)
+    assert together == [count_steps([one], sample, shape, (257,), SIZE)[0] for one in (CalibratedDraft(head), sharp)]

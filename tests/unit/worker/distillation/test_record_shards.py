@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from specdecode_worker.capture import Record, opening_of
+from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.training.data.shards import Conversation, write_shard
-from specdecode_worker.training.distillation.record_shards import Source, select
+from specdecode_worker.training.distillation.record_shards import CaptureSelection, select_records
 from specdecode_worker.training.distillation.replay_pool import read_pool
 from specdecode_worker.training.distillation.splits import Runs, runs_of, split_of
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.evaluation.golden_set import apart_from, runs_of_samples, text_of
+from specdecode_worker.training.evaluation.golden_set import exclude_overlapping, runs_of_samples, text_of
 from specdecode_worker.training.evaluation.paired_steps import Sample
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
 
@@ -33,40 +33,40 @@ def record(number: int, **changes: object) -> Record:
         target="t",
         task="a",
         time_seconds=float(number),
-        opening=opening_of(f"question {number}"),
+        opening=opening_hash(f"question {number}"),
     )
     return msgspec.structs.replace(made, **changes)
 
 
-def source(*, oldest_seconds: float = 0.0, judged: Runs | None = None, most_tokens: int = 10**9) -> Source:
-    return Source((), "t", 1000, oldest_seconds=oldest_seconds, judged=judged, most_tokens=most_tokens)
+def source(*, oldest_seconds: float = 0.0, judged: Runs | None = None, most_tokens: int = 10**9) -> CaptureSelection:
+    return CaptureSelection((), "t", 1000, oldest_seconds=oldest_seconds, judged=judged, most_tokens=most_tokens)
 
 
-def test_what_is_dropped_is_counted_by_its_reason() -> None:
+def test_dropped_records_are_counted_by_reason() -> None:
     records = [record(i) for i in range(100)]
     records += [record(101, target="u"), record(102, prompt_length=59, tokens=record(102).tokens[:60])]
     records += [record(103, tokens=record(0).tokens), record(104, prompt_length=60)]
-    summary, chosen = select(records, source(oldest_seconds=10.0, judged=runs_of(record(50).tokens[20:])), SIZE)
+    summary, chosen = select_records(records, source(oldest_seconds=10.0, judged=runs_of(record(50).tokens[20:])), SIZE)
     assert summary.records == 104
     assert summary.dropped == {"other_target": 1, "too_short": 1, "malformed": 1, "too_old": 10, "overlaps": 1}
     assert len(chosen) == 104 - 14
     assert summary.window_seconds == (10.0, 103.0)
 
 
-def test_a_copy_of_a_test_text_is_no_training_text() -> None:
+def test_copy_of_a_test_text_is_not_used_for_training() -> None:
     splits = {split: [i for i in range(60) if split_of(record(i).opening) == split] for split in ("test", "train")}
     tested, trained = splits["test"][0], splits["train"][0]
     answer = record(tested).tokens[30:]
     copied = record(trained, tokens=(*record(trained).tokens[:30], *answer))
-    summary, chosen = select([record(tested), copied, record(splits["train"][1])], source(), SIZE)
+    summary, chosen = select_records([record(tested), copied, record(splits["train"][1])], source(), SIZE)
     assert summary.dropped == {"overlaps": 1}
     assert copied not in chosen
     assert record(tested) in chosen
 
 
-def test_the_newest_fill_the_room() -> None:
+def test_newest_records_fill_the_token_budget() -> None:
     records = [record(i) for i in range(400)]
-    summary, chosen = select(records, source(most_tokens=6000), SIZE)
+    summary, chosen = select_records(records, source(most_tokens=6000), SIZE)
     counts = Counter(split_of(one.opening) for one in chosen)
     assert counts == {"train": 100, "validation": 13, "test": 25}
     assert summary.dropped == {"superseded": 400 - 138}
@@ -75,11 +75,11 @@ def test_the_newest_fill_the_room() -> None:
     assert [one.time_seconds for one in chosen] == sorted(one.time_seconds for one in chosen)
 
 
-def test_the_hash_of_the_data_is_of_what_was_chosen() -> None:
+def test_data_hash_depends_on_the_selected_records_only() -> None:
     records = [record(i) for i in range(20)]
-    first, _ = select(records, source(), SIZE)
-    assert select(records[::-1], source(), SIZE)[0].sha256 == first.sha256, "in whatever order workers wrote it"
-    assert select(records[1:], source(), SIZE)[0].sha256 != first.sha256
+    first, _ = select_records(records, source(), SIZE)
+    assert select_records(records[::-1], source(), SIZE)[0].sha256 == first.sha256, "in whatever order workers wrote it"
+    assert select_records(records[1:], source(), SIZE)[0].sha256 != first.sha256
 
 
 def conversation(number: int, *, domain: str = "old", temperature: float = 0.0) -> Conversation:
@@ -91,14 +91,14 @@ def sample(number: int) -> Sample:
     return Sample(record(number), conversation(number))
 
 
-def test_replayed_text_shares_nothing_with_what_judges() -> None:
+def test_replayed_text_does_not_overlap_evaluation_texts() -> None:
     judged = runs_of_samples([sample(i) for i in range(5)])
     pool = [conversation(i) for i in range(3, 12)]
-    assert apart_from(pool, judged) == pool[2:]
+    assert exclude_overlapping(pool, judged) == pool[2:]
     assert len(text_of("x", pool[0]).answer) == 30 - 12
 
 
-def test_replay_takes_what_the_parent_was_trained_on(tmp_path: Path) -> None:
+def test_replay_pool_reads_the_parent_training_text(tmp_path: Path) -> None:
     recorded = tmp_path / "train" / "recorded"
     recorded.mkdir(parents=True)
     for shard in range(10):
@@ -111,7 +111,7 @@ def test_replay_takes_what_the_parent_was_trained_on(tmp_path: Path) -> None:
     assert len(read_pool([tmp_path / "train"], most_tokens=2400).training) < 80, "no more shards than wanted are read"
 
 
-def test_replay_of_a_distilled_parent_leaves_its_test_alone(tmp_path: Path) -> None:
+def test_replay_pool_excludes_the_test_split_of_the_parent(tmp_path: Path) -> None:
     splits = {"train": range(10), "validation": range(10, 14), "test": range(14, 20)}
     for split, numbers in splits.items():
         folder = tmp_path / "parent" / "data" / split
@@ -123,6 +123,6 @@ def test_replay_of_a_distilled_parent_leaves_its_test_alone(tmp_path: Path) -> N
         read_pool([tmp_path], most_tokens=1)
 
 
-def test_records_of_the_engine_are_sound(records: Sequence[Record]) -> None:
-    summary, _ = select(records, Source((), records[0].target, 256), 258)
+def test_engine_records_pass_the_static_checks(records: Sequence[Record]) -> None:
+    summary, _ = select_records(records, CaptureSelection((), records[0].target, 256), 258)
     assert set(summary.dropped) <= {"overlaps"}

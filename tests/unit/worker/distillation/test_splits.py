@@ -8,34 +8,34 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.capture import opening_of
+from specdecode_worker.capture import opening_hash
 from specdecode_worker.training.distillation.splits import (
     NGRAM_TOKENS,
     Split,
     Text,
+    exclusive_runs,
     frames,
     overlapping,
-    own_runs,
     runs_of,
     shares_run,
     split_of,
-    united,
+    union_of_runs,
 )
 
 
-def test_splits_never_change() -> None:
+def test_splits_are_stable() -> None:
     """Splits are the same as when the drafts in use were trained. If this test fails, fix the code and not the test."""
-    assert opening_of("What is tea?") == "6d2fe14f37383968"
-    apart = {i: split for i in range(17) if (split := split_of(opening_of(f"question {i}"))) != "train"}
+    assert opening_hash("What is tea?") == "6d2fe14f37383968"
+    apart = {i: split for i in range(17) if (split := split_of(opening_hash(f"question {i}"))) != "train"}
     assert apart == {3: "test", 7: "validation", 9: "validation", 13: "test", 16: "validation"}
 
 
-def test_whitespace_does_not_move_a_conversation() -> None:
-    assert opening_of(" What\n is  tea? ") == opening_of("What is tea?") != opening_of("What is Tea?")
+def test_whitespace_does_not_change_the_split() -> None:
+    assert opening_hash(" What\n is  tea? ") == opening_hash("What is tea?") != opening_hash("What is Tea?")
 
 
-def test_shares_are_as_promised() -> None:
-    counts = Counter(split_of(opening_of(f"question {i}")) for i in range(20_000))
+def test_split_shares_match_the_constants() -> None:
+    counts = Counter(split_of(opening_hash(f"question {i}")) for i in range(20_000))
     assert abs(counts["test"] - 2000) < 200
     assert abs(counts["validation"] - 2000) < 200
     assert counts.total() == 20_000
@@ -43,7 +43,7 @@ def test_shares_are_as_promised() -> None:
 
 @given(st.lists(st.integers(0, 50_000), max_size=60), st.integers(1, 15))
 @settings(max_examples=100, deadline=None)
-def test_runs_are_the_runs(tokens: list[int], size: int) -> None:
+def test_run_hashes_equal_python_sets_of_windows(tokens: list[int], size: int) -> None:
     length = min(size, len(tokens))
     wanted = {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)} if tokens else set()
     assert len(runs_of(tokens, size)) == len(wanted)
@@ -51,7 +51,7 @@ def test_runs_are_the_runs(tokens: list[int], size: int) -> None:
         assert shares_run(runs_of(tokens, size), runs_of([*tokens, 7], size)) == (len(tokens) >= size)
 
 
-def test_order_matters_to_a_run() -> None:
+def test_run_hash_depends_on_token_order() -> None:
     assert not shares_run(runs_of(range(13)), runs_of(range(12, -1, -1)))
 
 
@@ -63,13 +63,13 @@ texts = st.lists(
 
 @given(texts, st.lists(st.integers(0, 3), max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_no_run_stands_in_two_splits(rows: list[tuple[list[int], Split]], judged: list[int]) -> None:
+def test_no_run_occurs_in_two_splits(rows: list[tuple[list[int], Split]], judged: list[int]) -> None:
     made = [Text(str(i), "d", (), runs_of(answer)) for i, (answer, _) in enumerate(rows)]
     splits = [split for _, split in rows]
     golden = runs_of(judged)
     dropped = overlapping(made, splits, golden)
     kept = {
-        split: united([t.answer for t, s, d in zip(made, splits, dropped, strict=True) if s == split and not d])
+        split: union_of_runs([t.answer for t, s, d in zip(made, splits, dropped, strict=True) if s == split and not d])
         for split in ("train", "validation", "test")
     }
     parts = [*kept.values(), golden]
@@ -81,7 +81,7 @@ def test_no_run_stands_in_two_splits(rows: list[tuple[list[int], Split]], judged
         assert not any(d for d, s in zip(dropped, splits, strict=True) if s == "test"), "test stays whole"
 
 
-def test_what_stands_around_every_prompt_is_no_overlap() -> None:
+def test_chat_template_frame_is_not_an_overlap() -> None:
     system = list(range(100, 140))
     made = [
         Text(
@@ -95,7 +95,7 @@ def test_what_stands_around_every_prompt_is_no_overlap() -> None:
     splits: list[Split] = ["test", "train"] * 5
     assert not any(overlapping(made, splits))
     assert len(frames(made)["d"]) == len(system) - NGRAM_TOKENS + 1
-    assert all(len(own_runs(text, frames(made))) == 1 + (20 - 12) + (30 - 12) for text in made)
+    assert all(len(exclusive_runs(text, frames(made))) == 1 + (20 - 12) + (30 - 12) for text in made)
 
 
 def test_the_same_question_in_two_splits_is_an_overlap() -> None:
@@ -105,7 +105,7 @@ def test_the_same_question_in_two_splits_is_an_overlap() -> None:
     assert overlapping(made, splits) == [True] + [False] * 8
 
 
-def test_questions_that_only_begin_alike_behind_a_frame_are_two() -> None:
+def test_short_common_start_after_the_frame_is_not_an_overlap() -> None:
     system, form = list(range(100, 140)), list(range(50, 60))
     others = [[*system, *range(2000 + 90 * i, 2012 + 90 * i)] for i in range(30)]
     alike = [[*system, *form, 1, 2], [*system, *form, 3, 2], [*system, *form, 3, 2]]
@@ -114,6 +114,6 @@ def test_questions_that_only_begin_alike_behind_a_frame_are_two() -> None:
     assert overlapping(made, splits) == [False, False, True] + [False] * 30
 
 
-def test_hashes_of_many_runs_are_all_different() -> None:
+def test_run_hashes_do_not_collide() -> None:
     tokens = np.random.default_rng(0).integers(0, 50_000, 20_000)
     assert len(runs_of(tokens.tolist())) == 20_000 - NGRAM_TOKENS + 1

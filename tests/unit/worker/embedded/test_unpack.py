@@ -57,7 +57,7 @@ def test_weights_written_by_hand_are_safetensors(tmp_path: Path) -> None:
     assert found["a"].view(torch.int16).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_name_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_unknown_tensor_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownEmbeddedModel, match=TARGET):
         folder("llama-4", tmp_path)
 
@@ -96,7 +96,7 @@ def test_the_shipped_head_is_complete() -> None:
 
 
 @pytest.mark.embedded
-def test_unpacked_target_is_what_transformers_reads() -> None:
+def test_unpacked_target_matches_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = folder(TARGET, default_cache_dir())
@@ -119,8 +119,8 @@ def test_the_shipped_head_loads_strictly_and_helps() -> None:
     from specdecode_worker.contract import TreeShape
     from specdecode_worker.training.data.question_sources import Question
     from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
-    from specdecode_worker.training.evaluation.acceptance_replay import ranks
-    from specdecode_worker.training.evaluation.draft_evaluation import walked
+    from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
+    from specdecode_worker.training.evaluation.draft_evaluation import count_steps_of_ranks
 
     path = folder(TARGET, default_cache_dir())
     target = load_llama(path, dtype=torch.float32, device=CPU)
@@ -130,5 +130,5 @@ def test_the_shipped_head_loads_strictly_and_helps() -> None:
     questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]
     settings = RolloutSettings(rows=3, answer_tokens=48, for_training=False)
     conversations = list(Rollout(target, settings, iter(questions)).conversations())
-    tally = walked(ranks(head, conversations, target.lm_head.weight, 3), TreeShape.chain(3))
+    tally = count_steps_of_ranks(target_token_ranks(head, conversations, target.lm_head.weight, 3), TreeShape.chain(3))
     assert tally.tokens_per_step > 1.3

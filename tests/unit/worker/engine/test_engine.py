@@ -52,7 +52,7 @@ def test_an_abort_in_mid_flight_frees_everything(shape: str, steps: int, pipelin
     assert sum(cell.finished for cell in report.traffic) == 0
 
 
-def test_one_that_leaves_does_not_disturb_those_who_stay(greedy: list[int], pipelined: bool) -> None:
+def test_aborting_one_request_does_not_change_the_others(greedy: list[int], pipelined: bool) -> None:
     engine = small_engine(pipelined=pipelined)
     engine.set_plan(plan_of("chain:3"))
     engine.add(submit("stays", max_tokens=60))
@@ -65,7 +65,7 @@ def test_one_that_leaves_does_not_disturb_those_who_stay(greedy: list[int], pipe
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_requests_join_between_steps_and_say_what_they_say_alone(shape: str, pipelined: bool) -> None:
+def test_requests_that_join_between_steps_emit_the_same_text_as_alone(shape: str, pipelined: bool) -> None:
     requests = [
         submit(str(i), prompt=range(1, 2 + 5 * i), max_tokens=9 + 7 * i, seed=i, temperature=i % 2) for i in range(5)
     ]
@@ -81,7 +81,7 @@ def test_requests_join_between_steps_and_say_what_they_say_alone(shape: str, pip
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(100, 101), (200, 1), (201, 0), (0, 5), (5, 0)])
-def test_a_request_that_cannot_fit_is_refused_in_words(prompt: int, new: int) -> None:
+def test_a_request_that_cannot_fit_is_refused_with_a_reason(prompt: int, new: int) -> None:
     engine = small_engine(max_model_len=200)
     with pytest.raises(ValueError, match=rf"{prompt} prompt tokens and {new} new ones .* at most 200 together"):
         engine.add(submit(prompt=[1] * prompt, max_tokens=new))
@@ -89,7 +89,7 @@ def test_a_request_that_cannot_fit_is_refused_in_words(prompt: int, new: int) ->
     assert engine.report().traffic == ()
 
 
-def test_a_small_cache_bounds_what_is_taken_and_never_lets_a_request_wait_for_ever(pipelined: bool) -> None:
+def test_a_small_cache_limits_request_length_and_every_accepted_request_finishes(pipelined: bool) -> None:
     """A small cache limits the length of requests, and every accepted request finishes.
 
     Four blocks hold 64 tokens, although the model could process more.
@@ -114,7 +114,7 @@ def end_of(engine: Engine, request: Submit) -> tuple[list[int], str | None]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("at", [0, 1, 7, 20])
-def test_a_stop_token_ends_the_text_wherever_in_a_step_it_comes(
+def test_a_stop_token_ends_the_text_at_any_position_of_a_step(
     greedy: list[int], shape: str, at: int, pipelined: bool
 ) -> None:
     token = greedy[at]
@@ -142,7 +142,7 @@ def test_max_tokens_is_exact(greedy: list[int], shape: str, most: int, pipelined
 
 @pytest.mark.parametrize("length", [1, 3, 12])
 @pytest.mark.parametrize("shape", ["chain:6", "tree:3,2,1"])
-def test_a_draft_is_as_good_when_steps_are_launched_ahead(shape: str, length: int) -> None:
+def test_pipelined_steps_propose_the_same_drafts(shape: str, length: int) -> None:
     """Pipelined steps propose the same drafts.
 
     The draft sees the results of a step in flight that the host does not know yet.
@@ -179,7 +179,7 @@ def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine,
 
 
 @pytest.mark.parametrize("shapes", [["none"], ["chain:3"], ["tree:3,2,1"], ["chain:4", "none", "tree:2,2"]])
-def test_what_was_emitted_is_steps_plus_accepted(shapes: list[str]) -> None:
+def test_emitted_tokens_equal_steps_plus_accepted_tokens(shapes: list[str]) -> None:
     """Emitted tokens equal steps plus accepted tokens.
 
     Every step of a sequence emits one token and the accepted ones; the first token comes from the prompt. Tokens of a
@@ -201,7 +201,7 @@ def test_what_was_emitted_is_steps_plus_accepted(shapes: list[str]) -> None:
     assert (report.accepted_tokens > 0) == (report.drafts > 0) == (shapes != ["none"])
 
 
-def test_the_report_is_the_sum_of_what_requests_were_told() -> None:
+def test_the_report_is_the_sum_of_the_tokens_sent_to_requests() -> None:
     shapes = ["chain:4", "none", "tree:2,2"]
     engine, found = run(shapes)
     report = engine.report()
@@ -311,7 +311,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ticking")
-def test_a_shadow_scores_depths_that_nothing_verifies() -> None:
+def test_shadow_drafts_measure_depths_that_are_not_verified() -> None:
     """Shadow drafts measure depths that are never verified.
 
     The plan runs chains of one; the deeper nodes that the shadow drafts are scored and not verified.
@@ -328,7 +328,7 @@ def test_a_shadow_scores_depths_that_nothing_verifies() -> None:
     assert all(by_depth[d].total <= by_depth[d - 1].ranks[0] for d in (3, 4, 5)), "reached only through hits"
 
 
-def test_synthetic_acceptance_cuts_and_leaves_the_text(greedy: list[int]) -> None:
+def test_synthetic_acceptance_shortens_paths_and_keeps_the_text(greedy: list[int]) -> None:
     engine = small_engine()
     engine.set_plan(plan_of("chain:4"))
     engine.set_synthetic(SyntheticKnobs(acceptance=(1.0, 0.0)))
@@ -339,7 +339,7 @@ def test_synthetic_acceptance_cuts_and_leaves_the_text(greedy: list[int]) -> Non
     assert report.synthetic == SyntheticKnobs(acceptance=(1.0, 0.0))
 
 
-def test_without_a_draft_a_plan_with_trees_runs_plainly(greedy: list[int]) -> None:
+def test_without_a_draft_a_plan_with_trees_runs_plain_steps(greedy: list[int]) -> None:
     engine = small_engine(draft=False)
     engine.set_plan(Plan(version=1, initial=TreeShape.chain(4), max_depth=4))
     assert end_of(engine, submit(max_tokens=60)) == (greedy, "length")

@@ -9,7 +9,7 @@ from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.errors import ModelError
 
 
-def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of("auto").type == device_of("cpu").type == "cpu"
     with pytest.raises(ModelError, match="sees no GPU"):

@@ -10,48 +10,48 @@ from small_engine import request, submit
 from specdecode_worker.engine.request import Request
 
 
-def test_a_stop_token_ends_it_and_is_kept() -> None:
+def test_a_stop_token_ends_the_request_and_is_kept() -> None:
     one = request(stop_token_ids=(9,))
-    assert one.take([4, 9, 5]) == [4, 9]
+    assert one.append_output([4, 9, 5]) == [4, 9]
     assert (one.finish, one.tokens, one.emitted) == ("stop", [1, 2, 3, 4, 9], 2)
-    assert one.take([6]) == []
+    assert one.append_output([6]) == []
 
 
-def test_the_limit_ends_it_in_the_middle_of_a_step() -> None:
+def test_max_tokens_ends_the_request_in_the_middle_of_a_step() -> None:
     one = request(max_tokens=3)
-    assert one.take([4, 5]) == [4, 5]
+    assert one.append_output([4, 5]) == [4, 5]
     assert one.finish is None
-    assert one.take([6, 7]) == [6]
+    assert one.append_output([6, 7]) == [6]
     assert one.finish == "length"
 
 
 def test_a_stop_at_the_limit_is_a_stop() -> None:
     one = request(max_tokens=1, stop_token_ids=(9,))
-    one.take([9])
+    one.append_output([9])
     assert one.finish == "stop"
 
 
 @pytest.mark.parametrize(("ignore_eos", "finish"), [(False, "stop"), (True, None)])
 def test_eos_can_be_ignored_and_stop_ids_cannot(ignore_eos: bool, finish: str | None) -> None:
     one = Request.of(submit(ignore_eos=ignore_eos, stop_token_ids=(8,)), (2,), arrived_seconds=0)
-    one.take([2])
+    one.append_output([2])
     assert one.finish == finish
     other = Request.of(submit(ignore_eos=ignore_eos, stop_token_ids=(8,)), (2,), arrived_seconds=0)
-    other.take([8])
+    other.append_output([8])
     assert other.finish == "stop"
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8), st.integers(1, 20))
-def test_steps_do_not_show_in_what_is_kept(steps: list[list[int]], most: int) -> None:
+def test_kept_tokens_do_not_depend_on_the_division_into_steps(steps: list[list[int]], most: int) -> None:
     one, whole = request(max_tokens=most, stop_token_ids=(9,)), request(max_tokens=most, stop_token_ids=(9,))
-    kept = [token for step in steps for token in one.take(step)]
-    assert kept == whole.take([token for step in steps for token in step])
+    kept = [token for step in steps for token in one.append_output(step)]
+    assert kept == whole.append_output([token for step in steps for token in step])
     assert one.tokens == [1, 2, 3, *kept]
     assert one.finish == whole.finish
     assert one.emitted == len(kept)
 
 
-def test_steps_in_flight_bound_what_the_device_may_hold() -> None:
+def test_steps_in_flight_raise_the_bound_of_cached_positions() -> None:
     one = request()
     one.in_flight.extend([4, 3])
     assert one.cached_bound == 7
@@ -62,7 +62,7 @@ def test_steps_in_flight_bound_what_the_device_may_hold() -> None:
         one.advance(4, 1)
 
 
-def test_a_draft_that_caught_up_is_not_relieved_of_older_steps() -> None:
+def test_collecting_an_older_step_does_not_reduce_the_lag_of_a_caught_up_draft() -> None:
     one = request()
     one.in_flight.append(7)
     one.draft.reached_root(len(one.in_flight))
@@ -75,9 +75,9 @@ def test_a_draft_that_caught_up_is_not_relieved_of_older_steps() -> None:
     assert one.draft.lag == 1
 
 
-def test_a_preemption_forgets_the_cache_and_none_of_the_text() -> None:
+def test_preemption_resets_the_cache_state_and_keeps_the_text() -> None:
     one = request()
-    one.take([5, 6])
+    one.append_output([5, 6])
     one.slot, one.blocks, one.blocks_known = 2, [3, 4], 2
     one.prefilled = one.prefill_end = one.cached = 4
     one.in_flight.append(1)

@@ -6,10 +6,10 @@ import pytest
 from small_engine import VOCABULARY, drain, small_engine, submit, texts
 
 from specdecode_worker.engine.request import Request
-from specdecode_worker.engine.sampling_params import check_tokens, law_of
+from specdecode_worker.engine.sampling_params import check_tokens, sampling_params_of
 
 
-def test_a_law_says_what_was_asked_for() -> None:
+def test_sampling_params_match_the_request() -> None:
     asked = submit(
         prompt=(4, 5),
         temperature=0.7,
@@ -21,46 +21,62 @@ def test_a_law_says_what_was_asked_for() -> None:
         repetition_penalty=1.1,
         logit_bias=((3, 1.0), (4, 2.0), (3, 0.5)),
     )
-    law = law_of(asked, ())
-    assert (law.temperature, law.top_k, law.top_p, law.min_p) == (0.7, 3, 0.9, 0.1)
-    assert (law.presence_penalty, law.frequency_penalty, law.repetition_penalty) == (0.2, 0.3, 1.1)
-    assert dict(law.logit_bias) == {3: 1.5, 4: 2.0}
-    assert (law.prompt_tokens, law.greedy, law.truncated, law.adjusts) == (2, False, True, True)
-    plain = law_of(submit(), (7,))
+    sampling_params = sampling_params_of(asked, ())
+    assert (sampling_params.temperature, sampling_params.top_k, sampling_params.top_p, sampling_params.min_p) == (
+        0.7,
+        3,
+        0.9,
+        0.1,
+    )
+    assert (
+        sampling_params.presence_penalty,
+        sampling_params.frequency_penalty,
+        sampling_params.repetition_penalty,
+    ) == (0.2, 0.3, 1.1)
+    assert dict(sampling_params.logit_bias) == {3: 1.5, 4: 2.0}
+    assert (
+        sampling_params.prompt_tokens,
+        sampling_params.greedy,
+        sampling_params.truncated,
+        sampling_params.adjusts,
+    ) == (2, False, True, True)
+    plain = sampling_params_of(submit(), (7,))
     assert (plain.greedy, plain.truncated, plain.adjusts, plain.blocks) == (True, False, False, False)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_stops_and_ends_of_text_are_held_back_until_enough_is_out(ignore_eos: bool) -> None:
+def test_stop_tokens_and_eos_are_blocked_before_min_tokens(ignore_eos: bool) -> None:
     asked = submit(min_tokens=3, stop_token_ids=(9, 8), ignore_eos=ignore_eos)
-    law = law_of(asked, (2, 9))
-    assert law.blocked == (2, 8, 9)
-    assert law.blocks
+    sampling_params = sampling_params_of(asked, (2, 9))
+    assert sampling_params.blocked == (2, 8, 9)
+    assert sampling_params.blocks
     request = Request.of(asked, (2, 9), arrived_seconds=0.0)
-    assert request.take([1, 1]) == [1, 1]
-    assert request.law.blocks
-    request.take([1])
-    assert not request.law.adjusts, "nothing is held back any more, and nothing is paid for it"
-    assert request.take([5, 8, 1]) == [5, 8]
+    assert request.append_output([1, 1]) == [1, 1]
+    assert request.sampling_params.blocks
+    request.append_output([1])
+    assert not request.sampling_params.adjusts, "nothing is held back any more, and nothing is paid for it"
+    assert request.append_output([5, 8, 1]) == [5, 8]
     assert request.finish == "stop"
 
 
-def test_a_stop_that_comes_too_early_is_no_stop() -> None:
+def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
     request = Request.of(submit(min_tokens=3, stop_token_ids=(9,)), (), arrived_seconds=0.0)
-    assert request.take([9, 1, 9, 4]) == [9, 1, 9]
+    assert request.append_output([9, 1, 9, 4]) == [9, 1, 9]
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"logit_bias": ((VOCABULARY, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"min_tokens": 1, "stop_token_ids": (999,)}],
 )
-def test_token_ids_that_the_model_has_not_are_refused_and_harm_nobody(fields: dict[str, object]) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused_without_affecting_other_requests(
+    fields: dict[str, object],
+) -> None:
     engine = small_engine()
     with pytest.raises(ValueError, match=f"run from 0 to {VOCABULARY - 1}"):
         engine.add(submit("bad", **fields))
     engine.add(submit("good"))
     assert len(texts(drain(engine))["good"]) == 20
-    check_tokens(law_of(submit(logit_bias=((0, 1.0), (VOCABULARY - 1, 1.0))), ()), VOCABULARY)
+    check_tokens(sampling_params_of(submit(logit_bias=((0, 1.0), (VOCABULARY - 1, 1.0))), ()), VOCABULARY)
 
 
 def test_end_of_text_waits_for_min_tokens() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from device import Device
+from device import SimulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,7 +37,7 @@ FEWEST_BLOCKS = 1 + -(-MOST // BLOCK_SIZE)
     st.booleans(),
     st.integers(0, 10**6),
 )
-def test_everyone_finishes_within_the_bounds_and_all_blocks_come_back(
+def test_all_requests_finish_within_the_limits_and_all_blocks_are_released(
     lengths: list[tuple[int, int]],
     seqs: int,
     budget: int,
@@ -47,7 +47,7 @@ def test_everyone_finishes_within_the_bounds_and_all_blocks_come_back(
     caching: bool,
     seed: int,
 ) -> None:
-    device = Device(Limits(seqs, budget, chunked), blocks, TREES, ahead, Random(seed), caching)
+    device = SimulatedDevice(Limits(seqs, budget, chunked), blocks, TREES, ahead, Random(seed), caching)
     requests = [device.arrive(str(i), [1] * prompt, new) for i, (prompt, new) in enumerate(lengths)]
     device.drain()
     assert [one.emitted for one in requests] == [new for _, new in lengths]
@@ -67,7 +67,7 @@ class Traffic(RuleBasedStateMachine):
         seed=st.integers(0, 10**6),
     )
     def begin(self, limits: Limits, blocks: int, ahead: int, caching: bool, seed: int) -> None:
-        self.device = Device(limits, blocks, TREES, ahead, Random(seed), caching)
+        self.device = SimulatedDevice(limits, blocks, TREES, ahead, Random(seed), caching)
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
@@ -133,12 +133,12 @@ TestTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_co
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_one_block_over_the_need_of_the_largest_is_enough(ahead: int, chunked: bool) -> None:
+def test_one_block_more_than_the_largest_request_needs_is_enough(ahead: int, chunked: bool) -> None:
     """A pool with one block more than the largest request needs is enough.
 
     Eight of the largest requests preempt each other all the time, and all of them finish.
     """
-    device = Device(Limits(8, 64, chunked), FEWEST_BLOCKS + 1, TREES, ahead, Random(1))
+    device = SimulatedDevice(Limits(8, 64, chunked), FEWEST_BLOCKS + 1, TREES, ahead, Random(1))
     requests = [device.arrive(str(i), [i] * 20, MOST - 20) for i in range(8)]
     device.drain(2000)
     assert [one.emitted for one in requests] == [MOST - 20] * 8
@@ -146,19 +146,19 @@ def test_one_block_over_the_need_of_the_largest_is_enough(ahead: int, chunked: b
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_request_as_long_as_the_cache_comes_to_its_end(ahead: int) -> None:
+def test_a_request_as_long_as_the_cache_finishes(ahead: int) -> None:
     """A request as long as the cache finishes.
 
     Its trees no longer fit towards the end; if it gave up its blocks for them, it would restart forever.
     """
-    device = Device(Limits(2, 200), blocks=1 + 6, trees=[tree_of(TreeShape.chain(6))], ahead=ahead)
+    device = SimulatedDevice(Limits(2, 200), blocks=1 + 6, trees=[tree_of(TreeShape.chain(6))], ahead=ahead)
     long = device.arrive("long", [1] * 50, 6 * BLOCK_SIZE - 50)
     device.drain(200)
     assert long.emitted == 6 * BLOCK_SIZE - 50
     assert device.scheduler.counters.preemptions == 0
 
 
-def running(device: Device, count: int, prompt: int = 10, new: int = 30) -> list[Request]:
+def running(device: SimulatedDevice, count: int, prompt: int = 10, new: int = 30) -> list[Request]:
     """Return prefilled requests without shared prefixes."""
     requests = [device.arrive(str(i), [i] * prompt, new) for i in range(count)]
     device.step()
@@ -169,29 +169,29 @@ def seen(rows: list[Row]) -> list[tuple[str, int, bool]]:
     return [(row.request.id, row.count, row.is_chunk) for row in rows]
 
 
-def test_prompts_take_what_decoding_leaves_of_the_budget() -> None:
-    device = Device(Limits(4, 20), 50, [CHAIN])
+def test_prompts_use_the_token_budget_that_decoding_leaves() -> None:
+    device = SimulatedDevice(Limits(4, 20), 50, [CHAIN])
     running(device, 2, prompt=10)
     device.arrive("long", [9] * 30)
     assert seen(device.step()) == [("0", 4, False), ("1", 4, False), ("long", 12, True)]
     assert [(row.start, row.count) for row in device.step() if row.is_chunk] == [(12, 12)]
     last = [row for row in device.step() if row.is_chunk]
-    assert [(row.start, row.count, row.chooses) for row in last] == [(24, 6, True)]
+    assert [(row.start, row.count, row.emits) for row in last] == [(24, 6, True)]
 
 
-def test_a_tree_that_breaks_the_budget_becomes_a_plain_step() -> None:
-    device = Device(Limits(3, 8), 50, [CHAIN])
+def test_a_tree_over_the_token_budget_becomes_a_plain_step() -> None:
+    device = SimulatedDevice(Limits(3, 8), 50, [CHAIN])
     for one in running(device, 3, prompt=2):
         assert one.decoding
     assert [row.count for row in device.step()] == [4, 1, 1]
 
 
-def test_a_prompt_gets_its_share_however_many_decode() -> None:
+def test_a_prompt_gets_its_token_share_for_any_number_of_decoding_requests() -> None:
     """A prompt gets its share of the token budget, however many sequences decode.
 
     With 15 decoding sequences and 16 tokens per step, the sequences run without trees and take turns.
     """
-    device = Device(Limits(16, 16), 200, [CHAIN])
+    device = SimulatedDevice(Limits(16, 16), 200, [CHAIN])
     requests = running(device, 15, prompt=1, new=60)
     device.arrive("long", [9] * 40)
     before = [one.emitted for one in requests]
@@ -200,19 +200,19 @@ def test_a_prompt_gets_its_share_however_many_decode() -> None:
     assert min(one.emitted - was for one, was in zip(requests, before, strict=True)) >= 9, "nobody starves"
 
 
-def test_a_prompt_that_cannot_run_takes_no_share() -> None:
-    device = Device(Limits(2, 8), 50, [CHAIN])
+def test_a_prompt_that_cannot_run_reserves_no_tokens() -> None:
+    device = SimulatedDevice(Limits(2, 8), 50, [CHAIN])
     running(device, 2, prompt=2)
     device.arrive("no slot", [9] * 40)
     assert [row.count for row in device.step()] == [4, 4]
 
 
-def test_more_requests_than_tokens_decode_in_turn() -> None:
+def test_more_requests_than_tokens_per_step_decode_in_turn() -> None:
     """More sequences than tokens per step decode in turn.
 
     With six sequences and four tokens per step, no sequence waits for more than one step.
     """
-    device = Device(Limits(6, 4), 50)
+    device = SimulatedDevice(Limits(6, 4), 50)
     for i in range(6):
         device.arrive(str(i), [i])
     while len([one for one in device.scheduler.running if one.decoding]) < 6:
@@ -224,7 +224,7 @@ def test_more_requests_than_tokens_decode_in_turn() -> None:
 
 
 def test_without_chunks_a_prompt_longer_than_the_budget_runs_alone() -> None:
-    device = Device(Limits(4, 20, chunked_prefill=False), 50, [CHAIN])
+    device = SimulatedDevice(Limits(4, 20, chunked_prefill=False), 50, [CHAIN])
     running(device, 2, prompt=10)
     device.arrive("long", [9] * 30)
     device.arrive("short", [8] * 6)
@@ -239,7 +239,7 @@ def test_without_chunks_neither_prompts_nor_decoding_starve() -> None:
 
     While prompts that fill a step keep coming, decoding gets every other step.
     """
-    device = Device(Limits(64, 20, chunked_prefill=False), 400, [CHAIN])
+    device = SimulatedDevice(Limits(64, 20, chunked_prefill=False), 400, [CHAIN])
     one = device.arrive("0", [0] * 10, new=12)
     for i in range(1, 40):
         device.arrive(str(i), [i] * 20, new=1)
@@ -249,7 +249,7 @@ def test_without_chunks_neither_prompts_nor_decoding_starve() -> None:
 
 
 def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
-    device = Device(Limits(4, 100), 1 + 4)
+    device = SimulatedDevice(Limits(4, 100), 1 + 4)
     running(device, 1, prompt=20)
     device.arrive("big", [8] * 40)
     device.arrive("small", [9])
@@ -257,13 +257,13 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
     assert [one.id for one in device.scheduler.waiting] == ["big", "small"]
 
 
-def test_blocks_of_a_long_prompt_are_taken_chunk_by_chunk_and_promised_until_then() -> None:
+def test_blocks_of_a_long_prompt_are_allocated_by_chunk_and_reserved_until_then() -> None:
     """Blocks of a long prompt are taken chunk by chunk, and reserved until then.
 
     Of 12 blocks the long prompt needs 7 and holds two after its first chunk. The reserved blocks are not available to
     another prompt, but decoding requests may grow into them.
     """
-    device = Device(Limits(4, 24), 1 + 12)
+    device = SimulatedDevice(Limits(4, 24), 1 + 12)
     long = device.arrive("long", [1] * 100)
     device.step()
     assert len(long.blocks) == 2
@@ -273,8 +273,8 @@ def test_blocks_of_a_long_prompt_are_taken_chunk_by_chunk_and_promised_until_the
     assert device.pool.free == 12 - 3
 
 
-def test_the_youngest_gives_its_blocks_back_and_starts_again_first() -> None:
-    device = Device(Limits(3, 100), 1 + 4)
+def test_the_youngest_request_is_preempted_and_readmitted_first() -> None:
+    device = SimulatedDevice(Limits(3, 100), 1 + 4)
     requests = running(device, 3, prompt=14)
     assert len(device.scheduler.running) == 2, "the third would be driven out at once"
     device.arrive("later", [9])
@@ -292,7 +292,7 @@ def test_the_youngest_gives_its_blocks_back_and_starts_again_first() -> None:
 
 
 def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
-    device = Device(Limits(2, 8), 50)
+    device = SimulatedDevice(Limits(2, 8), 50)
     one, two, three = (device.arrive(str(i), [i] * size) for i, size in enumerate((4, 30, 4)))
     device.step()
     assert (one.decoding, two.decoding, two.slot >= 0, three.slot) == (True, False, True, -1)
@@ -304,7 +304,7 @@ def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
     assert device.scheduler.kv_tokens_used == 0
 
 
-def test_a_batch_of_64_beside_a_queue_of_256_is_made_within_a_millisecond() -> None:
+def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> None:
     """A batch of 64 is made within a millisecond while 256 requests wait.
 
     The test uses the fastest of many runs, because the machine may be busy.
@@ -318,7 +318,7 @@ def test_a_batch_of_64_beside_a_queue_of_256_is_made_within_a_millisecond() -> N
         rows = scheduler.next_batch(lambda requests: [CHAIN] * len(requests))
         seconds.append(time.perf_counter() - began)
         for row in rows:
-            row.request.in_flight.append(row.most_tokens)
-            row.request.advance(row.most_tokens, row.most_tokens)
+            row.request.in_flight.append(row.max_committed)
+            row.request.advance(row.max_committed, row.max_committed)
     assert (len(scheduler.running), len(scheduler.waiting)) == (64, 256)
     assert min(seconds[10:]) < 1e-3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
     theirs = saved(tmp_path, shape, torch.float64, randomise)
     ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
-    found = ours(TOKENS, torch.arange(len(TOKENS)), dense, Reads((0, 2, 4))).aux_TA
+    found = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
     torch.testing.assert_close(found, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
 
 
@@ -86,7 +86,7 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
     ],
     ids=["no-scaling", "another-factor", "another-band", "another-eps"],
 )
-def test_a_field_that_is_read_wrongly_is_seen(
+def test_wrongly_read_field_is_detected(
     variant: str, field: str, value: object, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
     """The comparison detects a wrong value of a single field of config.json."""
@@ -97,7 +97,7 @@ def test_a_field_that_is_read_wrongly_is_seen(
     assert (our_logits(ours, dense) - theirs(TOKENS[None]).logits[0]).abs().max() > 1e-3
 
 
-def test_configs_of_older_transformers_say_the_same(
+def test_older_transformers_configs_are_equivalent(
     shape: dict[str, Any], randomise: Any, dense: Any, tmp_path: Path
 ) -> None:
     """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokens import saved, tokenizer
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod, check_draft, load_draft
-from specdecode_worker.models.checkpoints.safetensors_headers import describe, method_of, read_tensor_headers
+from specdecode_worker.models.checkpoints.safetensors_headers import describe, infer_method, read_tensor_headers
 from specdecode_worker.models.configs.model_config import (
     Eagle3Config,
     EagleConfig,
@@ -76,13 +76,13 @@ def test_each_method_loads_its_own(
     network, config = METHODS[method]
     assert isinstance(load(method, folders[method]), network)
     assert isinstance(describe(folders[method], target.config), config)
-    assert method_of(read_tensor_headers(folders[method])) == method
+    assert infer_method(read_tensor_headers(folders[method])) == method
     check_draft(method, folders[method], target_folder)
 
 
 @pytest.mark.parametrize("asked", METHODS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_of_another_method_is_told(
+def test_draft_of_another_method_is_refused(
     method: WeightMethod, asked: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:
     if asked == method:
@@ -94,7 +94,7 @@ def test_a_draft_of_another_method_is_told(
         check_draft(asked, folders[method], target_folder)
 
 
-def test_what_is_no_draft_is_told(load: Load, tmp_path: Path) -> None:
+def test_folder_without_a_draft_is_refused(load: Load, tmp_path: Path) -> None:
     folder = write(tmp_path / "x", {}, {"conv.weight": torch.zeros(3)})
     with pytest.raises(WeightMismatch, match="holds no draft that is known"):
         load("eagle3", folder)
@@ -106,7 +106,9 @@ def test_a_head_is_described_for_a_target_only(folders: Folders) -> None:
     assert isinstance(describe(folders["draft-model"]), LlamaConfig)
 
 
-def test_a_draft_is_judged_without_its_data(folders: Folders, target_folder: Path, target: Llama, load: Load) -> None:
+def test_draft_is_checked_without_reading_weights(
+    folders: Folders, target_folder: Path, target: Llama, load: Load
+) -> None:
     """`check_draft` finds every error of `load_draft` except invalid values of weights."""
     path = folders["eagle3"] / "model.safetensors"
     tensors = load_file(path)
@@ -119,7 +121,7 @@ def test_a_draft_is_judged_without_its_data(folders: Folders, target_folder: Pat
         check_draft("eagle3", folders["eagle3"], target_folder)
 
 
-def test_a_draft_model_speaks_the_targets_language(folders: Folders, load: Load, dense: Any) -> None:
+def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load, dense: Any) -> None:
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, Llama)
     assert draft.config.vocab_size == 97
@@ -141,7 +143,7 @@ def test_heads_may_join_a_target_that_is_fused(folders: Folders, load: Load, tar
     assert isinstance(load("eagle3", folders["eagle3"]), Eagle3Head)
 
 
-def test_a_draft_model_of_another_tongue_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
+def test_draft_model_with_another_tokenizer_is_refused(folders: Folders, load: Load, target_folder: Path) -> None:
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
     with pytest.raises(VocabularyMismatch, match="token 260 is '<end>' to the draft and '<eos>' to the target"):
         load("draft-model", folders["draft-model"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.models.checkpoints.weights import load_eagle
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.llama import Llama
@@ -50,7 +50,7 @@ def test_an_eagle_head_is_cnets1(
     found = head(head.fuse(feature_TE), TOKENS, SLOTS, dense)
     torch.testing.assert_close(found, x, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(head.logits(found), wanted_logits, atol=1e-5, rtol=1e-5)
-    assert head.reads == Reads((), final=True)
+    assert head.reads == TargetStates((), final=True)
     assert head.target_ids is None
 
 

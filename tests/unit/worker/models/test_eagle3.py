@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from specdecode_worker.models.checkpoints.weights import load_eagle3
 from specdecode_worker.models.configs.model_config import eagle3_config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -132,7 +132,7 @@ def test_speculators_nest_the_layers_shape(target: Llama, shape: dict[str, Any],
     del nested["norm_before_residual"]
     assert eagle3_config(nested, target.config).norm_before_residual
     head = load3(write(tmp_path, nested, eagle3_tensors()), target)
-    assert head.reads == Reads((0, 2, 4))
+    assert head.reads == TargetStates((0, 2, 4))
 
 
 @pytest.mark.parametrize(

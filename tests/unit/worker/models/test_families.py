@@ -98,7 +98,7 @@ def test_bf16_with_biases_and_norms_is_packed(
     ],
     ids=str,
 )
-def test_a_field_that_is_read_wrongly_is_seen(
+def test_wrongly_read_field_is_detected(
     variant: str, changes: dict[str, Any], shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
 ) -> None:
     """Self-check of the comparison: it detects a wrong value of a single field."""

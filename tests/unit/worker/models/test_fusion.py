@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.models.configs.model_config import eagle3_config, llama_config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks import compiled_cpu
 from specdecode_worker.models.networks.compiled_cpu import NativeBlock, NativeLinear, NativeMidlayer
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
@@ -20,7 +20,7 @@ from specdecode_worker.models.transforms import fusion
 from specdecode_worker.models.transforms.fusion import FusedAttention, FusedMLP, PackedLinear, fuse
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
-PACKS = fusion._packs(nn.Linear(16, 16).bfloat16())
+PACKS = fusion._should_pack(nn.Linear(16, 16).bfloat16())
 needs_bf16 = pytest.mark.skipif(not PACKS, reason="this CPU does not multiply bf16 natively")
 
 
@@ -32,7 +32,7 @@ def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any
 
 
 def logits(model: Llama, dense: Any) -> Tensor:
-    out = model(TOKENS, torch.arange(len(TOKENS)), dense, Reads((0, 2, 4)))
+    out = model(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4)))
     assert out.aux_TA is not None
     return torch.cat((model.logits(out.hidden_TE), out.aux_TA), dim=-1)
 
@@ -52,7 +52,7 @@ def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-def test_a_fused_target_says_the_same(target: Llama, dense: Any, dtype: torch.dtype, tolerance: float) -> None:
+def test_fused_target_gives_the_same_logits(target: Llama, dense: Any, dtype: torch.dtype, tolerance: float) -> None:
     target = target.to(dtype)
     wanted = logits(target, dense)
     fuse(target)
@@ -62,7 +62,7 @@ def test_a_fused_target_says_the_same(target: Llama, dense: Any, dtype: torch.dt
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-def test_a_fused_head_says_the_same(
+def test_fused_head_gives_the_same_logits(
     head: Eagle3Head, target: Llama, dense: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
     head.to(dtype), target.to(dtype)
@@ -128,12 +128,12 @@ def test_embeddings_stay_readable_when_a_tied_matrix_is_packed(target: Llama) ->
 
 
 def test_only_bf16_is_packed(target: Llama) -> None:
-    assert not fusion._packs(target)
-    assert not fusion._packs(target.double())
+    assert not fusion._should_pack(target)
+    assert not fusion._should_pack(target.double())
 
 
 @pytest.mark.parametrize("order", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj", "k_proj")])
-def test_parts_in_another_order_are_seen(
+def test_wrong_order_of_joined_parts_is_detected(
     order: tuple[str, ...], target: Llama, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Self-check of the comparison: it detects queries, keys and values joined in a wrong order."""

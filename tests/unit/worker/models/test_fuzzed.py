@@ -201,7 +201,7 @@ def test_every_field_takes_every_wrong_value(field: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(text=st.one_of(st.binary(max_size=30), JUNK.map(lambda value: json.dumps(value).encode())))
-def test_a_config_that_is_none(kind: str, text: bytes, whole: Path) -> None:
+def test_invalid_config_is_refused(kind: str, text: bytes, whole: Path) -> None:
     with copied(whole / kind) as folder:
         (folder / "config.json").write_bytes(text)
         loads(kind, folder, whole)
@@ -241,7 +241,7 @@ def spoiled(tensors: dict[str, Tensor], name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("harm", [deleted, renamed, reshaped, retyped, spoiled])
 @few
 @given(data=st.data())
-def test_harmed_tensors(
+def test_corrupt_tensors_are_refused(
     kind: str, harm: Callable[[dict[str, Tensor], str, st.DataObject], None], data: st.DataObject, whole: Path
 ) -> None:
     with copied(whole / kind) as folder:
@@ -259,7 +259,7 @@ def test_harmed_tensors(
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(data=st.data())
-def test_harmed_files(kind: str, data: st.DataObject, whole: Path) -> None:
+def test_corrupt_files_are_refused(kind: str, data: st.DataObject, whole: Path) -> None:
     """Truncated files and changed bytes in the header raise a ModelError or load a network that runs."""
     with copied(whole / kind) as folder:
         path = folder / "model.safetensors"

@@ -95,7 +95,7 @@ def test_the_lists_above_are_the_networks(target: Llama, head_folder: Path) -> N
     assert target.state_dict().keys() >= set(TARGET_TENSORS)
 
 
-def test_what_was_saved_is_what_is_loaded(target: Llama, target_folder: Path, head_folder: Path) -> None:
+def test_loaded_weights_equal_saved_weights(target: Llama, target_folder: Path, head_folder: Path) -> None:
     for loaded, folder in ((load_target(target_folder), target_folder), (load_head(head_folder, target), head_folder)):
         saved = load_file(folder / "model.safetensors")
         state = loaded.state_dict()
@@ -230,7 +230,7 @@ def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: Llama) 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(bad: float, head_folder: Path, target: Llama) -> None:
+def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, target: Llama) -> None:
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     norm[3] = bad
     change(head_folder, **{"norm.weight": norm})
@@ -305,7 +305,7 @@ def test_other_formats_are_not_read(target_folder: Path) -> None:
         load_target(target_folder)
 
 
-def test_the_hash_knows_every_weight_and_the_config(target_folder: Path) -> None:
+def test_hash_covers_every_weight_and_the_config(target_folder: Path) -> None:
     found = {weights_hash(target_folder)}
     change(target_folder, **{"model.norm.weight": torch.full((32,), 1.5)})
     found.add(weights_hash(target_folder))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.models.checkpoints.weights import load_medusa
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
@@ -51,7 +51,7 @@ def test_medusa_heads_are_fasterdecodings(
         torch.testing.assert_close(logits[h], x @ tensors[f"{h}.{layers}.weight"].T, atol=1e-5, rtol=1e-5)
     fuse(found)
     torch.testing.assert_close(found.logits(hidden), logits, atol=1e-5, rtol=1e-5)
-    assert found.reads == Reads((), final=True)
+    assert found.reads == TargetStates((), final=True)
     assert found.target_ids is None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
-from specdecode_worker.engine.step.packed_batch import Packed, slots_of, spread
+from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.speculation.trees import Tree, tree_of
@@ -65,7 +65,7 @@ def batch(*, scattered: bool) -> list[Sequence]:
     ]
 
 
-def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> Packed:
+def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> PackedBatch:
     """Return the packed batch of one pass: for each sequence a causal run, or the nodes of a tree."""
     counts = tuple(len(tokens) for _, tokens, _ in parts)
     sequence_T, row_T = spread(counts, CPU)
@@ -73,7 +73,7 @@ def packed_of(parts: list[tuple[Sequence, list[int], Tree | None]]) -> Packed:
     table = torch.tensor([sequence.blocks for sequence, *_ in parts])
     depths = [d for _, tokens, tree in parts for d in (tree.depths if tree else range(len(tokens)))]
     masks = [mask for _, tokens, tree in parts for mask in (tree.ancestors if tree else [0] * len(tokens))]
-    return Packed(
+    return PackedBatch(
         tokens_T=torch.tensor([token for _, tokens, _ in parts for token in tokens]),
         positions_T=length_B[sequence_T] + torch.tensor(depths),
         slots_T=slots_of(table, sequence_T, length_B[sequence_T] + row_T),
@@ -115,7 +115,7 @@ def prefill(target: Llama, cache: PagedCache, sequences: list[Sequence], chunks:
 
 @pytest.mark.parametrize("chunks", [(1000,), (1,), (16,), (7, 1, 19, 2)], ids=str)
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
-def test_chunks_say_what_one_pass_says(
+def test_chunked_prefill_matches_one_pass(
     target: Llama, cache: PagedCache, dense: Any, scattered: bool, chunks: tuple[int, ...]
 ) -> None:
     sequences = batch(scattered=scattered)
@@ -147,7 +147,7 @@ def test_every_node_sees_its_own_path(target: Llama, cache: PagedCache, dense: A
     torch.testing.assert_close(found[3], dense_hidden(target, sequences[3].tokens, dense), atol=1e-10, rtol=1e-10)
 
 
-def test_a_lost_key_is_seen(target: Llama, cache: PagedCache, dense: Any) -> None:
+def test_missing_key_is_detected(target: Llama, cache: PagedCache, dense: Any) -> None:
     """Self-check of the comparison: it detects one wrong key of one layer early in the text."""
     sequence = batch(scattered=True)[0]
     sequence.tokens, last = sequence.tokens[:-1], sequence.tokens[-1]

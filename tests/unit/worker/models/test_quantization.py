@@ -110,7 +110,7 @@ def test_int4_leaves_the_head_eight_bits(head: Eagle3Head) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_bytes_are_foretold(target: Llama, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
+def test_predicted_bytes_are_exact(target: Llama, head: Eagle3Head, kind: Kind, device: torch.device) -> None:
     """`added_bytes` is exact for a target, a head and a draft model, including a tied matrix that is duplicated."""
     on_gpu = device == CUDA
     for model, draft in ((copy.deepcopy(target), False), (head, True), (target, True)):
@@ -123,7 +123,7 @@ def test_bytes_are_foretold(target: Llama, head: Eagle3Head, kind: Kind, device:
         assert state_bytes(model) - before == foretold
 
 
-def test_nothing_is_done_unasked(target: Llama, dense: Any) -> None:
+def test_no_quantization_by_default(target: Llama, dense: Any) -> None:
     before = logits(target, dense)
     quantise_target(target, None, CPU)
     quantise_draft(target, None)
@@ -131,7 +131,7 @@ def test_nothing_is_done_unasked(target: Llama, dense: Any) -> None:
     assert added_bytes(target, None, torch.float32, CUDA, draft=True) == 0
 
 
-def test_a_gpu_without_fp8_is_told(target: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_fp8_is_refused(target: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigMismatch, match="take int8"):
         quantise_target(target, "fp8", CUDA)

@@ -8,43 +8,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 
 TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 
 
-def read(target: Llama, dense: Any, reads: Reads) -> Tensor:
+def read(target: Llama, dense: Any, reads: TargetStates) -> Tensor:
     found = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
     assert isinstance(found, Tensor)
     return found
 
 
-def test_nothing_read_is_nothing_kept(target: Llama, dense: Any) -> None:
+def test_no_states_are_returned_unless_requested(target: Llama, dense: Any) -> None:
     assert target(TOKENS, torch.arange(len(TOKENS)), dense).aux_TA is None
-    assert not Reads()
-    assert Reads().width(32) == 0
+    assert not TargetStates()
+    assert TargetStates().width(32) == 0
 
 
 def test_states_come_in_the_order_asked_for(target: Llama, dense: Any) -> None:
-    rising, falling = read(target, dense, Reads((1, 4))), read(target, dense, Reads((4, 1)))
+    rising, falling = read(target, dense, TargetStates((1, 4))), read(target, dense, TargetStates((4, 1)))
     assert torch.equal(rising.unflatten(-1, (2, 32)).flip(1).flatten(1), falling)
-    assert torch.equal(read(target, dense, Reads((1, 1))), rising[:, :32].repeat(1, 2))
+    assert torch.equal(read(target, dense, TargetStates((1, 1))), rising[:, :32].repeat(1, 2))
 
 
-def test_the_final_state_is_normed_and_stands_last(target: Llama, dense: Any) -> None:
-    found = read(target, dense, Reads((0, 5), final=True))
-    assert found.shape == (9, Reads((0, 5), final=True).width(32)) == (9, 96)
+def test_final_state_is_normed_and_last(target: Llama, dense: Any) -> None:
+    found = read(target, dense, TargetStates((0, 5), final=True))
+    assert found.shape == (9, TargetStates((0, 5), final=True).width(32)) == (9, 96)
     assert torch.equal(found[:, :32], target.model.embed_tokens(TOKENS))
     assert torch.equal(target.model.norm(found[:, 32:64]), found[:, 64:])
     assert torch.equal(found[:, 64:], target(TOKENS, torch.arange(9), dense).hidden_TE)
 
 
 @pytest.mark.parametrize(
-    "part", [Reads((3, 1)), Reads((), final=True), Reads((2,), final=True), Reads((1, 1))], ids=str
+    "part",
+    [TargetStates((3, 1)), TargetStates((), final=True), TargetStates((2,), final=True), TargetStates((1, 1))],
+    ids=str,
 )
-def test_a_part_is_found_in_a_pass_that_serves_several(part: Reads, target: Llama, dense: Any) -> None:
-    whole = part | Reads((2, 0), final=True)
+def test_states_of_one_draft_are_found_in_a_shared_pass(part: TargetStates, target: Llama, dense: Any) -> None:
+    whole = part | TargetStates((2, 0), final=True)
     assert whole.layers == tuple(sorted(set(whole.layers)))
-    pieces = read(target, dense, whole).unflatten(-1, (-1, 32))[:, list(whole.picks(part))]
+    pieces = read(target, dense, whole).unflatten(-1, (-1, 32))[:, list(whole.indices_of(part))]
     assert torch.equal(pieces.flatten(1), read(target, dense, part))

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.server.admission import Line
+from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 
 
-def ended(line: Line, *times: float) -> Line:
+def record_end(queue: AdmissionQueue, *times: float) -> AdmissionQueue:
     for now in times:
-        line.ended(now)
-    return line
+        queue.record_end(now)
+    return queue
 
 
-def test_as_many_as_fit_are_let_in() -> None:
-    line = Line(max_num_seqs=2, max_waiting=3)
-    line.check(there=3, more=2, now=0, field="n")
+def test_requests_beyond_the_capacity_are_rejected() -> None:
+    queue = AdmissionQueue(max_num_seqs=2, max_waiting=3)
+    queue.check(in_flight=3, more=2, now=0, field="n")
     with pytest.raises(TooManyWaiting) as full:
-        line.check(there=3, more=3, now=0, field="n")
+        queue.check(in_flight=3, more=3, now=0, field="n")
     assert full.value.headers == {"Retry-After": "1"}
     with pytest.raises(BadRequest, match="at most 5"):
-        line.check(there=0, more=6, now=0, field="n")
+        queue.check(in_flight=0, more=6, now=0, field="n")
 
 
 @pytest.mark.parametrize(
@@ -36,5 +36,5 @@ def test_as_many_as_fit_are_let_in() -> None:
         ((0, 2), 400, 9, 60),
     ],
 )
-def test_the_pace_of_the_last_ones_says_when(times: tuple[float, ...], now: float, leaving: int, seconds: int) -> None:
-    assert ended(Line(1, 1), *times).wait_seconds(leaving, now) == seconds
+def test_retry_after_time(times: tuple[float, ...], now: float, leaving: int, seconds: int) -> None:
+    assert record_end(AdmissionQueue(1, 1), *times).wait_seconds(leaving, now) == seconds

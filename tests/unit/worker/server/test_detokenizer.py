@@ -8,25 +8,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.engine.ipc.messages import Logprobs, Tokens
-from specdecode_worker.server.responses import Piece
-from specdecode_worker.server.text.detokenizer import AnswerReader, Reading
+from specdecode_worker.server.responses import ChoicePiece
+from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 END = 257
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: Reading) -> list[Piece]:
+def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: TextOptions) -> list[ChoicePiece]:
     """Return the pieces of ``ids`` and an end token, received in steps that are split at ``cuts``."""
     ids = [*ids, END]
-    reader = AnswerReader(tokenizer, [], reading)
+    reader = ChoiceDetokenizer(tokenizer, [], reading)
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
     pieces = []
     for start, end in itertools.pairwise(edges):
         step = tuple(ids[start:end])
         told = tuple(Logprobs(token, -float(token), 1) for token in step)
         finish = "stop" if end == len(ids) else None
-        pieces.append(reader.take(Tokens(request_id="r", tokens=step, finish=finish, logprobs=told)))
+        pieces.append(reader.push(Tokens(request_id="r", tokens=step, finish=finish, logprobs=told)))
         if pieces[-1].finish_reason:
             break
     return pieces
@@ -34,8 +34,8 @@ def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: Reading)
 
 @given(text=st.text(alphabet="abé你"), cuts=st.sets(st.integers(1, 30)), stop=st.sampled_from(["", "b", "ab", "éa"]))
 @fixture_is_constant
-def test_steps_change_neither_text_nor_logprobs(tokenizer: Tokenizer, text: str, cuts: set[int], stop: str) -> None:
-    reading = Reading(stops=(stop,) if stop else (), logprobs=True)
+def test_output_does_not_depend_on_step_sizes(tokenizer: Tokenizer, text: str, cuts: set[int], stop: str) -> None:
+    reading = TextOptions(stops=(stop,) if stop else (), logprobs=True)
     pieces = read(tokenizer, tokenizer.encode(text), cuts, reading)
     shown = "".join(piece.text for piece in pieces)
     assert shown == (text.partition(stop)[0] if stop else text)
@@ -46,21 +46,21 @@ def test_steps_change_neither_text_nor_logprobs(tokenizer: Tokenizer, text: str,
 
 
 def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tokenizer) -> None:
-    reading = Reading(stops=("abX",), logprobs=True)
+    reading = TextOptions(stops=("abX",), logprobs=True)
     pieces = read(tokenizer, tokenizer.encode("1abc"), {1, 2, 3, 4}, reading)
     assert [(piece.text, len(piece.scored)) for piece in pieces] == [("1", 1), ("", 0), ("", 0), ("abc", 3), ("", 0)]
 
 
-def test_the_stop_token_counts_and_shows_only_where_asked(tokenizer: Tokenizer) -> None:
+def test_stop_token_is_counted_and_shown_only_if_requested(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a")
     for include, skip, text in ((False, False, "a"), (True, False, "a<|end|>"), (True, True, "a")):
-        reader = AnswerReader(tokenizer, [], Reading(include_stop=include, skip_special_tokens=skip))
-        piece = reader.take(Tokens(request_id="r", tokens=(*ids, END), finish="stop"))
+        reader = ChoiceDetokenizer(tokenizer, [], TextOptions(include_stop=include, skip_special_tokens=skip))
+        piece = reader.push(Tokens(request_id="r", tokens=(*ids, END), finish="stop"))
         assert (piece.text, piece.finish_reason, reader.count) == (text, "stop", 2)
 
 
-def test_the_mean_is_over_all_tokens(tokenizer: Tokenizer) -> None:
-    reader = AnswerReader(tokenizer, [], Reading())
+def test_mean_logprob_is_over_all_tokens(tokenizer: Tokenizer) -> None:
+    reader = ChoiceDetokenizer(tokenizer, [], TextOptions())
     told = tuple(Logprobs(token, value, 1) for token, value in ((65, -1.0), (END, -4.0)))
-    reader.take(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=told))
+    reader.push(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=told))
     assert reader.mean_logprob == -2.5

@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_worker.contract import ServerConfig
 from specdecode_worker.server.errors import Unavailable
-from specdecode_worker.server.lifecycle import Departure, Lifecycle, State
+from specdecode_worker.server.lifecycle import Lifecycle, Shutdown, State
 
 
 def at(state: State) -> Lifecycle:
@@ -19,7 +19,7 @@ def at(state: State) -> Lifecycle:
 
 
 @pytest.mark.parametrize(
-    ("state", "healthy", "ready", "leaving", "refusal"),
+    ("state", "healthy", "ready", "shutting_down", "refusal"),
     [
         (State.LOADING, True, False, False, "loading"),
         (State.SERVING, True, True, False, None),
@@ -28,9 +28,11 @@ def at(state: State) -> Lifecycle:
         (State.FAILED, False, False, False, "engine_gone"),
     ],
 )
-def test_states(state: State, healthy: bool, ready: bool, leaving: bool, refusal: str | None) -> None:
+def test_probes_and_refusals_per_state(
+    state: State, healthy: bool, ready: bool, shutting_down: bool, refusal: str | None
+) -> None:
     lifecycle = at(state)
-    assert (lifecycle.healthy, lifecycle.ready, lifecycle.leaving) == (healthy, ready, leaving)
+    assert (lifecycle.healthy, lifecycle.ready, lifecycle.shutting_down) == (healthy, ready, shutting_down)
     if refusal is None:
         lifecycle.check_accepting()
     else:
@@ -39,7 +41,7 @@ def test_states(state: State, healthy: bool, ready: bool, leaving: bool, refusal
         assert refused.value.error_code == refusal
 
 
-def test_there_is_no_way_back() -> None:
+def test_state_never_moves_backwards() -> None:
     lifecycle = at(State.LEAVING)
     lifecycle.serve()
     assert lifecycle.state is State.LEAVING
@@ -49,45 +51,45 @@ def test_there_is_no_way_back() -> None:
     assert (lifecycle.state, lifecycle.failure) == (State.FAILED, "first")
 
 
-def departure(
-    lifecycle: Lifecycle, running: list[int], delay: float, grace: float, hurried: asyncio.Event | None = None
-) -> Departure:
+def shutdown(
+    lifecycle: Lifecycle, running: list[int], delay: float, grace: float, exit_now: asyncio.Event | None = None
+) -> Shutdown:
     config = ServerConfig(endpoint_delay_seconds=delay, grace_period_seconds=grace)
-    return Departure(lifecycle, config, lambda: running[0], hurried or asyncio.Event())
+    return Shutdown(lifecycle, config, lambda: running[0], exit_now or asyncio.Event())
 
 
-async def test_not_ready_at_once_and_refusing_after_the_delay() -> None:
+async def test_shutdown_is_unready_at_once_and_refuses_after_the_delay() -> None:
     lifecycle = at(State.SERVING)
-    leaving = departure(lifecycle, [0], delay=0.2, grace=5)
-    drained = leaving.begin()
+    shutting_down = shutdown(lifecycle, [0], delay=0.2, grace=5)
+    drained = shutting_down.begin()
     assert not lifecycle.ready
-    assert leaving.begin() is drained
+    assert shutting_down.begin() is drained
     await asyncio.sleep(0.05)
     lifecycle.check_accepting()
     assert await drained == 0
     assert lifecycle.state is State.DRAINING
 
 
-async def test_it_waits_for_running_requests() -> None:
+async def test_shutdown_waits_for_running_requests() -> None:
     running = [1]
-    drained = departure(at(State.SERVING), running, delay=0, grace=5).begin()
+    drained = shutdown(at(State.SERVING), running, delay=0, grace=5).begin()
     await asyncio.sleep(0.2)
     assert not drained.done()
     running[0] = 0
     assert await drained == 0
 
 
-@pytest.mark.parametrize("hurried", [True, False])
-async def test_but_not_for_ever(hurried: bool) -> None:
-    hurry = asyncio.Event()
-    drained = departure(at(State.SERVING), [2], 0.1, 60 if hurried else 0.2, hurry).begin()
+@pytest.mark.parametrize("exit_now", [True, False])
+async def test_shutdown_ends_after_the_grace_period_or_a_second_signal(exit_now: bool) -> None:
+    exit_event = asyncio.Event()
+    drained = shutdown(at(State.SERVING), [2], 0.1, 60 if exit_now else 0.2, exit_event).begin()
     began = time.monotonic()
-    if hurried:
-        hurry.set()
+    if exit_now:
+        exit_event.set()
     assert await drained == 2
     assert time.monotonic() - began < 5
 
 
-async def test_a_worker_that_never_was_ready_leaves_at_once() -> None:
+async def test_shutdown_before_ready_skips_the_endpoint_delay() -> None:
     lifecycle = at(State.LOADING)
-    assert await asyncio.wait_for(departure(lifecycle, [0], delay=50, grace=60).begin(), 1) == 0
+    assert await asyncio.wait_for(shutdown(lifecycle, [0], delay=50, grace=60).begin(), 1) == 0

@@ -20,7 +20,7 @@ from specdecode_worker.contract import (
     TrafficCell,
 )
 from specdecode_worker.engine.ipc.messages import Tokens
-from specdecode_worker.metrics import Counts, render
+from specdecode_worker.metrics import ServerCounters, render
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
@@ -67,12 +67,12 @@ REPORT = Report(
 )
 
 
-def still() -> Counts:
+def still() -> ServerCounters:
     """Return counts with a clock that does not advance."""
-    return Counts(lambda: 0.0)
+    return ServerCounters(lambda: 0.0)
 
 
-def samples(counts: Counts | None = None, report: Report = REPORT) -> dict[str, float]:
+def samples(counts: ServerCounters | None = None, report: Report = REPORT) -> dict[str, float]:
     """Return the value of each sample, keyed by name and label values."""
     found = {}
     for family in text_string_to_metric_families(render(report, counts or still()).decode()):
@@ -82,21 +82,23 @@ def samples(counts: Counts | None = None, report: Report = REPORT) -> dict[str, 
     return found
 
 
-def seen(counts: Counts, task: str, *sums: tuple[int, int, int]) -> None:
+def count_request(counts: ServerCounters, task: str, *sums: tuple[int, int, int]) -> None:
     """Count a request of ``task`` with messages of these cumulative (drafts, draft tokens, accepted)."""
-    observer = counts.observer(task, 7)
+    request_counter = counts.request_counter(task, 7)
     for drafts, draft_tokens, accepted in sums:
-        observer.take(Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted))
+        request_counter.process(
+            Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted)
+        )
 
 
-def test_every_name_of_the_contract_is_there() -> None:
+def test_all_contract_metrics_are_exposed() -> None:
     counts = still()
-    seen(counts, "t", (1, 3, 2))
+    count_request(counts, "t", (1, 3, 2))
     text = render(REPORT, counts).decode()
     assert {name for name in Metric if f"# TYPE {name}" not in text} == set()
 
 
-def test_values_are_the_reports() -> None:
+def test_metric_values_equal_the_report() -> None:
     found = samples()
     assert found["specdecode_num_requests_running[]"] == 2
     assert found["specdecode_num_requests_waiting[]"] == 3
@@ -132,9 +134,9 @@ def test_histograms_accumulate() -> None:
 
 def test_speculation_by_task_adds_up_to_the_report() -> None:
     counts = still()
-    seen(counts, "t", (1, 3, 2), (2, 6, 5))
-    seen(counts, "t", (1, 3, 0))
-    seen(counts, "other", (3, 9, 3))
+    count_request(counts, "t", (1, 3, 2), (2, 6, 5))
+    count_request(counts, "t", (1, 3, 0))
+    count_request(counts, "other", (3, 9, 3))
     found = samples(counts)
     assert found["specdecode_spec_decode_num_drafts_total[t]"] == 3
     assert found["specdecode_spec_decode_num_drafts_total[other]"] == 10 - 3
@@ -144,9 +146,9 @@ def test_speculation_by_task_adds_up_to_the_report() -> None:
     assert positions == [2, 2, 1]
 
 
-def test_a_report_a_step_behind_makes_no_negative_count() -> None:
+def test_stale_report_gives_no_negative_count() -> None:
     counts = still()
-    seen(counts, "t", (99, 99, 3))
+    count_request(counts, "t", (99, 99, 3))
     assert samples(counts)["specdecode_spec_decode_num_drafts_total[other]"] == 0
 
 
@@ -156,21 +158,21 @@ def test_ranks_are_summed_by_task_and_depth() -> None:
     assert found["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
 
 
-def test_every_draft_is_named() -> None:
+def test_draft_info_lists_every_draft() -> None:
     found = samples()
     assert found["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
     assert found["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
 
 
-def test_a_request_counts_once_however_it_ends() -> None:
+def test_request_is_counted_once() -> None:
     now = 0.0
-    counts = Counts(lambda: now)
-    observer = counts.observer("t", 30)
+    counts = ServerCounters(lambda: now)
+    request_counter = counts.request_counter("t", 30)
     for now, tokens in ((1.0, (5, 6)), (1.001, (7,)), (1.002, ())):  # noqa: B007
-        observer.take(Tokens(request_id="r", tokens=tokens))
-    observer.end()
-    observer.end()
-    counts.observer("t", 9).end()
+        request_counter.process(Tokens(request_id="r", tokens=tokens))
+    request_counter.end()
+    request_counter.end()
+    counts.request_counter("t", 9).end()
     found = samples(counts)
     assert found["specdecode_request_prompt_tokens_sum[]"] == 30
     assert (
@@ -181,7 +183,7 @@ def test_a_request_counts_once_however_it_ends() -> None:
     assert (found[f"{name}_bucket[0.0005]"], found[f"{name}_count[]"]) == (1, 1), "1 ms for two tokens"
 
 
-def test_what_is_captured_and_what_is_dropped() -> None:
+def test_captured_and_dropped_records_are_counted() -> None:
     counts = still()
     counts.capture.records["t"] += 3
     counts.capture.dropped[Dropped.queue_full] += 2

@@ -20,13 +20,13 @@ def completion(**fields: Any) -> CompletionRequest:
     return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_match_openai() -> None:
     assert (completion().token_limit, completion().temperature, completion().top_p) == (16, 1.0, 1.0)
     assert chat().token_limit is None
     assert completion(max_tokens=None, stop=None, seed=None).token_limit == 16
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_max_completion_tokens_takes_precedence() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).token_limit == 7
     with pytest.raises(BadRequest, match="max_completion_tokens"):
         completion(max_completion_tokens=7)
@@ -36,23 +36,23 @@ def test_the_newer_name_of_the_limit_wins() -> None:
     ("prompt", "expected"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompts_come_in_four_forms(prompt: Any, expected: Any) -> None:
+def test_prompt_accepts_four_forms(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompt == expected
 
 
 @pytest.mark.parametrize("prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True]])
-def test_other_forms_are_refused(prompt: Any) -> None:
+def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         completion(prompt=prompt)
     assert (refused.value.param or "").startswith("prompt")
 
 
-def test_content_may_come_in_parts() -> None:
+def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
 
 
-def test_a_message_as_clients_echo_it_is_accepted() -> None:
+def test_echoed_assistant_message_is_accepted() -> None:
     echoed = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
     assert chat(messages=[echoed]).messages[0].content == ""
     with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
@@ -62,7 +62,7 @@ def test_a_message_as_clients_echo_it_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 0.0, None])
-def test_neutral_values_of_what_is_not_supported_pass(value: Any) -> None:
+def test_unsupported_fields_accept_neutral_values(value: Any) -> None:
     chat(presence_penalty=value)
 
 

@@ -11,12 +11,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.server.responses import (
-    ChatFormat,
+    ChatWriter,
     Choice,
-    CompletionFormat,
-    Head,
-    Piece,
-    Scored,
+    ChoicePiece,
+    CompletionWriter,
+    ResponseContext,
+    ScoredToken,
     Statistics,
     event,
     metrics,
@@ -28,14 +28,14 @@ STATISTICS = Statistics(prompt_tokens=3, completion_tokens=10, cached_tokens=2, 
 CHOICE = Choice("text", "stop", STATISTICS)
 
 
-def head(tokenizer: Tokenizer, *, logprobs: bool = False) -> Head:
-    return Head("42", "m", "fp_1", tokenizer.vocabulary, logprobs)
+def head(tokenizer: Tokenizer, *, logprobs: bool = False) -> ResponseContext:
+    return ResponseContext("42", "m", "fp_1", tokenizer.vocabulary, logprobs)
 
 
-def scored(tokenizer: Tokenizer, text: str) -> tuple[Scored, ...]:
+def scored(tokenizer: Tokenizer, text: str) -> tuple[ScoredToken, ...]:
     """Return every token of ``text`` with two other tokens that are more likely."""
     ids = tokenizer.encode(text)
-    return tuple(Scored(i, at, Logprobs(i, -3.0, 3, (ids[0], 0), (-1.0, -math.inf))) for at, i in enumerate(ids))
+    return tuple(ScoredToken(i, at, Logprobs(i, -3.0, 3, (ids[0], 0), (-1.0, -math.inf))) for at, i in enumerate(ids))
 
 
 def test_statistics_add_up_over_choices() -> None:
@@ -49,34 +49,34 @@ def test_statistics_add_up_over_choices() -> None:
     }
 
 
-def test_a_prompt_with_several_answers_counts_once() -> None:
+def test_prompt_tokens_count_once_for_several_choices() -> None:
     again = Statistics(3, 10, 3, 0, 0, 0, counts_prompt=False)
     found = usage([STATISTICS, again])
     assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 20)
     assert found["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-def test_plain_decoding_has_one_token_a_step() -> None:
+def test_plain_decoding_has_one_token_per_step() -> None:
     plain = Statistics(3, 10, 0, 0, 0, 0)
     assert metrics([plain])["speculative_decoding"]["mean_acceptance_length"] == 1.0
 
 
-def test_whole_answers_have_openais_shape(tokenizer: Tokenizer) -> None:
-    chat = ChatCompletion.model_validate(ChatFormat(head(tokenizer)).whole([CHOICE]), strict=True)
+def test_complete_responses_match_openai(tokenizer: Tokenizer) -> None:
+    chat = ChatCompletion.model_validate(ChatWriter(head(tokenizer)).whole([CHOICE]), strict=True)
     assert (chat.choices[0].message.content, chat.usage and chat.usage.total_tokens) == ("text", 13)
     assert (chat.id, chat.system_fingerprint) == ("chatcmpl-42", "fp_1")
-    completion = Completion.model_validate(CompletionFormat(head(tokenizer)).whole([CHOICE, CHOICE]), strict=True)
+    completion = Completion.model_validate(CompletionWriter(head(tokenizer)).whole([CHOICE, CHOICE]), strict=True)
     assert [choice.index for choice in completion.choices] == [0, 1]
 
 
-def test_chunks_of_a_stream_have_openais_shape(tokenizer: Tokenizer) -> None:
-    form = ChatFormat(head(tokenizer))
+def test_stream_chunks_match_openai(tokenizer: Tokenizer) -> None:
+    form = ChatWriter(head(tokenizer))
     opening = form.opening(0)
     assert opening is not None
     chunks = [
         opening,
-        *form.chunks(0, Piece("a", None)),
-        *form.chunks(0, Piece("", "stop")),
+        *form.chunks(0, ChoicePiece("a", None)),
+        *form.chunks(0, ChoicePiece("", "stop")),
         form.closing([STATISTICS]),
     ]
     read = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
@@ -84,12 +84,12 @@ def test_chunks_of_a_stream_have_openais_shape(tokenizer: Tokenizer) -> None:
     assert read[2].choices[0].finish_reason == "stop"
     assert (read[3].choices, read[3].usage and read[3].usage.prompt_tokens) == ([], 3)
     assert len({chunk.id for chunk in read}) == 1
-    assert CompletionFormat(head(tokenizer)).opening(0) is None
+    assert CompletionWriter(head(tokenizer)).opening(0) is None
 
 
 def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> None:
     choice = Choice("é", "stop", STATISTICS, scored(tokenizer, "é"))
-    found = ChatCompletion.model_validate(ChatFormat(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
+    found = ChatCompletion.model_validate(ChatWriter(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
     assert found.choices[0].logprobs is not None
     first, second = found.choices[0].logprobs.content or ()
     assert bytes([*(first.bytes or ()), *(second.bytes or ())]).decode() == "é"
@@ -99,8 +99,8 @@ def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> 
 
 def test_logprobs_of_a_completion_are_four_lists(tokenizer: Tokenizer) -> None:
     known = scored(tokenizer, "aé")
-    choice = Choice("aé", "stop", STATISTICS, (Scored(known[0].token, 0, None), *known[1:]))
-    found = CompletionFormat(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
+    choice = Choice("aé", "stop", STATISTICS, (ScoredToken(known[0].token, 0, None), *known[1:]))
+    found = CompletionWriter(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
     assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert found["text_offset"] == [0, 1, 2]
     assert found["token_logprobs"] == [None, -3.0, -3.0]
@@ -109,11 +109,11 @@ def test_logprobs_of_a_completion_are_four_lists(tokenizer: Tokenizer) -> None:
         {"a": -1.0, "!": -9999.0, "bytes:\\xc3": -3.0},
         {"a": -1.0, "!": -9999.0, "bytes:\\xa9": -3.0},
     ]
-    Completion.model_validate(CompletionFormat(head(tokenizer)).whole([choice]), strict=True)
+    Completion.model_validate(CompletionWriter(head(tokenizer)).whole([choice]), strict=True)
 
 
 @pytest.mark.parametrize("text", ["two\n\nlines", "é", '"', "\u2028"])
-def test_an_event_is_one_frame_whatever_the_text(text: str) -> None:
+def test_event_is_one_frame_for_any_text(text: str) -> None:
     frame = event({"text": text})
     assert frame.endswith(b"\n\n")
     assert frame.count(b"\n") == 2

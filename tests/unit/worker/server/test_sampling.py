@@ -11,7 +11,7 @@ seeds = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(seed=seeds, count=st.integers(1, 128))
-def test_the_first_seed_is_the_requests_and_none_comes_twice(seed: int, count: int) -> None:
+def test_seeds_are_distinct_and_start_with_the_requests_seed(seed: int, count: int) -> None:
     found = seeds_of(seed, count)
     assert found[0] == seed % 2**63
     assert len(set(found)) == count
@@ -19,14 +19,14 @@ def test_the_first_seed_is_the_requests_and_none_comes_twice(seed: int, count: i
 
 
 @given(seed=seeds)
-def test_more_choices_change_none_of_the_others(seed: int) -> None:
+def test_seeds_do_not_depend_on_the_number_of_choices(seed: int) -> None:
     assert seeds_of(seed, 8)[:3] == seeds_of(seed, 3)
 
 
 @given(seed=st.integers(0, 2**62))
-def test_neighbours_share_no_stream(seed: int) -> None:
+def test_adjacent_seeds_give_independent_streams(seed: int) -> None:
     assert not set(seeds_of(seed, 16)) & set(seeds_of(seed + 1, 16))
 
 
-def test_without_a_seed_it_is_another_one_each_time() -> None:
+def test_missing_seed_is_drawn_at_random() -> None:
     assert seeds_of(None, 2) != seeds_of(None, 2)

@@ -25,7 +25,7 @@ def test_without_flags_the_embedded_pair_is_served_on_loopback() -> None:
     assert (config.draft.method, plan.initial.depth, plan.max_depth) == ("eagle3", 3, 3)
 
 
-def test_a_tree_brings_its_width() -> None:
+def test_tree_draft_sets_its_width() -> None:
     _, plan = read("--tree", "tree:4,2,1")
     assert (plan.initial.nodes, plan.max_depth, plan.top_k) == (20, 3, 4)
 
@@ -35,7 +35,7 @@ def test_a_target_alone_is_served_plainly() -> None:
     assert (config.draft.method, config.model.served_name, plan) == ("none", "x", Plan())
 
 
-def test_vllms_form_of_the_draft() -> None:
+def test_vllm_speculative_config_is_accepted() -> None:
     form = '{"method": "eagle3", "model": "file:///d", "num_speculative_tokens": 5}'
     config, plan = read("--model", "file:///m", "--speculative-config", form)
     assert (config.draft.uri, plan.initial.depth) == ("file:///d", 5)
@@ -84,7 +84,7 @@ def test_what_cannot_be_quantised_is_named(words: tuple[str, ...], named: str) -
 
 @pytest.mark.parametrize("form", ["[]", "{", "3", '{"num_speculative_tokens": 0}', '{"num_speculative_tokens": "3"}',
                                   '{"num_speculative_tokens": 64}'])  # fmt: skip
-def test_a_wrong_form_is_named(form: str) -> None:
+def test_invalid_speculative_config_is_reported(form: str) -> None:
     with pytest.raises(ValueError, match="--speculative-config"):
         read("--speculative-config", form)
 
@@ -121,7 +121,7 @@ def test_vllms_names_of_the_engines_bounds() -> None:
         (["--capture", "d", "--capture-max-bytes", "1"], "max_bytes"),
     ],
 )
-def test_wrong_flags_are_named(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_reported(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *words]) == 2
     assert named in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ letters = st.text(alphabet="ab", max_size=12)
 
 
 @given(text=letters, stop=st.text(alphabet="ab", min_size=1, max_size=4), cuts=st.sets(st.integers(0, 12)))
-def test_one_stop_string_cuts_where_it_first_stands(text: str, stop: str, cuts: set[int]) -> None:
+def test_text_is_cut_at_the_first_stop_string(text: str, stop: str, cuts: set[int]) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     finder = StopFinder((stop,))
     shown = ""
@@ -28,7 +28,7 @@ def test_one_stop_string_cuts_where_it_first_stands(text: str, stop: str, cuts: 
 
 
 @given(text=letters, stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_what_is_held_back_might_begin_a_stop_string(text: str, stops: list[str]) -> None:
+def test_only_a_possible_stop_prefix_is_held_back(text: str, stops: list[str]) -> None:
     finder = StopFinder(tuple(stops))
     shown = "".join(finder.push(letter) for letter in text)
     if finder.found is None:
@@ -40,7 +40,7 @@ def test_without_stop_strings_nothing_is_held() -> None:
     assert StopFinder(()).push("anything") == "anything"
 
 
-def test_nothing_comes_after_a_stop() -> None:
+def test_no_text_is_returned_after_a_stop() -> None:
     finder = StopFinder(("END",))
     assert finder.push("oneENDtwo") == "one"
     assert (finder.push("three"), finder.flush(), finder.found) == ("", "", "END")

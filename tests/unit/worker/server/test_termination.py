@@ -21,14 +21,14 @@ def test_the_first_bytes_stand_in_the_file_that_the_environment_names(
     assert (tmp_path / "log").read_text() == "x" + "é" * (MAX_BYTES // 2 - 1), "half a character is none"
 
 
-def test_the_first_words_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_termination_message_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path / "log"))
     write_termination_message("no memory")
     write_termination_message("the engine is gone")
     assert (tmp_path / "log").read_text() == "no memory"
 
 
-def test_outside_a_pod_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_is_written_outside_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_PATH, raising=False)
     monkeypatch.setattr(termination, "DEFAULT_PATH", str(tmp_path / "absent"))
     write_termination_message("lost")
@@ -38,6 +38,6 @@ def test_outside_a_pod_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "absent").read_text() == "kept"
 
 
-def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_message_path_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path))
     write_termination_message("nowhere to go")

@@ -37,7 +37,7 @@ def test_bytes_that_are_no_text_end_up_as_they_decode_at_once(tokenizer: Tokeniz
     assert shown.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
 
 
-def test_half_a_character_waits_and_shows_when_no_more_comes(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_held_until_flush(tokenizer: Tokenizer) -> None:
     first, second, third = tokenizer.encode("你")
     detokenizer = tokenizer.detokenizer([])
     assert [detokenizer.push(first), detokenizer.push(second)] == ["", ""]
@@ -47,7 +47,7 @@ def test_half_a_character_waits_and_shows_when_no_more_comes(tokenizer: Tokenize
     assert detokenizer.flush() == ""
 
 
-def test_garbage_does_not_wait_for_ever(tokenizer: Tokenizer) -> None:
+def test_invalid_bytes_are_released(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("你")[1]
     detokenizer = tokenizer.detokenizer([])
     assert any(detokenizer.push(continuation) for _ in range(64))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import ToolFormat
-from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Said
+from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, TextDelta
 from specdecode_worker.server.tools.parser_choice import format_of, parser_for
 
 FUNCTIONS = ["weather", "now"]
@@ -24,17 +24,17 @@ def read(name: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, 
     """Return the text and the (function, arguments) of each call."""
     parser = parser_for(name, FUNCTIONS)
     deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)] + parser.end()
-    said, calls = "", []
+    content, calls = "", []
     for delta in deltas:
         match delta:
-            case Said(text):
+            case TextDelta(text):
                 assert text, "an empty delta says nothing"
-                said += text
-            case Called(function):
+                content += text
+            case CallStart(function):
                 calls.append((function, ""))
-            case Arguments(text):
+            case ArgumentsDelta(text):
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
-    return said, calls
+    return content, calls
 
 
 OSLO = '{"city": "Oslo }", "days": [1, {"a": "\\""}]}'
@@ -84,16 +84,16 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "said", "calls"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES.values(), ids=CASES)
 def test_calls_are_found_and_nothing_else_is_lost(
-    name: ToolFormat, text: str, said: str, calls: list[tuple[str, str]]
+    name: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    assert read(name, [text]) == (said, calls)
-    assert read(name, text) == (said, calls), "a letter at a time"
+    assert read(name, [text]) == (content, calls)
+    assert read(name, text) == (content, calls), "a letter at a time"
 
 
 @given(case=st.sampled_from(sorted(CASES)), cuts=st.sets(st.integers(1, 120)))
-def test_how_the_text_is_cut_does_not_matter(case: str, cuts: set[int]) -> None:
+def test_parsing_does_not_depend_on_piece_boundaries(case: str, cuts: set[int]) -> None:
     name, text, _, _ = CASES[case]
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
@@ -101,21 +101,21 @@ def test_how_the_text_is_cut_does_not_matter(case: str, cuts: set[int]) -> None:
 
 
 @given(name=st.sampled_from(["hermes", "llama3_json", "pythonic"]), text=st.text(alphabet='<tool_ca/>{}[]":, n1'))
-def test_text_without_a_call_comes_back_whole(name: ToolFormat, text: str) -> None:
-    said, calls = read(name, text)
+def test_text_without_a_call_is_unchanged(name: ToolFormat, text: str) -> None:
+    content, calls = read(name, text)
     if not calls:
-        assert said == text
+        assert content == text
 
 
-def test_arguments_leave_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parser = parser_for("hermes", FUNCTIONS)
     assert parser.push('<tool_call>{"name": "now", "argu') == []
-    assert parser.push('ments": {"a"') == [Called("now"), Arguments('{"a"')]
-    assert parser.push(": 1}") == [Arguments(": 1}")]
+    assert parser.push('ments": {"a"') == [CallStart("now"), ArgumentsDelta('{"a"')]
+    assert parser.push(": 1}") == [ArgumentsDelta(": 1}")]
     assert parser.push("}</tool_call>") == []
 
 
-def test_the_template_tells_the_format() -> None:
+def test_tool_format_is_derived_from_the_template() -> None:
     assert format_of("...<tool_call></tool_call>...") == "hermes"
     assert format_of('respond in {"name": function name, "parameters": dictionary}') == "llama3_json"
     assert format_of("[func_name1(params_name1=params_value1), func_name2(params)]") == "pythonic"

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.params import Law
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import PLAIN, Forest
 
 V = 23
-GREEDY = Law(seed=1, temperature=0, top_k=0, top_p=1)
-FREE = Law(seed=2, temperature=1.0, top_k=0, top_p=1)
-WARM = Law(seed=3, temperature=1.7, top_k=0, top_p=1)
-CUT = Law(seed=4, temperature=0.8, top_k=6, top_p=0.9)
+GREEDY = SamplingParams(seed=1, temperature=0, top_k=0, top_p=1)
+FREE = SamplingParams(seed=2, temperature=1.0, top_k=0, top_p=1)
+WARM = SamplingParams(seed=3, temperature=1.7, top_k=0, top_p=1)
+CUT = SamplingParams(seed=4, temperature=0.8, top_k=6, top_p=0.9)
 MIXES = [[GREEDY], [FREE], [CUT], [GREEDY, FREE], [WARM, GREEDY, CUT, FREE], [FREE, WARM]]
 
 
@@ -32,91 +32,93 @@ def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
     return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
 
 
-def coupling_of(laws: list[Law], roots: list[int], depth: int) -> Coupling:
+def coupling_of(batch_params: list[SamplingParams], roots: list[int], depth: int) -> Coupling:
     """Build the sampler of a step with trees of ``depth``.
 
     None of the sampling parameters here depends on the texts or on the branches of the trees.
     """
     roots_B = torch.tensor(roots)
-    tokens_SP = torch.zeros(len(laws), max(roots) + depth + 2, dtype=torch.int64)
-    texts = Texts(tokens_SP, torch.arange(len(laws)), roots_B, max(roots) + 1)
-    forest = Forest((PLAIN,) * len(laws), (), torch.full((len(laws), 1), -1), depth, all_chains=True)
-    return Coupling(laws, texts, forest, V)
+    tokens_SP = torch.zeros(len(batch_params), max(roots) + depth + 2, dtype=torch.int64)
+    texts = BatchTokens(tokens_SP, torch.arange(len(batch_params)), roots_B, max(roots) + 1)
+    forest = Forest((PLAIN,) * len(batch_params), (), torch.full((len(batch_params), 1), -1), depth, all_chains=True)
+    return Coupling(batch_params, texts, forest, V)
 
 
-def chosen(laws: list[Law], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
+def chosen(batch_params: list[SamplingParams], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
     """Return the choices at every (sequence, depth)."""
-    batch_R, depth_R = grid(len(laws), depth)
-    return coupling_of(laws, roots, depth).choose(logits_RV, batch_R, depth_R, depth_R)
+    batch_R, depth_R = grid(len(batch_params), depth)
+    return coupling_of(batch_params, roots, depth).choose(logits_RV, batch_R, depth_R, depth_R)
 
 
-def test_greedy_takes_the_argmax_whoever_is_beside_it() -> None:
+def test_greedy_is_the_argmax_in_any_batch() -> None:
     logits_RV = logits(6)
     assert torch.equal(chosen([GREEDY, GREEDY], [4, 9], 2, logits_RV), logits_RV.argmax(-1))
     assert torch.equal(chosen([FREE, GREEDY], [4, 9], 2, logits_RV)[3:], logits_RV[3:].argmax(-1))
 
 
-@pytest.mark.parametrize("laws", MIXES, ids=len)
-def test_a_choice_is_the_same_alone_and_in_a_batch(laws: list[Law]) -> None:
-    roots, depth = list(range(5, 5 + len(laws))), 40
-    logits_RV = logits(len(laws) * (depth + 1))
-    together = chosen(laws, roots, depth, logits_RV).view(len(laws), -1)
-    for b, law in enumerate(laws):
-        assert torch.equal(together[b], chosen([law], [roots[b]], depth, logits_RV.view(len(laws), -1, V)[b]))
+@pytest.mark.parametrize("batch_params", MIXES, ids=len)
+def test_a_choice_is_the_same_alone_and_in_a_batch(batch_params: list[SamplingParams]) -> None:
+    roots, depth = list(range(5, 5 + len(batch_params))), 40
+    logits_RV = logits(len(batch_params) * (depth + 1))
+    together = chosen(batch_params, roots, depth, logits_RV).view(len(batch_params), -1)
+    for b, params in enumerate(batch_params):
+        assert torch.equal(
+            together[b], chosen([params], [roots[b]], depth, logits_RV.view(len(batch_params), -1, V)[b])
+        )
 
 
-@pytest.mark.parametrize("law", [FREE, WARM, CUT])
-def test_noise_belongs_to_the_absolute_position(law: Law) -> None:
+@pytest.mark.parametrize("params", [FREE, WARM, CUT])
+def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
     logits_RV = logits(60)
     none, two = torch.zeros(60).long(), torch.full((60,), 2)
-    deep = coupling_of([law], [5], 2).choose(logits_RV, none, two, two)
-    here = coupling_of([law], [7], 0).choose(logits_RV, none, none, none)
-    beside = coupling_of([law], [6], 0).choose(logits_RV, none, none, none)
+    deep = coupling_of([params], [5], 2).choose(logits_RV, none, two, two)
+    here = coupling_of([params], [7], 0).choose(logits_RV, none, none, none)
+    beside = coupling_of([params], [6], 0).choose(logits_RV, none, none, none)
     assert torch.equal(deep, here)
     assert not torch.equal(here, beside), "another position has other noise"
 
 
 def test_seeds_differ_and_temperature_matters() -> None:
     flat = torch.zeros(41, V, dtype=torch.float64)
-    other = Law(seed=99, temperature=1.0, top_k=0, top_p=1)
+    other = SamplingParams(seed=99, temperature=1.0, top_k=0, top_p=1)
     assert not torch.equal(chosen([FREE], [3], 40, flat), chosen([other], [3], 40, flat))
-    cold = Law(seed=2, temperature=1e-3, top_k=0, top_p=1)
+    cold = SamplingParams(seed=2, temperature=1e-3, top_k=0, top_p=1)
     assert torch.equal(chosen([cold], [3], 40, logits(41)), logits(41).argmax(-1))
 
 
-def test_what_top_k_cuts_is_never_chosen() -> None:
-    law = Law(seed=8, temperature=5.0, top_k=3, top_p=1)
+def test_tokens_outside_top_k_are_never_chosen() -> None:
+    params = SamplingParams(seed=8, temperature=5.0, top_k=3, top_p=1)
     logits_RV = logits(200)
-    tokens = chosen([law], [0], 199, logits_RV)
+    tokens = chosen([params], [0], 199, logits_RV)
     assert (logits_RV.topk(3).indices == tokens[:, None]).any(-1).all()
     assert len(set(tokens.tolist())) > 3
 
 
-@pytest.mark.parametrize("laws", MIXES, ids=len)
-def test_a_perfect_draft_proposes_what_the_target_chooses(laws: list[Law]) -> None:
+@pytest.mark.parametrize("batch_params", MIXES, ids=len)
+def test_a_perfect_draft_proposes_what_the_target_chooses(batch_params: list[SamplingParams]) -> None:
     """With the target's own logits, the first proposal is always the target's token, greedy or sampled."""
-    batch_R, depth_R = grid(len(laws), 30)
-    coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
+    batch_R, depth_R = grid(len(batch_params), 30)
+    coupling = coupling_of(batch_params, list(range(3, 3 + len(batch_params))), 30)
     logits_RV = logits(len(batch_R))
     ranked_RK = coupling.propose(logits_RV, None, batch_R, depth_R, depth_R, 1.0, 4)
     assert torch.equal(ranked_RK[:, 0], coupling.choose(logits_RV, batch_R, depth_R, depth_R))
     assert all(len(set(row)) == 4 for row in ranked_RK.tolist()), "siblings are different tokens"
 
 
-@pytest.mark.parametrize("laws", MIXES, ids=len)
-def test_a_draft_of_fewer_words_proposes_target_ids(laws: list[Law]) -> None:
+@pytest.mark.parametrize("batch_params", MIXES, ids=len)
+def test_draft_with_a_smaller_vocabulary_proposes_target_ids(batch_params: list[SamplingParams]) -> None:
     """Column i of the draft is the target's token ids[i]: its noise is read there, and proposals are target ids."""
     ids = torch.arange(0, V, 2)
-    batch_R, depth_R = grid(len(laws), 30)
-    coupling = coupling_of(laws, list(range(3, 3 + len(laws))), 30)
+    batch_R, depth_R = grid(len(batch_params), 30)
+    coupling = coupling_of(batch_params, list(range(3, 3 + len(batch_params))), 30)
     narrow = logits(len(batch_R))[:, ids]
     wide = torch.full((len(batch_R), V), -1e9, dtype=torch.float64)
     wide[:, ids] = narrow
-    untruncated = [law for law in laws if not law.truncated]
+    untruncated = [params for params in batch_params if not params.truncated]
     found = coupling.propose(narrow, ids, batch_R, depth_R, depth_R, 1.0, 4)
     assert set(found.flatten().tolist()) <= set(ids.tolist())
-    if len(untruncated) == len(laws):
+    if len(untruncated) == len(batch_params):
         assert torch.equal(found, coupling.propose(wide, None, batch_R, depth_R, depth_R, 1.0, 4))
 
 
@@ -130,24 +132,27 @@ def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> Non
     assert not torch.equal(plain, sharp)
 
 
-BIASED = [Law(seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0))) for t in (0.0, 0.9)]
+BIASED = [
+    SamplingParams(seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0)))
+    for t in (0.0, 0.9)
+]
 
 
-@pytest.mark.parametrize("laws", [*MIXES, [*BIASED, FREE, GREEDY]], ids=len)
+@pytest.mark.parametrize("batch_params", [*MIXES, [*BIASED, FREE, GREEDY]], ids=len)
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("sharpness", [1.0, 2.0])
-def test_kernels_are_asked_for_the_same(
-    laws: list[Law], mapped: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
+def test_kernel_arguments_match_the_reference(
+    batch_params: list[SamplingParams], mapped: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arguments of the GPU kernels describe each row as the noise and logits processing of other devices do."""
-    roots, depth = list(range(5, 5 + len(laws))), 3
-    batch_R, depth_R = grid(len(laws), depth)
+    roots, depth = list(range(5, 5 + len(batch_params))), 3
+    batch_R, depth_R = grid(len(batch_params), depth)
     ids_V = torch.arange(0, V, 2) if mapped else None
     logits_RV = logits(len(batch_R))
     drafted_RV = logits_RV if ids_V is None else logits(len(batch_R), 1)[:, : len(ids_V)]
 
     def found() -> tuple[Tensor, Tensor]:
-        coupling = coupling_of(laws, roots, depth)
+        coupling = coupling_of(batch_params, roots, depth)
         proposed = coupling.propose(drafted_RV, ids_V, batch_R, depth_R, depth_R, sharpness, 4)
         return proposed, coupling.choose(logits_RV, batch_R, depth_R, depth_R)
 

@@ -88,22 +88,22 @@ def test_a_bucket_never_lies_above_the_load_nor_more_than_the_hysteresis_below(
 def test_a_plan_of_another_deployment_is_refused_and_the_old_one_stays() -> None:
     found = dispatcher()
     with pytest.raises(PlanRefused, match="uid 'x', this worker belongs to 'u'"):
-        found.take(Plan(uid="x", version=9))
+        found.set_plan(Plan(uid="x", version=9))
     assert found.state.version == 3
 
 
 def test_an_older_version_is_refused_unless_it_is_for_another_draft() -> None:
     found = dispatcher()
     with pytest.raises(PlanRefused, match="version 2 is older than 3"):
-        found.take(Plan(uid="u", draft="d", version=2))
-    found.take(Plan(uid="u", draft="d", version=3, initial=CHAIN(1)))
-    found.take(Plan(uid="u", draft="new", version=1))
+        found.set_plan(Plan(uid="u", draft="d", version=2))
+    found.set_plan(Plan(uid="u", draft="d", version=3, initial=CHAIN(1)))
+    found.set_plan(Plan(uid="u", draft="new", version=1))
     assert (found.state.version, found.state.draft) == (1, "new")
 
 
 def test_fewer_buckets_than_before_leave_no_index_behind() -> None:
     found = dispatcher()
     found.load(100)
-    found.take(Plan(uid="u", draft="d", version=4, buckets=Buckets(concurrency=(64, 128))))
+    found.set_plan(Plan(uid="u", draft="d", version=4, buckets=Buckets(concurrency=(64, 128))))
     assert found.load(100) == 1
     assert found.load(5) == 0

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.speculation.exploration import BURST_STEPS, EXPECTED_LOSS, Burst, Exploration, Purse
-from specdecode_worker.speculation.guard import ENOUGH
+from specdecode_worker.speculation.exploration import BURST_STEPS, EXPECTED_LOSS, Burst, Exploration, TimeBudget
+from specdecode_worker.speculation.guard import MIN_STEPS
 
 CHAIN = TreeShape.chain
 SECONDS = {0: 0.010, 1: 0.011, 2: 0.012, 3: 0.014, 4: 0.017, 5: 0.030}
@@ -30,7 +30,7 @@ def run(
         burst.
     """
     account, bursts, lost, total = Exploration(), [], 0.0, 0.0
-    usual = cost(running.depth)[0] / cost(running.depth)[1]
+    baseline = cost(running.depth)[0] / cost(running.depth)[1]
     for _ in range(steps):
         burst = account.burst_for(1, running, running, max_depth, share)
         if burst is not None:
@@ -38,7 +38,7 @@ def run(
             if not bursts or bursts[-1] is not burst:
                 bursts.append(burst)
         seconds, tokens = cost((burst.shape if burst else running).depth)
-        lost += max(seconds - tokens * usual, 0) if burst else 0
+        lost += max(seconds - tokens * baseline, 0) if burst else 0
         total += seconds
         account.passed(1, seconds, tokens, explores=burst is not None)
     return account, bursts, (lost - BURST_STEPS * max(SECONDS.values())) / total
@@ -51,15 +51,15 @@ def test_bursts_lose_no_more_than_half_the_share_and_one_burst(share: float) -> 
     assert lost <= share / 2
 
 
-def test_a_share_of_nothing_buys_nothing() -> None:
+def test_zero_share_allows_no_exploration() -> None:
     account, bursts, _ = run(500, 0.0)
     assert not bursts
     assert not account.shadows(0.0)
 
 
-def test_no_burst_before_the_usual_pace_is_known() -> None:
-    assert not run(ENOUGH, 0.5)[1]
-    assert run(ENOUGH + 1, 0.5)[1]
+def test_no_burst_before_the_baseline_is_known() -> None:
+    assert not run(MIN_STEPS, 0.5)[1]
+    assert run(MIN_STEPS + 1, 0.5)[1]
 
 
 def test_a_burst_lasts_its_steps_and_is_one_shape() -> None:
@@ -68,7 +68,7 @@ def test_a_burst_lasts_its_steps_and_is_one_shape() -> None:
     assert all(burst.shape != RUNNING for burst in bursts)
 
 
-def test_shapes_take_turns() -> None:
+def test_bursts_alternate_between_shapes() -> None:
     shapes = [burst.shape.depth for burst in run(20_000, 0.5)[1]]
     assert set(shapes) == {0, 1, 3, 5}
     counts = [shapes.count(depth) for depth in set(shapes)]
@@ -84,20 +84,20 @@ def test_no_burst_runs_deeper_than_the_plan_allows(running: int, max_depth: int)
 
 @pytest.mark.parametrize(("deepest", "goes_on"), [(5, True), (4, False), (0, False)])
 def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) -> None:
-    account = run(ENOUGH, 0.5)[0]
+    account = run(MIN_STEPS, 0.5)[0]
     account.burst = Burst(CHAIN(5), done=3)
     assert (account.burst_for(1, RUNNING, RUNNING, deepest, 0.0) is not None) is goes_on
 
 
-def test_each_load_is_known_by_itself() -> None:
+def test_each_load_has_its_own_baseline() -> None:
     account = Exploration()
-    for _ in range(3 * ENOUGH + 5):
+    for _ in range(3 * MIN_STEPS + 5):
         account.passed(0, 0.01, 1.0, explores=False)
     assert account.burst_for(1, RUNNING, RUNNING, 5, 0.5) is None, "nothing is known of this load"
     assert account.burst_for(0, RUNNING, RUNNING, 5, 0.5) is not None
 
 
-def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
+def test_shadow_passes_stop_when_half_of_the_share_is_spent() -> None:
     account = Exploration()
     assert not account.shadows(0.1), "nothing has been earned yet"
     account.passed(1, 10.0, 1.0, explores=False)
@@ -109,11 +109,11 @@ def test_a_shadow_is_drafted_until_its_half_is_spent() -> None:
     assert [account.shadows(0.1) for _ in range(3)] == [False] * 3
 
 
-def test_a_shadow_pays_its_passes_and_is_no_part_of_the_usual_pace() -> None:
+def test_shadow_time_is_charged_and_excluded_from_the_baseline() -> None:
     account = Exploration()
-    for _ in range(ENOUGH):
+    for _ in range(MIN_STEPS):
         account.passed(0, 0.014, 1.0, explores=False, shadow_seconds=0.004)
-    assert account.shadow.spent_seconds == pytest.approx(0.004 * ENOUGH)
+    assert account.shadow.spent_seconds == pytest.approx(0.004 * MIN_STEPS)
     account.passed(0, 0.03, 1.0, explores=True)
     assert account.bursts.spent_seconds == pytest.approx(0.03 - 0.01)
 
@@ -125,15 +125,15 @@ def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
 
 
 @given(st.lists(st.floats(-1, 1), max_size=20))
-def test_a_gain_is_no_credit(payments: list[float]) -> None:
-    purse = Purse()
+def test_gains_add_no_budget(payments: list[float]) -> None:
+    budget = TimeBudget()
     for seconds in payments:
-        before = purse.spent_seconds
-        purse.pay(seconds)
-        assert purse.spent_seconds == before + max(seconds, 0)
+        before = budget.spent_seconds
+        budget.pay(seconds)
+        assert budget.spent_seconds == before + max(seconds, 0)
 
 
-def test_a_burst_waits_until_what_it_may_lose_is_saved() -> None:
+def test_burst_waits_until_its_expected_loss_is_affordable() -> None:
     """A burst starts once half of the share covers the expected loss of its steps.
 
     A worker that has just started therefore does not explore.

@@ -6,18 +6,18 @@ import pytest
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.guard import (
-    BY_FAR,
     CHECK_STEPS,
-    ENOUGH,
-    LOSES,
-    MOST_PATIENCE,
+    EARLY_STOP_RULES,
+    MAX_PROBE_WAIT_FACTOR,
+    MIN_STEPS,
     PROBE_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
+    STOP_RULES,
     Guard,
 )
 
-SOON = BY_FAR[0][0]
+SOON = EARLY_STOP_RULES[0][0]
 PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
 
 
@@ -29,18 +29,18 @@ def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: floa
     ran = 0
     for _ in range(steps):
         if guard.allows(cell, 0, shape):
-            guard.measured(cell, 0, shape, seconds, tokens)
+            guard.record_step(cell, 0, shape, seconds, tokens)
             ran += 1
         else:
-            guard.measured(cell, 0, PLAIN, 1.0, 1.0)
+            guard.record_step(cell, 0, PLAIN, 1.0, 1.0)
     return ran
 
 
 def losing() -> Guard:
     """Return a guard with a stopped shape CHAIN."""
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
-    run(guard, CHAIN, ENOUGH, 1.8, 1.5)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    run(guard, CHAIN, MIN_STEPS, 1.8, 1.5)
     return guard
 
 
@@ -48,19 +48,19 @@ def rest(guard: Guard) -> int:
     """Return the number of plain steps until CHAIN is probed."""
     steps = 0
     while not guard.allows(0, 0, CHAIN):
-        guard.measured(0, 0, PLAIN, 1.0, 1.0)
+        guard.record_step(0, 0, PLAIN, 1.0, 1.0)
         steps += 1
     return steps
 
 
-def test_nothing_is_stopped_before_both_are_known() -> None:
+def test_no_stop_before_both_times_are_known() -> None:
     guard = Guard()
-    assert run(guard, CHAIN, 10 * ENOUGH, 5.0) == 10 * ENOUGH
-    run(guard, PLAIN, ENOUGH - 1, 1.0)
+    assert run(guard, CHAIN, 10 * MIN_STEPS, 5.0) == 10 * MIN_STEPS
+    run(guard, PLAIN, MIN_STEPS - 1, 1.0)
     assert guard.allows(0, 0, CHAIN)
 
 
-def test_what_loses_is_stopped_and_reported_once_that_is_borne_out() -> None:
+def test_slow_shape_is_stopped_and_reported_after_confirmation() -> None:
     guard = losing()
     assert not guard.allows(0, 0, CHAIN)
     (cell,) = guard.cells()
@@ -71,72 +71,72 @@ def test_what_loses_is_stopped_and_reported_once_that_is_borne_out() -> None:
     assert cell.speculative == pytest.approx(1.8 / 1.5)
 
 
-def test_what_loses_little_is_stopped_behind_many_steps() -> None:
-    """A loss of 5 % is distinguished from noise after LOSES[0][0] steps."""
+def test_small_loss_stops_after_many_steps() -> None:
+    """A loss of 5 % is distinguished from noise after STOP_RULES[0][0] steps."""
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
-    assert run(guard, CHAIN, PROBE_EVERY, 1.05 * 1.5, 1.5) == LOSES[0][0]
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    assert run(guard, CHAIN, PROBE_EVERY, 1.05 * 1.5, 1.5) == STOP_RULES[0][0]
 
 
-def test_what_wins_goes_on() -> None:
+def test_faster_shape_keeps_running() -> None:
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
     assert run(guard, CHAIN, 1000, 1.2, 1.5) == 1000
 
 
-def test_other_loads_and_shapes_are_judged_for_themselves() -> None:
+def test_loads_and_shapes_are_independent() -> None:
     guard = losing()
     assert guard.allows(1, 0, CHAIN)
     assert guard.allows(0, 0, DEEP)
-    guard.measured(0, 0, DEEP, 1.0, 1.5)
+    guard.record_step(0, 0, DEEP, 1.0, 1.5)
     assert not guard.allows(0, 0, CHAIN), "two tasks of one load may run different shapes"
 
 
-def test_a_stopped_shape_is_probed_and_comes_back_when_it_pays_again() -> None:
+def test_successful_probe_resumes_a_stopped_shape() -> None:
     guard = losing()
     assert rest(guard) >= PROBE_EVERY
     assert run(guard, CHAIN, PROBE_STEPS, 1.0, 1.5) == PROBE_STEPS
     assert guard.allows(0, 0, CHAIN)
 
 
-def test_a_probe_that_loses_ends() -> None:
+def test_losing_probe_ends() -> None:
     guard = losing()
     rest(guard)
     assert run(guard, CHAIN, 2 * PROBE_STEPS, 1.6, 1.5) == PROBE_STEPS
     assert not guard.allows(0, 0, CHAIN)
 
 
-def test_a_probe_that_loses_by_far_ends_early() -> None:
+def test_probe_with_a_large_loss_ends_early() -> None:
     guard = losing()
     rest(guard)
     assert run(guard, CHAIN, 2 * PROBE_STEPS, 2.0, 1.5) == SOON
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, BY_FAR[1][0])])
-def test_what_loses_by_far_is_stopped_early(seconds: float, steps: int) -> None:
+@pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, EARLY_STOP_RULES[1][0])])
+def test_large_loss_stops_early(seconds: float, steps: int) -> None:
     """A larger loss is stopped sooner. These steps emit 1.5 tokens per sequence."""
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
     assert run(guard, CHAIN, 100, seconds, 1.5) == steps
 
 
 @pytest.mark.parametrize(("seconds", "lost"), [(1.65, PROBE_STEPS * 0.1), (1.8, PROBE_STEPS * 0.2), (4.5, 4 * 2)])
-def test_what_loses_much_is_probed_the_later(seconds: float, lost: float) -> None:
+def test_larger_loss_waits_longer_for_a_probe(seconds: float, lost: float) -> None:
     """A probe may lose at most PROBE_SHARE (half a percent) of the steps between probes."""
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
-    run(guard, CHAIN, ENOUGH, seconds, 1.5)
-    assert rest(guard) == pytest.approx(max(PROBE_EVERY, lost / PROBE_SHARE), abs=ENOUGH)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    run(guard, CHAIN, MIN_STEPS, seconds, 1.5)
+    assert rest(guard) == pytest.approx(max(PROBE_EVERY, lost / PROBE_SHARE), abs=MIN_STEPS)
 
 
-def test_probes_in_vain_come_ever_less_often_up_to_a_bound() -> None:
+def test_failed_probes_double_the_wait_up_to_a_limit() -> None:
     guard = losing()
     steps = 100 * PROBE_EVERY
-    assert run(guard, CHAIN, steps, 2.0, 1.5) <= (5 + steps / PROBE_EVERY / MOST_PATIENCE) * SOON
-    assert run(guard, CHAIN, 2 * MOST_PATIENCE * PROBE_EVERY, 2.0, 1.5) >= SOON
+    assert run(guard, CHAIN, steps, 2.0, 1.5) <= (5 + steps / PROBE_EVERY / MAX_PROBE_WAIT_FACTOR) * SOON
+    assert run(guard, CHAIN, 2 * MAX_PROBE_WAIT_FACTOR * PROBE_EVERY, 2.0, 1.5) >= SOON
 
 
-def test_a_probe_that_wins_brings_patience_back() -> None:
+def test_successful_probe_resets_the_wait() -> None:
     guard = losing()
     run(guard, CHAIN, 4 * PROBE_EVERY, 2.0, 1.5)
     run(guard, CHAIN, 8 * PROBE_EVERY, 1.0, 1.5)
@@ -146,45 +146,45 @@ def test_a_probe_that_wins_brings_patience_back() -> None:
     assert run(guard, CHAIN, PROBE_EVERY + 1, 1.0, 1.5) == 1
 
 
-def test_what_was_assumed_judges_until_it_is_measured() -> None:
+def test_initial_plain_time_is_used_until_measured() -> None:
     guard = Guard()
     guard.assume(0, 0, 1.0)
-    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    run(guard, CHAIN, MIN_STEPS, 2.0, 1.5)
     assert not guard.allows(0, 0, CHAIN)
-    run(guard, PLAIN, 40 * ENOUGH, 3.0)
+    run(guard, PLAIN, 40 * MIN_STEPS, 3.0)
     assert guard.cells()[0].plain == pytest.approx(3.0, rel=1e-3)
     guard.assume(0, 0, 9.0)
     assert guard.cells()[0].plain == pytest.approx(3.0, rel=1e-3)
 
 
-def test_a_shape_that_the_plan_left_and_comes_back_to_is_a_new_question() -> None:
+def test_shape_that_is_planned_again_starts_without_history() -> None:
     guard = losing()
-    guard.keep(lambda cell, shape: shape == CHAIN)
+    guard.retain_planned(lambda cell, shape: shape == CHAIN)
     assert not guard.allows(0, 0, CHAIN), "the plan still runs it"
-    guard.keep(lambda cell, shape: False)
+    guard.retain_planned(lambda cell, shape: False)
     assert guard.allows(0, 0, CHAIN)
-    run(guard, CHAIN, ENOUGH, 2.0, 1.5)
+    run(guard, CHAIN, MIN_STEPS, 2.0, 1.5)
     assert not guard.allows(0, 0, CHAIN), "what plain decoding costs was still known"
 
 
-def test_exploration_is_not_judged() -> None:
+def test_exploration_steps_are_ignored() -> None:
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
-    for _ in range(ENOUGH):
-        guard.measured(0, 0, CHAIN, 9.0, 1.0)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    for _ in range(MIN_STEPS):
+        guard.record_step(0, 0, CHAIN, 9.0, 1.0)
     assert guard.cells() == ()
     assert guard.allows(0, 0, CHAIN)
 
 
-def test_a_machine_that_became_slower_is_no_reason_to_stop() -> None:
+def test_slower_machine_does_not_stop_speculation() -> None:
     """Plain decoding is timed directly after the stop. It also takes twice as long now, so the stop is revoked."""
     guard = Guard()
-    run(guard, PLAIN, ENOUGH, 1.0)
-    run(guard, CHAIN, ENOUGH, 1.2, 1.5)
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    run(guard, CHAIN, MIN_STEPS, 1.2, 1.5)
     stopped = 0
     for _ in range(10 * CHECK_STEPS):
         drafting = guard.allows(0, 0, CHAIN)
         stopped += not drafting
-        guard.measured(0, 0, CHAIN if drafting else PLAIN, 2.4 if drafting else 2.0, 1.5 if drafting else 1.0)
+        guard.record_step(0, 0, CHAIN if drafting else PLAIN, 2.4 if drafting else 2.0, 1.5 if drafting else 1.0)
     assert stopped == CHECK_STEPS
     assert guard.cells()[0].plain == pytest.approx(2.0)

@@ -19,15 +19,15 @@ from specdecode_kernels.sample import reference
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.sampling import logits_processing as module
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.logits_processing import Processing
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.logits_processing import LogitsProcessor
+from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Tree, forest_of, paths_of, tree_of
 
 V, CPU = 11, torch.device("cpu")
-FREE = Law(seed=1, temperature=1.0, top_k=0, top_p=1.0)
-LAWS = [
+FREE = SamplingParams(seed=1, temperature=1.0, top_k=0, top_p=1.0)
+SAMPLING_PARAMS = [
     FREE,
     replace(FREE, temperature=0.0),
     replace(FREE, temperature=0.0, presence_penalty=0.7),
@@ -43,27 +43,29 @@ SHAPES = [TreeShape.parse(text) for text in ("none", "chain:3", "tree:2,2", "0,0
 class Case:
     """Sequences with their own prompts and answers, and a tree at the end of each."""
 
-    def __init__(self, laws: list[Law], trees: list[Tree], seed: int) -> None:
+    def __init__(self, batch_params: list[SamplingParams], trees: list[Tree], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        batch = len(laws)
+        batch = len(batch_params)
         prompts = torch.randint(1, 6, (batch,), generator=generator)
         answers = torch.randint(0, 7, (batch,), generator=generator)
         self.roots = prompts + answers - 1
         self.tokens = torch.randint(0, V, (batch, 30), generator=generator)
         self.slots = torch.randperm(batch, generator=generator)
-        self.laws = [replace(law, prompt_tokens=int(n)) for law, n in zip(laws, prompts, strict=True)]
+        self.batch_params = [
+            replace(params, prompt_tokens=int(n)) for params, n in zip(batch_params, prompts, strict=True)
+        ]
         self.forest = forest_of(tuple(trees), CPU)
         places = [(b, n, tree.depths[n]) for b, tree in enumerate(trees) for n in range(tree.verified)]
         self.at = Nodes(*torch.tensor(places).unbind(1))
         self.logits = 2 * torch.randn(len(places), V, generator=generator, dtype=torch.float64)
 
     @property
-    def texts(self) -> Texts:
-        return Texts(self.tokens, self.slots, self.roots, int(self.roots.max()) + 1)
+    def texts(self) -> BatchTokens:
+        return BatchTokens(self.tokens, self.slots, self.roots, int(self.roots.max()) + 1)
 
     @property
-    def processing(self) -> Processing:
-        return Processing(self.laws, self.texts, self.forest, V)
+    def processing(self) -> LogitsProcessor:
+        return LogitsProcessor(self.batch_params, self.texts, self.forest, V)
 
     def answer(self, row: int) -> list[int]:
         """Return the expected answer of a row: the answer up to the root, then the path in the tree."""
@@ -73,27 +75,27 @@ class Case:
         while node:
             path.append(said[root + node])
             node = self.forest.trees[b].parents[node]
-        return said[self.laws[b].prompt_tokens : root + 1] + path[::-1]
+        return said[self.batch_params[b].prompt_tokens : root + 1] + path[::-1]
 
     def wanted(self, row: int) -> Tensor:
         """Return the expected logits of a row."""
-        law = self.laws[int(self.at.batch_R[row])]
+        params = self.batch_params[int(self.at.batch_R[row])]
         answer = self.answer(row)
-        prompt = self.tokens[self.slots[self.at.batch_R[row]]].tolist()[: law.prompt_tokens]
+        prompt = self.tokens[self.slots[self.at.batch_R[row]]].tolist()[: params.prompt_tokens]
         bias = torch.zeros(1, V)
-        for token, value in law.logit_bias:
+        for token, value in params.logit_bias:
             bias[0, token] = value
         blocked = torch.zeros(1, V, dtype=torch.bool)
-        blocked[0, list(law.blocked)] = len(answer) < law.min_tokens
+        blocked[0, list(params.blocked)] = len(answer) < params.min_tokens
         return reference.adjusted(
             self.logits[row : row + 1],
             bias_RV=bias,
             blocked_RV=blocked,
             prompt_RV=torch.tensor([[token in prompt for token in range(V)]]),
             counts_RV=torch.tensor([[answer.count(token) for token in range(V)]]),
-            repetition_R=torch.tensor([law.repetition_penalty]),
-            frequency_R=torch.tensor([law.frequency_penalty]),
-            presence_R=torch.tensor([law.presence_penalty]),
+            repetition_R=torch.tensor([params.repetition_penalty]),
+            frequency_R=torch.tensor([params.frequency_penalty]),
+            presence_R=torch.tensor([params.presence_penalty]),
         )[0]
 
 
@@ -107,7 +109,7 @@ def cases(draw: st.DrawFn) -> Case:
     """Draw a batch of sequences with trees."""
     count = draw(st.integers(1, 5))
     trees = [tree_of(shape, draw(st.integers(0, 4))) for shape in sized(draw, SHAPES, count)]
-    return Case(sized(draw, LAWS, count), trees, draw(st.integers(0, 999)))
+    return Case(sized(draw, SAMPLING_PARAMS, count), trees, draw(st.integers(0, 999)))
 
 
 @given(cases())
@@ -117,10 +119,10 @@ def test_every_node_counts_its_own_path(case: Case) -> None:
 
 
 @given(cases())
-def test_a_mask_gives_what_looking_gives(case: Case) -> None:
+def test_masked_and_indexed_rows_give_the_same_result(case: Case) -> None:
     """The mask that selects rows on an accelerator gives the same result as row indices."""
     right = Group.of
-    found = Coupling(case.laws, case.texts, case.forest, V)
+    found = Coupling(case.batch_params, case.texts, case.forest, V)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "of", lambda self, batch: replace(right(self, batch), rows=None))
@@ -131,14 +133,14 @@ def test_a_mask_gives_what_looking_gives(case: Case) -> None:
 
 @given(cases())
 def test_a_perfect_draft_proposes_what_the_target_chooses(case: Case) -> None:
-    sampler = Coupling(case.laws, case.texts, case.forest, V)
+    sampler = Coupling(case.batch_params, case.texts, case.forest, V)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
     proposed = sampler.propose(case.logits, None, *at, 1.0, 3)
     assert torch.equal(proposed[:, 0], sampler.choose(case.logits, *at))
 
 
 @given(cases())
-def test_a_draft_of_fewer_words_is_held_to_the_targets(case: Case) -> None:
+def test_draft_with_a_smaller_vocabulary_is_adjusted_by_target_ids(case: Case) -> None:
     ids = torch.arange(0, V, 2)
     narrow = case.processing.adjusted(case.logits[:, ids], ids, case.at)
     wide = case.processing.adjusted(case.logits, None, case.at)
@@ -149,17 +151,17 @@ def test_a_draft_of_fewer_words_is_held_to_the_targets(case: Case) -> None:
 def test_a_choice_is_the_same_alone_and_in_a_batch(case: Case, dtype: torch.dtype) -> None:
     logits = case.logits.to(dtype)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
-    together = Coupling(case.laws, case.texts, case.forest, V).choose(logits, *at)
-    for b, law in enumerate(case.laws):
+    together = Coupling(case.batch_params, case.texts, case.forest, V).choose(logits, *at)
+    for b, params in enumerate(case.batch_params):
         rows = case.at.batch_R == b
-        texts = Texts(case.tokens, case.slots[b : b + 1], case.roots[b : b + 1], int(case.roots[b]) + 1)
+        texts = BatchTokens(case.tokens, case.slots[b : b + 1], case.roots[b : b + 1], int(case.roots[b]) + 1)
         forest = forest_of((case.forest.trees[b],), CPU)
-        alone = Coupling([law], texts, forest, V)
+        alone = Coupling([params], texts, forest, V)
         own = torch.zeros_like(case.at.batch_R[rows]), case.at.node_R[rows], case.at.depth_R[rows]
         assert torch.equal(alone.choose(logits[rows], *own), together[rows])
 
 
-def test_a_batch_that_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_parameters_cost_no_processing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch with default greedy parameters takes the argmax of the given logits without copies, casts or counts."""
 
     def never(*_: Any, **__: Any) -> None:
@@ -167,21 +169,23 @@ def test_a_batch_that_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module.op, "adjusted", never)
     monkeypatch.setattr(module.op, "processed", never)
-    monkeypatch.setattr(module.History, "counts", never)
-    case = Case([LAWS[1]] * 3, [tree_of(shape) for shape in SHAPES[:3]], 5)
+    monkeypatch.setattr(module.TokenCounts, "counts", never)
+    case = Case([SAMPLING_PARAMS[1]] * 3, [tree_of(shape) for shape in SHAPES[:3]], 5)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
-    sampler = Coupling(case.laws, case.texts, case.forest, V)
+    sampler = Coupling(case.batch_params, case.texts, case.forest, V)
     assert torch.equal(sampler.choose(case.logits, *at), case.logits.argmax(-1))
     assert case.processing.adjusted(case.logits, None, case.at) is case.logits
 
 
-def test_only_rows_that_ask_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_with_adjustments_are_processed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     right = module.op.adjusted
     monkeypatch.setattr(
         module.op, "adjusted", lambda logits, **rest: (seen.append(len(logits)), right(logits, **rest))[1]
     )
-    case = Case([LAWS[1], LAWS[2], LAWS[1]], [tree_of(shape) for shape in SHAPES[:3]], 5)
+    case = Case(
+        [SAMPLING_PARAMS[1], SAMPLING_PARAMS[2], SAMPLING_PARAMS[1]], [tree_of(shape) for shape in SHAPES[:3]], 5
+    )
     case.processing.adjusted(case.logits, None, case.at)
     assert seen == [4]
 

@@ -11,18 +11,18 @@ from torch import Tensor
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.params import Law
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest, forest_of, tree_of
 
 V, CPU = 7, torch.device("cpu")
 TREE = tree_of(TreeShape.levels(3, 1))
-FREE = Law(seed=0, temperature=1.0, top_k=0, top_p=1.0)
+FREE = SamplingParams(seed=0, temperature=1.0, top_k=0, top_p=1.0)
 GREEDY = replace(FREE, temperature=0.0)
 
 
-def texts(batch: int) -> Texts:
-    return Texts(torch.zeros(batch, 20, dtype=torch.int64), torch.arange(batch), torch.full((batch,), 4), 5)
+def texts(batch: int) -> BatchTokens:
+    return BatchTokens(torch.zeros(batch, 20, dtype=torch.int64), torch.arange(batch), torch.full((batch,), 4), 5)
 
 
 def forest(batch: int) -> Forest:
@@ -41,10 +41,10 @@ def roots(batch: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_siblings_are_drawn_without_replacement() -> None:
     """The first child follows the draft's distribution, the second that distribution without the first child."""
     batch = 4000
-    laws = [replace(FREE, seed=seed) for seed in range(batch)]
+    batch_params = [replace(FREE, seed=seed) for seed in range(batch)]
     q = torch.softmax(logits(1)[0], -1)
     trees = Forest((TREE,) * batch, (), torch.full((batch, 1), -1), 0, all_chains=False)
-    sampler = MultiRound(laws, texts(batch), trees, V)
+    sampler = MultiRound(batch_params, texts(batch), trees, V)
     found = sampler.propose(logits(1).expand(batch, -1), None, *roots(batch), 3.0, 3)
     assert all(len(set(row)) == 3 for row in found.tolist())
     assert chisquare(torch.bincount(found[:, 0], minlength=V), (q * batch)).pvalue > 1e-3
@@ -57,9 +57,9 @@ def test_siblings_are_drawn_without_replacement() -> None:
 
 
 def test_greedy_requests_behave_as_under_coupling() -> None:
-    laws = [GREEDY, replace(GREEDY, logit_bias=((3, 2.0),)), FREE]
-    mss = MultiRound(laws, texts(3), forest(3), V)
-    coupled = Coupling(laws, texts(3), forest(3), V)
+    batch_params = [GREEDY, replace(GREEDY, logit_bias=((3, 2.0),)), FREE]
+    mss = MultiRound(batch_params, texts(3), forest(3), V)
+    coupled = Coupling(batch_params, texts(3), forest(3), V)
     proposed = [s.propose(logits(3), None, *roots(3), 1.0, 4) for s in (mss, coupled)]
     assert torch.equal(proposed[0][:2], proposed[1][:2])
     at = torch.arange(3).repeat_interleave(7), torch.arange(7).repeat(3), torch.tensor(TREE.depths).repeat(3)
@@ -67,18 +67,18 @@ def test_greedy_requests_behave_as_under_coupling() -> None:
     found = [s.accept(forest(3), tokens, logits(21), *at, None, None) for s in (mss, coupled)]
     assert torch.equal(found[0].emitted_BD[:2], found[1].emitted_BD[:2])
     assert torch.equal(found[0].path_BD[:2], found[1].path_BD[:2])
-    alone = MultiRound(laws[:2], texts(2), forest(2), V)
+    alone = MultiRound(batch_params[:2], texts(2), forest(2), V)
     rows = at[0] < 2
     only = alone.accept(forest(2), tokens[:2], logits(21)[rows], *(column[rows] for column in at), None, None)
     assert torch.equal(only.emitted_BD, found[1].emitted_BD[:2])
 
 
-def test_what_is_certain_is_accepted_and_a_draft_that_is_right_always_is() -> None:
+def test_certain_tokens_and_a_perfect_draft_are_always_accepted() -> None:
     """If p equals q, the first child is accepted with probability p/q = 1."""
     batch = 200
-    laws = [replace(FREE, seed=seed) for seed in range(batch)]
+    batch_params = [replace(FREE, seed=seed) for seed in range(batch)]
     chain = forest_of((tree_of(TreeShape.chain(1)),) * batch, CPU)
-    sampler = MultiRound(laws, texts(batch), chain, V)
+    sampler = MultiRound(batch_params, texts(batch), chain, V)
     proposed = sampler.propose(logits(batch), None, *roots(batch), 1.0, 1)
     tokens = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), proposed), dim=1)
     at = torch.arange(batch).repeat_interleave(2), torch.arange(2).repeat(batch), torch.arange(2).repeat(batch)
@@ -86,14 +86,14 @@ def test_what_is_certain_is_accepted_and_a_draft_that_is_right_always_is() -> No
     found = sampler.accept(chain, tokens, behind, *at, None, None)
     assert found.count_B.tolist() == [1] * batch
     assert torch.equal(found.emitted_BD[:, 0], proposed[:, 0])
-    unasked = MultiRound(laws, texts(batch), chain, V)
+    unasked = MultiRound(batch_params, texts(batch), chain, V)
     assert unasked.accept(chain, tokens, behind, *at, None, None).count_B.sum() < batch, "a point mass is not that law"
 
 
-def test_a_draft_of_fewer_words_is_judged_by_the_targets_ids() -> None:
+def test_draft_with_a_smaller_vocabulary_is_verified_by_target_ids() -> None:
     ids = torch.tensor([1, 4, 6])
-    laws = [replace(FREE, seed=seed) for seed in range(50)]
-    sampler = MultiRound(laws, texts(50), forest(50), V)
+    batch_params = [replace(FREE, seed=seed) for seed in range(50)]
+    sampler = MultiRound(batch_params, texts(50), forest(50), V)
     proposed = sampler.propose(logits(50)[:, :3], ids, *roots(50), 1.0, 3)
     assert sorted(set(proposed.flatten().tolist())) == ids.tolist()
     logq_BNV, drawn_BN = sampler._proposed(forest(50), torch.zeros(50, 7, V, dtype=torch.float64))

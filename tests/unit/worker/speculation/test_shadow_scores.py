@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.speculation.shadow_scores import Score, Shadow, scores
+from specdecode_worker.speculation.shadow_scores import Score, ShadowDraft, scores
 
 TOKENS = [9, 8, 1, 2, 3, 4, 5]
 """Tokens of a sequence. The root is at index 1; the tokens emitted after it are 1, 2, 3, 4, 5."""
 
 
-def shadow(*ranked: tuple[int, ...], verified: int = 0, kept: int = 99) -> Shadow:
-    return Shadow(root=1, ranked=ranked, verified=verified, kept_depth=kept)
+def shadow(*ranked: tuple[int, ...], verified: int = 0, kept: int = 99) -> ShadowDraft:
+    return ShadowDraft(root=1, ranked=ranked, verified=verified, kept_depth=kept)
 
 
 RIGHT = ((1, 50), (2, 50), (3, 50), (4, 50))
@@ -58,8 +58,8 @@ def test_a_synthetic_cut_is_a_miss_at_its_depth() -> None:
 def test_verified_depths_hide_scores_and_change_none(
     ranked: list[tuple[int, ...]], tokens: list[int], verified: int, kept: int
 ) -> None:
-    everything = scores(Shadow(0, tuple(ranked), 0, kept), tokens)
-    found = scores(Shadow(0, tuple(ranked), verified, kept), tokens)
+    everything = scores(ShadowDraft(0, tuple(ranked), 0, kept), tokens)
+    found = scores(ShadowDraft(0, tuple(ranked), verified, kept), tokens)
     assert everything is not None
     assert found == [score for score in everything if score.depth > verified]
     assert [score.rank for score in everything[:-1]] == [0] * (len(everything) - 1)

@@ -67,7 +67,7 @@ def partial(tmp_path: Path) -> Path:
     return MODEL.folder(tmp_path) / "model.safetensors.partial"
 
 
-def test_what_is_used_is_fetched_and_nothing_else(pull: Pull, tmp_path: Path) -> None:
+def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
     repository = Repository(FILES)
     folder = pull(repository)
     assert {path.name for path in folder.iterdir()} == WANTED | {model_store.MANIFEST}
@@ -77,7 +77,7 @@ def test_what_is_used_is_fetched_and_nothing_else(pull: Pull, tmp_path: Path) ->
     assert model_store.resolve("hf://org/model", tmp_path) == folder
 
 
-def test_a_second_pull_asks_nothing(pull: Pull) -> None:
+def test_second_pull_makes_no_requests(pull: Pull) -> None:
     pull(Repository(FILES))
     repository = Repository(FILES)
     pull(repository)
@@ -100,7 +100,7 @@ def test_a_pull_that_was_killed_goes_on_where_it_was(pull: Pull, tmp_path: Path)
     assert ("GET", f"/storage/{COMMIT}/model.safetensors", "bytes=1000-") in repository.requests
 
 
-def test_a_hub_that_ignores_ranges_begins_anew(pull: Pull, tmp_path: Path) -> None:
+def test_hub_without_range_support_restarts_the_download(pull: Pull, tmp_path: Path) -> None:
     partial(tmp_path).parent.mkdir(parents=True)
     partial(tmp_path).write_bytes(b"x" * 1000)
     assert (pull(Repository(FILES, ignores_range=True)) / "model.safetensors").read_bytes() == WEIGHTS
@@ -114,7 +114,7 @@ def test_a_connection_that_brings_nothing_ends_in_an_error(pull: Pull, tmp_path:
 
 
 @pytest.mark.parametrize("earlier", [b"", b"wrong bytes of an earlier time"])
-def test_wrong_bytes_never_count(pull: Pull, tmp_path: Path, earlier: bytes) -> None:
+def test_download_with_a_wrong_hash_is_rejected(pull: Pull, tmp_path: Path, earlier: bytes) -> None:
     if earlier:
         partial(tmp_path).parent.mkdir(parents=True)
         partial(tmp_path).write_bytes(earlier)
@@ -143,9 +143,7 @@ def test_a_token_opens_and_stays_with_the_hub(pull: Pull) -> None:
     assert (pull(Repository(FILES, token="secret"), token="secret") / "model.safetensors").is_file()
 
 
-def test_no_room_is_said_before_anything_is_fetched(
-    pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported_before_downloading(pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     repository = Repository(FILES)
@@ -193,7 +191,7 @@ def test_a_busy_hub_is_asked_again(pull: Pull) -> None:
     assert pull(Repository(FILES, busy=3)).is_dir()
 
 
-def test_what_is_no_hub_says_so(tmp_path: Path) -> None:
+def test_endpoint_that_is_no_hub_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HubUnreachable, match="cannot be reached"):
         hub.Hub("http://127.0.0.1:9", None, retry_seconds=0).pull(MODEL, tmp_path, nothing, nothing)
 
@@ -257,7 +255,7 @@ def test_the_command_shows_progress_and_where_it_is(command: Callable[..., Ended
 @pytest.mark.parametrize(
     "uri", ["hf://org", "hf://org/../x", "hf://org/m@..", "ftp://x", "file://x", "pvc://c/../d", "pvc://"]
 )
-def test_what_is_no_uri_says_what_would_be(command: Callable[..., Ended], tmp_path: Path, uri: str) -> None:
+def test_invalid_uri_lists_the_valid_forms(command: Callable[..., Ended], tmp_path: Path, uri: str) -> None:
     ended = command(uri, "--cache-dir", str(tmp_path))
     assert ended.code == 1
     assert "write " in ended.said

@@ -34,7 +34,7 @@ def test_a_repository_has_a_folder_for_every_revision(tmp_path: Path) -> None:
     assert model_store.hub_model("hf://a/b").revision == "main"
 
 
-def test_what_has_no_manifest_is_not_there(tmp_path: Path) -> None:
+def test_folder_without_a_manifest_is_not_present(tmp_path: Path) -> None:
     folder = model_store.hub_model("hf://a/b").folder(tmp_path)
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"half")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands.common import sampler_comparison
-from specdecode_worker.models.checkpoints.safetensors_headers import method_of, read_tensor_headers
+from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.checkpoints.weights import weights_hash
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
@@ -72,7 +72,7 @@ def train(model: Path, out: Path, *more: str) -> int:
     return main(["train", "--model", f"file://{model}", "--out", str(out), *flags, *more])
 
 
-def test_from_prompts_to_figures(
+def test_train_then_eval_with_prompts(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -90,7 +90,7 @@ def test_from_prompts_to_figures(
     assert document["overall"]["advice"]
 
 
-def test_a_run_with_the_same_flags_goes_on(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
     for out, runs in ((once, 1), (twice, 2)):
         for _ in range(runs):
@@ -101,20 +101,20 @@ def test_a_run_with_the_same_flags_goes_on(model: Path, prompts: Path, tmp_path:
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "draft-model"])
-def test_drafts_of_other_methods_are_made_and_trained_on(method: str, model: Path, tmp_path: Path) -> None:
+def test_other_methods_train_and_continue_training(method: str, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike. " * 60)
     flags = ("--text", str(text), "--tokens", "1000", "--depth", "2", "--method", method)
     assert train(model, tmp_path / "one", *flags) == 0
     head = tmp_path / "one" / "head"
-    assert method_of(read_tensor_headers(head)) == method
+    assert infer_method(read_tensor_headers(head)) == method
     assert train(model, tmp_path / "two", *flags, "--draft", f"file://{head}") == 0
     lineage = json.loads((tmp_path / "two" / "head" / "lineage.json").read_text())
     assert lineage["parent"] == {"uri": f"file://{head}", "hash": weights_hash(head)}
     assert lineage["method"] == method
 
 
-def test_a_draft_tells_where_it_comes_from(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert train(model, out, "--prompts", str(prompts), "--names", "speculators", "--layers", "2") == 0
     document = json.loads((out / "head" / "lineage.json").read_text())
@@ -136,21 +136,23 @@ def test_a_draft_tells_where_it_comes_from(model: Path, prompts: Path, tmp_path:
     assert config["transformer_layer_config"]["num_hidden_layers"] == 2
 
 
-def test_training_on_a_text_file(model: Path, tmp_path: Path) -> None:
+def test_train_on_a_text_file(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike. " * 60)
     assert train(model, tmp_path / "out", "--text", str(text), "--tokens", "1000") == 0
     assert (tmp_path / "out" / "head" / "model.safetensors").exists()
 
 
-def test_a_bad_line_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_prompt_line_is_reported_with_its_number(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "temprature": 1}\n')
     assert train(model, tmp_path / "out", "--prompts", str(path)) == 1
     assert "line 2" in capsys.readouterr().err
 
 
-def test_a_target_that_only_loops_teaches_nothing(
+def test_train_fails_if_the_target_only_loops(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = load_file(model / "model.safetensors")
@@ -160,12 +162,12 @@ def test_a_target_that_only_loops_teaches_nothing(
     assert "loops" in capsys.readouterr().err
 
 
-def test_eval_without_prompts_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_without_prompts_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     assert "--prompts" in capsys.readouterr().err
 
 
-def test_samplers_side_by_side(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_compares_samplers(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(model, tmp_path / "out", "--prompts", str(prompts)) == 0
     capsys.readouterr()
     flags = ["--model", f"file://{model}", "--draft", f"file://{tmp_path / 'out' / 'head'}", "--dtype", "float32"]

@@ -12,9 +12,9 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.data.state_recording import read_states
-from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.evaluation.acceptance_replay import ranks
-from specdecode_worker.training.heads.copy_attention import with_copiers
+from specdecode_worker.training.errors import DraftNotTrainable
+from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
+from specdecode_worker.training.heads.copy_attention import add_copy_heads
 from specdecode_worker.training.heads.initialization import new_head
 from specdecode_worker.training.heads.unroll import UnrolledAttention
 
@@ -70,8 +70,10 @@ def looked_at(head: Eagle3Head, text: Conversation) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_they_look_at_what_came_next(wide: Llama, recorded: list[Conversation], groups: int) -> None:
-    head = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, groups)
+def test_copy_heads_attend_to_the_token_after_the_earlier_occurrence(
+    wide: Llama, recorded: list[Conversation], groups: int
+) -> None:
+    head = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, groups)
     generator = torch.Generator().manual_seed(5)
     right = total = 0
     for _ in range(5):
@@ -84,8 +86,8 @@ def test_they_look_at_what_came_next(wide: Llama, recorded: list[Conversation], 
     assert right > 0.8 * total
 
 
-def test_where_nothing_came_back_they_look_at_nothing_much(wide: Llama, recorded: list[Conversation]) -> None:
-    head = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, 1)
+def test_copy_heads_attend_weakly_without_repetition(wide: Llama, recorded: list[Conversation]) -> None:
+    head = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, 1)
     once = torch.randperm(95, generator=torch.Generator().manual_seed(6))[: 2 * PERIOD] + 1
     twice = torch.cat((once[:PERIOD], once[:PERIOD]))
     with torch.no_grad():
@@ -95,27 +97,27 @@ def test_where_nothing_came_back_they_look_at_nothing_much(wide: Llama, recorded
     assert again > 1.5 * new
 
 
-def test_they_say_nothing_at_first(wide: Llama, recorded: list[Conversation]) -> None:
+def test_new_copy_heads_have_zero_output(wide: Llama, recorded: list[Conversation]) -> None:
     """The output of copy heads starts at zero: drafts change only through the replaced directions of the state."""
     head = new_head(wide, torch.arange(96))
-    wider = with_copiers(head, wide, recorded, 2)
+    wider = add_copy_heads(head, wide, recorded, 2)
     assert (wider.config.num_attention_heads, wider.config.num_key_value_heads) == (6, 3)
     output = wider.midlayer.self_attn.o_proj.weight
     assert torch.equal(output[:, :64], head.midlayer.self_attn.o_proj.weight)
     assert not output[:, 64:].any()
-    before, after = (torch.cat(ranks(one, recorded[:6], wide.lm_head.weight, 2)) for one in (head, wider))
+    before, after = (torch.cat(target_token_ranks(one, recorded[:6], wide.lm_head.weight, 2)) for one in (head, wider))
     assert (before == after).float().mean() > 0.5
 
 
-def test_a_head_that_was_widened_is_widened_again(wide: Llama, recorded: list[Conversation]) -> None:
-    once = with_copiers(new_head(wide, torch.arange(96)), wide, recorded, 1)
-    assert with_copiers(once, wide, recorded, 1).config.num_key_value_heads == 3
+def test_copy_heads_can_be_added_twice(wide: Llama, recorded: list[Conversation]) -> None:
+    once = add_copy_heads(new_head(wide, torch.arange(96)), wide, recorded, 1)
+    assert add_copy_heads(once, wide, recorded, 1).config.num_key_value_heads == 3
 
 
-def test_what_they_cannot_be_added_to_is_refused_by_name(wide: Llama, recorded: list[Conversation]) -> None:
+def test_unsupported_head_is_refused_with_the_reason(wide: Llama, recorded: list[Conversation]) -> None:
     head = new_head(wide, torch.arange(96))
-    with pytest.raises(CannotContinue, match="recorded text"):
-        with_copiers(head, wide, [], 1)
+    with pytest.raises(DraftNotTrainable, match="recorded text"):
+        add_copy_heads(head, wide, [], 1)
     head.config = replace(head.config, qk_norm=True)
-    with pytest.raises(CannotContinue, match=r"norms of its queries; leave --copiers out"):
-        with_copiers(head, wide, recorded, 1)
+    with pytest.raises(DraftNotTrainable, match=r"norms of its queries; leave --copiers out"):
+        add_copy_heads(head, wide, recorded, 1)

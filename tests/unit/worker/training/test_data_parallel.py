@@ -29,7 +29,7 @@ def ranked(recorded: Path, out: Path, ranks: int) -> dict[str, torch.Tensor]:
     return load_file(out / "weights.safetensors") | {"loss_sum": torch.tensor(float((out / "loss_sum").read_text()))}
 
 
-def test_two_ranks_are_one_rank_with_accumulation(
+def test_two_ranks_equal_one_rank_with_accumulation(
     target: Llama, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     recorded = tmp_path / "recorded"

@@ -17,9 +17,9 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.export import FAMILIES, Names, write_draft, write_head
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.evaluation.acceptance_replay import ranks
-from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.errors import DraftNotTrainable
+from specdecode_worker.training.evaluation.acceptance_replay import target_token_ranks
+from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 from specdecode_worker.training.heads.initialization import (
     head_config,
     new_draft_model,
@@ -79,13 +79,13 @@ def test_heads_of_all_families_draft_identically(
         write_head(head, tmp_path / names, names)
         loaded = load_eagle3(tmp_path / names, target, dtype=torch.float32, device=CPU)
         assert loaded.config == head.config
-        found.append(torch.cat(ranks(loaded, conversations, target.lm_head.weight, 3)))
+        found.append(torch.cat(target_token_ranks(loaded, conversations, target.lm_head.weight, 3)))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert len(found[0].unique()) > 3
 
 
-def test_a_whole_vocabulary_has_no_maps(target: Llama, tmp_path: Path) -> None:
+def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_path: Path) -> None:
     write_head(new_head(target, torch.arange(64)), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
     loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
@@ -119,46 +119,48 @@ def test_other_methods_load_as_they_were_written(target: Llama, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_head_with_norms_and_layers_is_trained_on_as_it_is(
+def test_head_with_norms_and_layers_is_prepared_unchanged(
     target: Llama, conversations: list[Conversation], layers: int, tmp_path: Path
 ) -> None:
     config = replace(head_config(target.config, 32, layers), fc_norm=True, norm_output=True, norm_before_residual=True)
     head = Eagle3Head(config, target.model.embed_tokens)
     head.d2t.copy_(torch.arange(32))
-    same = continued_head(head, target, torch.arange(0, 64, 2))
+    same = prepare_eagle3_head(head, target, torch.arange(0, 64, 2))
     write_head(same, tmp_path)
     loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
     assert loaded.config == config
-    before, after = (ranks(h, conversations, target.lm_head.weight, 2) for h in (head, same))
+    before, after = (target_token_ranks(h, conversations, target.lm_head.weight, 2) for h in (head, same))
     for first, second in zip(before, after, strict=True):
         assert (first == second).float().mean() > 0.5
 
 
-def test_layers_that_are_put_behind_a_head_start_silent(
+def test_appended_layers_do_not_change_the_draft(
     target: Llama, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
-    deeper = continued_head(head, target, head.target_ids, layers=3)
+    deeper = prepare_eagle3_head(head, target, head.target_ids, layers=3)
     assert deeper.config.num_hidden_layers == 3
-    before, after = (ranks(h, conversations, target.lm_head.weight, 2) for h in (head, deeper))
+    before, after = (target_token_ranks(h, conversations, target.lm_head.weight, 2) for h in (head, deeper))
     for first, second in zip(before, after, strict=True):
         assert torch.equal(first, second)
-    assert continued_head(deeper, target, head.target_ids, layers=1).config.num_hidden_layers == 3, "none is dropped"
+    assert prepare_eagle3_head(deeper, target, head.target_ids, layers=1).config.num_hidden_layers == 3, (
+        "none is dropped"
+    )
 
 
 def test_a_head_of_other_layers_of_the_target_is_refused(target: Llama) -> None:
     config = replace(head_config(target.config, 32), aux_layers=(1, 3, 5))
-    with pytest.raises(CannotContinue, match=r"\[1, 3, 5\]"):
-        continued_head(Eagle3Head(config, target.model.embed_tokens), target, torch.arange(0, 64, 2))
+    with pytest.raises(DraftNotTrainable, match=r"\[1, 3, 5\]"):
+        prepare_eagle3_head(Eagle3Head(config, target.model.embed_tokens), target, torch.arange(0, 64, 2))
 
 
 def test_a_narrow_head_keeps_its_vocabulary(target: Llama) -> None:
     config = replace(head_config(target.config, 32), hidden_size=16)
     head = Eagle3Head(config, torch.nn.Embedding(64, 16), own_embedding=True)
     head.d2t.copy_(torch.arange(32))
-    kept = continued_head(head, target, head.target_ids)
+    kept = prepare_eagle3_head(head, target, head.target_ids)
     assert torch.equal(kept.lm_head.weight, head.lm_head.weight)
     assert kept.embed_tokens is not None
-    with pytest.raises(CannotContinue, match="hidden_size 16"):
-        continued_head(head, target, torch.arange(32))
-    with pytest.raises(CannotContinue, match="leave --layers out"):
-        continued_head(head, target, head.target_ids, layers=2)
+    with pytest.raises(DraftNotTrainable, match="hidden_size 16"):
+        prepare_eagle3_head(head, target, torch.arange(32))
+    with pytest.raises(DraftNotTrainable, match="leave --layers out"):
+        prepare_eagle3_head(head, target, head.target_ids, layers=2)

@@ -10,9 +10,9 @@ from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.normalizers import TEMPERATURES, normalisers
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.unroll import make_batch, unroll
-from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts, target_distribution
+from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts, target_distribution
 from specdecode_worker.training.optimization.overlap import overlap, soft_cross_entropy
-from specdecode_worker.training.optimization.schedule import TrainSettings, aim_at, depth_at
+from specdecode_worker.training.optimization.schedule import TrainSettings, depth_at, loss_settings_at
 
 DEPTH = 3
 
@@ -33,7 +33,7 @@ def with_normalisers(target: Llama, conversations: list[Conversation]) -> list[C
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_overlap_and_its_gradient_are_those_of_torch(temperature: float) -> None:
+def test_overlap_and_gradient_equal_autograd(temperature: float) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(300, 50, generator=generator, requires_grad=True)
     wanted = 0.8 * torch.softmax(3 * torch.randn(300, 50, generator=generator), dim=-1)
@@ -46,7 +46,7 @@ def test_overlap_and_its_gradient_are_those_of_torch(temperature: float) -> None
     torch.testing.assert_close(gradient, expected)
 
 
-def test_probability_that_the_draft_cannot_say_pulls_at_nothing() -> None:
+def test_probability_outside_the_draft_vocabulary_has_no_gradient() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, 50, generator=generator, requires_grad=True)
     wanted = 0.6 * torch.softmax(torch.randn(40, 50, generator=generator), dim=-1)
@@ -56,7 +56,7 @@ def test_probability_that_the_draft_cannot_say_pulls_at_nothing() -> None:
 
 
 @torch.no_grad()
-def test_the_acceptance_loss_is_the_expected_tokens_of_every_root(
+def test_acceptance_loss_is_negative_log_expected_tokens(
     target: Llama, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
     texts, temperature = with_normalisers(target, conversations), 0.6
@@ -73,15 +73,15 @@ def test_the_acceptance_loss_is_the_expected_tokens_of_every_root(
                 path *= float(torch.minimum(p[root + k], q).sum())
                 expected += path
             total, count = total - float(torch.tensor(expected).log()), count + 1
-    aim = Aim(depth=DEPTH, decay=0.8, divergence=0.0, temperature=temperature)
+    aim = LossSettings(depth=DEPTH, decay=0.8, divergence=0.0, temperature=temperature)
     assert float(loss_of(head, batch, target.lm_head.weight, aim)) == pytest.approx(total / count, abs=1e-5)
 
 
 @pytest.mark.parametrize("divergence", [0.0, 0.5, 1.0])
-def test_batches_of_a_step_add_up_to_one_loss(
+def test_losses_of_accumulated_batches_sum_to_one_loss(
     target: Llama, head: Eagle3Head, conversations: list[Conversation], divergence: float
 ) -> None:
-    aim = Aim(depth=DEPTH, decay=0.8, divergence=divergence, temperature=0.8)
+    aim = LossSettings(depth=DEPTH, decay=0.8, divergence=divergence, temperature=0.8)
     output_VE = target.lm_head.weight
     whole = loss_of(head, make_batch(conversations, torch.float32), output_VE, aim)
     counts = root_counts(conversations, DEPTH)
@@ -92,7 +92,7 @@ def test_batches_of_a_step_add_up_to_one_loss(
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_normalisers_give_probabilities_of_the_whole_vocabulary(target: Llama, head: Eagle3Head) -> None:
+def test_normalisers_give_probabilities_over_the_whole_vocabulary(target: Llama, head: Eagle3Head) -> None:
     states = torch.randn(700, 32, generator=torch.Generator().manual_seed(4))
     found = normalisers(states, target.lm_head.weight, 5)
     assert found.shape == (700, len(TEMPERATURES))
@@ -109,9 +109,9 @@ def test_normalisers_give_probabilities_of_the_whole_vocabulary(target: Llama, h
         torch.testing.assert_close(p, expected)
 
 
-def test_a_run_goes_from_divergence_to_acceptance_and_deeper() -> None:
+def test_schedule_blends_from_divergence_to_acceptance_and_deepens() -> None:
     settings = TrainSettings(steps=100)
-    aims = [aim_at(step / 100, step, settings) for step in range(100)]
+    aims = [loss_settings_at(step / 100, step, settings) for step in range(100)]
     assert aims[0].divergence == 1.0
     assert aims[-1].divergence == pytest.approx(settings.divergence_floor)
     assert [a.divergence for a in aims] == sorted((a.divergence for a in aims), reverse=True)
@@ -119,5 +119,5 @@ def test_a_run_goes_from_divergence_to_acceptance_and_deeper() -> None:
     assert (aims[0].depth, aims[-1].depth) == (1, 7)
     assert depth_at(0.99, TrainSettings(depth=2)) == 2
     assert {a.temperature for a in aims} == {temperature for temperature, _ in settings.mix}
-    assert aims == [aim_at(step / 100, step, settings) for step in range(100)]
+    assert aims == [loss_settings_at(step / 100, step, settings) for step in range(100)]
     assert {temperature for temperature, _ in settings.mix} <= set(TEMPERATURES)

@@ -29,7 +29,7 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-def test_the_held_out_prompts_cover_the_domains() -> None:
+def test_held_out_prompts_cover_all_domains() -> None:
     domains = Counter(line.domain for line in read_prompts(HELD_OUT))
     assert all(domains[name] >= 16 for name in ("code", "qa", "prose"))
     assert {"math", "summary"} <= set(domains)
@@ -41,7 +41,7 @@ def test_no_training_prompt_overlaps_a_held_out_one() -> None:
     assert not any(overlaps(draw(rng).text, held_out) for _ in range(20_000))
 
 
-def test_an_overlap_is_seen() -> None:
+def test_overlapping_text_is_detected() -> None:
     line = read_prompts(HELD_OUT)[0]
     held_out = [ngrams(line.text)]
     assert overlaps(f"Please do this: {line.text.upper()}", held_out)
@@ -49,7 +49,7 @@ def test_an_overlap_is_seen() -> None:
     assert not overlaps("What is yoga for?", [ngrams("What is yoga?")])
 
 
-def test_prompts_are_many() -> None:
+def test_drawn_prompts_are_diverse() -> None:
     rng = random.Random(1)
     drawn = [draw(rng) for _ in range(3000)]
     assert len({prompt.text for prompt in drawn}) > 2500
@@ -65,7 +65,7 @@ def words_of_prompts() -> set[str]:
     return {*prompts._lists()["words"], "passage", "snippet", "symbol", "story", "table", "column", "field2", "entity2"}
 
 
-def test_the_standard_library_is_quoted_in_pieces() -> None:
+def test_passages_quote_the_standard_library() -> None:
     assert len(passages.passages()) > 200
     assert all(30 <= len(text.split()) <= 90 and "\n" not in text for text in passages.passages())
     assert "json.dumps" in passages.symbols()
@@ -75,20 +75,20 @@ def test_the_standard_library_is_quoted_in_pieces() -> None:
         assert ast.get_docstring(ast.parse(snippet).body[0]) is None
 
 
-def test_questions_of_a_file_replace_the_built_in_ones() -> None:
+def test_prompt_file_replaces_built_in_prompts() -> None:
     own = [PromptLine(prompt="abc", domain="mine")]
     questions = TrainingQuestions(Letters(), [], 0, own)  # type: ignore[arg-type]
     assert {(q.ids, q.domain) for q in islice(iter(questions), 50)} == {((97, 98, 99), "mine")}
 
 
-def test_held_out_questions_are_not_asked() -> None:
+def test_held_out_prompts_are_not_used_for_training() -> None:
     own = [PromptLine(prompt="abc"), PromptLine(prompt="xyz")]
     questions = TrainingQuestions(Letters(), [own[0]], 0, own)  # type: ignore[arg-type]
     assert {q.ids for q in islice(iter(questions), 50)} == {(120, 121, 122)}
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "{}"])
-def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
+def test_invalid_prompt_line_is_reported_with_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(PromptFileError, match="line 2"):

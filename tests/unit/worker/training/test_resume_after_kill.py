@@ -19,7 +19,9 @@ KILLS = 10
 FLAGS = ("--steps", "80", "--validate-steps", "2")
 
 
-def test_ten_kills_change_nothing(target: Llama, conversations: list[Conversation], tmp_path: Path) -> None:
+def test_run_resumed_after_ten_kills_has_identical_weights(
+    target: Llama, conversations: list[Conversation], tmp_path: Path
+) -> None:
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     write_shard(recorded, 0, conversations * 2)

@@ -33,7 +33,7 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
-def test_greedy_rollouts_say_what_plain_decoding_says(target: Llama) -> None:
+def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
     questions = asked(40)
     found = list(Rollout(target, SETTINGS, iter(questions)).conversations())
     expected = [plain_greedy(target, q.ids or (), SETTINGS.answer_tokens - 1) for q in questions]
@@ -41,14 +41,14 @@ def test_greedy_rollouts_say_what_plain_decoding_says(target: Llama) -> None:
     assert sorted(c.tokens_N.tolist() for c in found) == sorted(expected)
 
 
-def test_recorded_states_are_those_of_one_pass_over_the_text(target: Llama) -> None:
+def test_recorded_states_equal_one_pass_over_the_text(target: Llama) -> None:
     for conversation in Rollout(target, SETTINGS, iter(asked(30))).conversations():
         aux, hidden = read_states(target, conversation.tokens_N.long())
         torch.testing.assert_close(conversation.aux_NA, aux, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(conversation.hidden_NE, hidden, atol=1e-5, rtol=1e-4)
 
 
-def test_a_target_asks_itself_within_the_template(target: Llama) -> None:
+def test_self_asked_questions_are_wrapped_in_the_chat_template(target: Llama) -> None:
     def forever() -> Iterator[Question]:
         while True:
             yield Question(None, 0.8, "self-asked")
@@ -63,7 +63,7 @@ def test_a_target_asks_itself_within_the_template(target: Llama) -> None:
         assert conversation.answer_start <= 20
 
 
-def test_text_is_cut_where_it_loops() -> None:
+def test_answer_is_cut_where_it_loops() -> None:
     row = Row(Question((9,), 0.0, "qa"), [], answer_start=1, tokens=[9])
     period = list(range(LOOP_NGRAM))
     said = 0
@@ -75,20 +75,20 @@ def test_text_is_cut_where_it_loops() -> None:
     assert said == LOOP_NGRAM * LOOP_COUNT
 
 
-def test_a_question_of_the_user_is_no_loop() -> None:
+def test_repetition_in_the_prompt_is_not_a_loop() -> None:
     period = list(range(LOOP_NGRAM))
     row = Row(Question(None, 0.0, "qa"), [], answer_start=3 * LOOP_NGRAM, tokens=period * 3)
     assert not any(row.repeats_with(token) or row.tokens.append(token) for token in period * 2)
 
 
-def test_recording_goes_on_where_it_stopped(target: Llama, tmp_path: Path) -> None:
+def test_recording_resumes_at_the_next_shard(target: Llama, tmp_path: Path) -> None:
     said: list[str] = []
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=10**6, tell=said.append)
+    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=10**6, log=said.append)
     first = answer_tokens(tmp_path)
     assert first > 0
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first, tell=said.append)
+    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first, log=said.append)
     assert answer_tokens(tmp_path) == first, "enough was there"
-    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first + 1, tell=said.append)
+    record(Rollout(target, SETTINGS, iter(asked(20))).conversations(), tmp_path, tokens=first + 1, log=said.append)
     assert answer_tokens(tmp_path) > first
     assert [path.name for path in shard_paths(tmp_path)] == ["shard-00000.safetensors", "shard-00001.safetensors"]
     assert all(c.domain == "qa" for path in shard_paths(tmp_path) for c in read_shard(path))

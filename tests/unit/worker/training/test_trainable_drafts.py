@@ -25,7 +25,7 @@ from specdecode_worker.training.heads.trainable_drafts import (
     vocabulary_of,
     working_copy,
 )
-from specdecode_worker.training.optimization.objective import Aim, loss_of
+from specdecode_worker.training.optimization.objective import LossSettings, loss_of
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
 DEPTH = 3
@@ -95,7 +95,9 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_unrolled_drafts_say_what_stepping_says(method: str, target: Llama, conversations: list[Conversation]) -> None:
+def test_unrolled_draft_equals_drafting_step_by_step(
+    method: str, target: Llama, conversations: list[Conversation]
+) -> None:
     draft = shaken(made(method, target))
     passes = list(unrolled(draft, batch_for(draft, conversations, torch.float32), DEPTH))
     for row, conversation in enumerate(conversations[:3]):
@@ -108,14 +110,16 @@ def test_unrolled_drafts_say_what_stepping_says(method: str, target: Llama, conv
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns(method: str, target: Llama, conversations: list[Conversation], tmp_path: Path) -> None:
+def test_loss_falls_for_every_method(
+    method: str, target: Llama, conversations: list[Conversation], tmp_path: Path
+) -> None:
     write_shard(tmp_path, 0, conversations * 4)
     settings = TrainSettings(
         steps=40, learning_rate=3e-3, output_rate=1.0, batch_tokens=60, depth=DEPTH, deepen_at=(), mix=((1.0, 1.0),)
     )
     draft = shaken(made(method, target))
     run = Trainer(draft, target.lm_head.weight, DataSet(tmp_path, validation=1), settings)
-    aim = Aim(depth=DEPTH, decay=0.8, divergence=0.5)
+    aim = LossSettings(depth=DEPTH, decay=0.8, divergence=0.5)
 
     def measured() -> float:
         return float(loss_of(run.head, batch_for(run.head, conversations, torch.float32), run.output_VE, aim).detach())
@@ -129,7 +133,7 @@ def test_every_method_learns(method: str, target: Llama, conversations: list[Con
     assert "tokens_per_step" in run.validate(0.0)
 
 
-def test_a_working_copy_shares_what_is_the_targets(target: Llama) -> None:
+def test_working_copy_shares_the_target_weights(target: Llama) -> None:
     eagle3, eagle = new_head(target, torch.arange(64)), new_eagle(target)
     copies = working_copy(eagle3, torch.bfloat16), working_copy(eagle, torch.bfloat16)
     assert isinstance(copies[0], Eagle3Head)
@@ -140,6 +144,6 @@ def test_a_working_copy_shares_what_is_the_targets(target: Llama) -> None:
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
-def test_medusa_knows_its_own_vocabulary(target: Llama) -> None:
+def test_medusa_draft_uses_its_own_vocabulary(target: Llama) -> None:
     assert vocabulary_of(new_medusa(target, torch.arange(0, 64, 4), 2), 64).tolist() == list(range(0, 64, 4))
     assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))

@@ -19,11 +19,11 @@ from specdecode_worker.training.data.shards import Conversation, write_shard
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.evaluation import draft_calibration
 from specdecode_worker.training.evaluation.draft_calibration import FACTORS, TEMPERATURES, agreement
-from specdecode_worker.training.heads.continued_head import continued_head
+from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 from specdecode_worker.training.heads.initialization import new_head
 from specdecode_worker.training.optimization.objective import target_distribution
 from specdecode_worker.training.optimization.overlap import soft_cross_entropy
-from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings, rate_at
+from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings, learning_rate_factor
 from specdecode_worker.training.optimization.validation import validation_line
 
 SETTINGS = TrainSettings(steps=12, depth=3, learning_rate=3e-3, batch_tokens=40, validate_every=3600.0)
@@ -49,11 +49,11 @@ def test_the_loss_falls(target: Llama, recorded: Path) -> None:
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
-def test_training_goes_on_from_a_head_of_another_vocabulary(target: Llama, recorded: Path) -> None:
+def test_head_with_another_vocabulary_can_be_trained_further(target: Llama, recorded: Path) -> None:
     first = trainer(target, recorded, replace(SETTINGS, steps=60, deepen_at=()))
     steps(first, 60)
     vocabulary = torch.arange(0, 64, 3)
-    head = continued_head(first.master, target, vocabulary)
+    head = prepare_eagle3_head(first.master, target, vocabulary)
     rows_VE, common = head.lm_head.weight, [i for i, token in enumerate(vocabulary.tolist()) if token % 2 == 0]
     for i, token in enumerate(vocabulary.tolist()):
         known = first.master.lm_head.weight[token // 2] if i in common else target.lm_head.weight[token]
@@ -65,7 +65,7 @@ def test_training_goes_on_from_a_head_of_another_vocabulary(target: Llama, recor
     assert sum(losses[0]) < sum(losses[1])
 
 
-def test_a_killed_run_goes_on_to_identical_weights(target: Llama, recorded: Path, tmp_path: Path) -> None:
+def test_restored_run_reaches_identical_weights(target: Llama, recorded: Path, tmp_path: Path) -> None:
     whole = trainer(target, recorded)
     steps(whole, 12)
     killed = trainer(target, recorded)
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_other_settings_is_refused(target: Llama, recorded: Path
         trainer(target, recorded, replace(SETTINGS, learning_rate=1e-4)).restore(tmp_path)
 
 
-def test_a_run_writes_head_and_history(target: Llama, recorded: Path, tmp_path: Path) -> None:
+def test_run_saves_the_head_and_history(target: Llama, recorded: Path, tmp_path: Path) -> None:
     run, kept, said = trainer(target, recorded), [], []
     run.run(tmp_path, said.append, kept.append)
     assert run.progress.step == 12
@@ -94,7 +94,7 @@ def test_a_run_writes_head_and_history(target: Llama, recorded: Path, tmp_path: 
     assert len(run.progress.history[0]["acceptance"]) == 3
 
 
-def test_a_run_that_gets_no_better_stops_at_its_best(
+def test_run_without_progress_stops_and_restores_the_best_weights(
     target: Llama, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([1.1, 1.5, 1.4, 1.3, 1.2])
@@ -110,12 +110,12 @@ def test_a_run_that_gets_no_better_stops_at_its_best(
     assert torch.equal(run.master.lm_head.weight, best[1])
     resumed = trainer(target, recorded, run.settings)
     assert resumed.restore(tmp_path)
-    assert resumed.over
+    assert resumed.is_over
     resumed.run(tmp_path, lambda _: None, lambda _: None)
     assert torch.equal(resumed.master.lm_head.weight, best[1]), "a killed run remembers its best"
 
 
-def test_a_machine_that_stood_still_did_not_train(
+def test_suspended_time_is_not_counted_as_training_time(
     target: Llama, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -130,7 +130,7 @@ def test_a_machine_that_stood_still_did_not_train(
     assert 30 * 0.5 < run.progress.seconds < 30 * 0.5 + 10 * 0.6
 
 
-def test_validation_tells_domains_apart(target: Llama, recorded: Path) -> None:
+def test_validation_reports_each_domain(target: Llama, recorded: Path) -> None:
     run = trainer(target, recorded)
     steps(run, 1)
     run.data.validation = run.data.training[:8]
@@ -142,7 +142,7 @@ def test_validation_tells_domains_apart(target: Llama, recorded: Path) -> None:
     assert line["divergence"] > 0
 
 
-def test_a_domain_keeps_apart_no_more_than_its_share(conversations: list[Conversation], tmp_path: Path) -> None:
+def test_validation_conversations_per_domain_are_limited(conversations: list[Conversation], tmp_path: Path) -> None:
     renamed = [replace(c, tokens_N=c.tokens_N + i % 3, temperature=0.0) for i, c in enumerate(conversations * 9)]
     write_shard(tmp_path, 0, renamed)
     data = DataSet(tmp_path, validation=5, per_domain=2)
@@ -160,7 +160,7 @@ def test_an_exported_head_loads_and_proposes_the_same(target: Llama, head: Eagle
         assert torch.equal(loaded.state_dict()[name], rounded), name
 
 
-def test_the_loss_and_its_gradient_are_those_of_torch() -> None:
+def test_soft_cross_entropy_and_gradient_equal_torch() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(300, 50, generator=generator, requires_grad=True)
     wanted = torch.softmax(torch.randn(300, 50, generator=generator), dim=-1)
@@ -190,12 +190,12 @@ def test_an_epoch_has_every_conversation_once(conversations: list[Conversation])
     assert [[id(c) for c in batch] for batch in found] != [[id(c) for c in batch] for batch in other]
 
 
-def test_nothing_to_train_on_is_said(target: Llama, tmp_path: Path) -> None:
+def test_empty_data_set_is_refused(target: Llama, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="record more tokens"):
         steps(trainer(target, tmp_path), 1)
 
 
-def test_validation_is_greedy_and_kept_apart(recorded: Path, conversations: list[Conversation]) -> None:
+def test_validation_set_is_greedy_and_disjoint_from_training(recorded: Path, conversations: list[Conversation]) -> None:
     data = DataSet(recorded, validation=2)
     data.grow()
     assert [c.temperature for c in data.validation] == [0.0] * 2
@@ -215,13 +215,15 @@ def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conver
     assert run.progress.shards == 2
 
 
-def test_agreement_is_by_depth_and_factor(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
+def test_agreement_is_measured_by_depth_and_factor(
+    target: Llama, head: Eagle3Head, conversations: list[Conversation]
+) -> None:
     found = agreement(head, conversations, target.lm_head.weight, depth=2)
     assert found.shape == (len(TEMPERATURES), 2, len(FACTORS))
     assert ((found >= 0) & (found <= 1)).all()
 
 
-def test_a_draft_that_knows_agrees_uncalibrated() -> None:
+def test_perfect_draft_agrees_without_calibration() -> None:
     generator = torch.Generator().manual_seed(6)
     logits, noise = 3 * torch.randn(400, 30, generator=generator), torch.randn(400, 30, generator=generator)
     drawn, ids = (logits + noise).argmax(dim=-1), torch.arange(30)
@@ -230,8 +232,8 @@ def test_a_draft_that_knows_agrees_uncalibrated() -> None:
     assert int(draft_calibration._hits(logits / 2, noise, ids, drawn).argmax()) == FACTORS.index(2.0)
 
 
-def test_the_rate_rises_then_falls() -> None:
-    rates = [rate_at(share / 100, SETTINGS) for share in range(101)]
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [learning_rate_factor(share / 100, SETTINGS) for share in range(101)]
     assert rates[0] < 0.1
     assert max(rates) == pytest.approx(1.0, abs=0.01)
     assert rates[-1] == pytest.approx(SETTINGS.final_rate)

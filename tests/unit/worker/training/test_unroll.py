@@ -10,7 +10,13 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.evaluation.acceptance_replay import RANKS, Tally, accepted, distinct_ngrams, ranks
+from specdecode_worker.training.evaluation.acceptance_replay import (
+    RANKS,
+    StepCounts,
+    accepted,
+    distinct_ngrams,
+    target_token_ranks,
+)
 from specdecode_worker.training.heads.unroll import make_batch, unroll
 
 DEPTH = 4
@@ -49,9 +55,7 @@ def drafted(head: Eagle3Head, conversation: Conversation, root: int) -> list[Ten
 
 
 @torch.no_grad()
-def test_unrolled_states_are_those_of_drafting_step_by_step(
-    head: Eagle3Head, conversations: list[Conversation]
-) -> None:
+def test_unrolled_states_equal_drafting_step_by_step(head: Eagle3Head, conversations: list[Conversation]) -> None:
     passes = list(unroll(head, make_batch(conversations, torch.float32), DEPTH))
     for row, conversation in enumerate(conversations):
         for root in range(conversation.answer_start, len(conversation.tokens_N)):
@@ -63,15 +67,15 @@ def test_unrolled_states_are_those_of_drafting_step_by_step(
 
 
 @torch.no_grad()
-def test_only_slots_with_a_root_in_the_answer_count(head: Eagle3Head, conversations: list[Conversation]) -> None:
+def test_only_slots_with_a_root_in_the_answer_are_valid(head: Eagle3Head, conversations: list[Conversation]) -> None:
     for k, (_, rooted_BA) in enumerate(unroll(head, make_batch(conversations, torch.float32), DEPTH)):
         lengths = [max(0, len(c.tokens_N) - c.answer_start - k) for c in conversations]
         assert rooted_BA.sum(dim=1).tolist() == lengths
 
 
 @torch.no_grad()
-def test_replay_is_a_naive_loop(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
-    found = ranks(head, conversations, target.lm_head.weight, DEPTH)
+def test_replayed_ranks_equal_a_naive_loop(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
+    found = target_token_ranks(head, conversations, target.lm_head.weight, DEPTH)
     seen = set()
     for conversation, ranks_IK in zip(conversations, found, strict=True):
         wanted = target.logits(conversation.hidden_NE).argmax(dim=-1)
@@ -102,12 +106,12 @@ def test_replay_is_a_naive_loop(target: Llama, head: Eagle3Head, conversations: 
         ("none", [0, 0, 0], 0),
     ],
 )
-def test_a_shape_accepts_along_its_ranks(shape: str, ranks_of_path: list[int], expected: int) -> None:
+def test_accepted_length_follows_the_ranks_of_the_shape(shape: str, ranks_of_path: list[int], expected: int) -> None:
     assert accepted(ranks_of_path, TreeShape.parse(shape)) == expected
 
 
-def test_a_walk_drafts_again_behind_what_was_accepted() -> None:
-    tally = Tally()
+def test_walk_continues_after_the_accepted_tokens() -> None:
+    tally = StepCounts()
     tally.walk(torch.tensor([[0, 0, 8], [8, 8, 8], [8, 8, 8], [0, 8, 8], [8, 8, 8]]), TreeShape.chain(3))
     # The step from slot 0 accepts two tokens, the one from slot 3 accepts one and reaches the end of the text.
     assert (tally.steps, tally.tokens) == (2, 5)
@@ -115,6 +119,6 @@ def test_a_walk_drafts_again_behind_what_was_accepted() -> None:
     assert tally.tokens_per_step == 2.5
 
 
-def test_text_that_loops_has_few_distinct_4grams() -> None:
+def test_looping_text_has_few_distinct_4grams() -> None:
     assert distinct_ngrams([list(range(20))]) == 1.0
     assert distinct_ngrams([[1, 2] * 10]) < 0.15

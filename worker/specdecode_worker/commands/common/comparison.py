@@ -14,8 +14,8 @@ from typing import Any
 from specdecode_worker.commands.common.local_engine import (
     Answer,
     LocalEngine,
-    Pace,
     Prompt,
+    RunTiming,
     distinct_4grams,
     sampling_of,
 )
@@ -43,7 +43,7 @@ PLAIN = Variant(TreeShape(()))
 
 
 @dataclass(slots=True)
-class Side:
+class VariantSums:
     """Sums over the runs of one variant, and the answers of the last run."""
 
     seconds: float = 0.0
@@ -51,16 +51,16 @@ class Side:
     steps: int = 0
     answers: list[Answer] = field(default_factory=list)
 
-    def add(self, pace: Pace) -> None:
+    def add(self, timing: RunTiming) -> None:
         """Add the sums of one run."""
-        self.seconds += pace.seconds
-        self.tokens += pace.tokens
-        self.steps += pace.steps
+        self.seconds += timing.seconds
+        self.tokens += timing.tokens
+        self.steps += timing.steps
 
     @property
-    def pace(self) -> Pace:
+    def timing(self) -> RunTiming:
         """Time, tokens and steps of all runs."""
-        return Pace(self.seconds, self.tokens, self.steps)
+        return RunTiming(self.seconds, self.tokens, self.steps)
 
 
 def compare(
@@ -71,30 +71,30 @@ def compare(
     Each round runs the variants in order and then in reverse order. A result holds the speed of plain decoding and of
     the variant, their ratio, and the tokens per step.
     """
-    sides = {variant: Side() for variant in (PLAIN, *variants)}
-    for variant in sides:
+    sums_of = {variant: VariantSums() for variant in (PLAIN, *variants)}
+    for variant in sums_of:
         _warm(engine, prompts[:together], variant, args)
-    there = list(sides)
-    for variant in (there + there[::-1]) * args.rounds:
+    order = list(sums_of)
+    for variant in (order + order[::-1]) * args.rounds:
         engine.run_shape(variant.shape, variant.draft)
-        side = Side()
-        sides[variant].answers = _waves(engine, prompts, together, args, side)
-        sides[variant].add(side.pace)
+        sums = VariantSums()
+        sums_of[variant].answers = _waves(engine, prompts, together, args, sums)
+        sums_of[variant].add(sums.timing)
         name = "plain" if variant == PLAIN else variant
-        print(f"  {together} at once, {name}: {side.pace.tokens_per_second:.1f} tokens/s", file=sys.stderr)
-    return {str(variant): _comparison(sides[PLAIN], sides[variant]) for variant in variants}
+        print(f"  {together} at once, {name}: {sums.timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+    return {str(variant): _comparison(sums_of[PLAIN], sums_of[variant]) for variant in variants}
 
 
 def _waves(
-    engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, side: Side
+    engine: LocalEngine, prompts: Sequence[Prompt], together: int, args: argparse.Namespace, sums: VariantSums
 ) -> list[Answer]:
     """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
     answers: list[Answer] = []
     for start in range(0, len(prompts) - together + 1, together):
         wave = range(start, start + together)
-        new, pace = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
+        new, timing = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
         answers += new
-        side.add(pace)
+        sums.add(timing)
     return answers
 
 
@@ -105,15 +105,15 @@ def _warm(engine: LocalEngine, prompts: Sequence[Prompt], variant: Variant, args
     engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
-def _comparison(plain: Side, speculative: Side) -> dict[str, Any]:
+def _comparison(plain: VariantSums, speculative: VariantSums) -> dict[str, Any]:
     """Return the results of one variant as a dictionary."""
     drafted = speculative.answers
     drafts = sum(answer.drafts for answer in drafted)
     same = sum(a.tokens == b.tokens for a, b in zip(plain.answers, drafted, strict=True))
     return {
-        "plain": _pace(plain.pace),
-        "speculative": _pace(speculative.pace),
-        "ratio": speculative.pace.tokens_per_second / plain.pace.tokens_per_second,
+        "plain": _timing_fields(plain.timing),
+        "speculative": _timing_fields(speculative.timing),
+        "ratio": speculative.timing.tokens_per_second / plain.timing.tokens_per_second,
         "tokens_per_step": 1 + sum(answer.accepted for answer in drafted) / drafts if drafts else 1.0,
         "distinct_4grams": distinct_4grams([answer.tokens for answer in drafted]),
         "identical": same == len(drafted),
@@ -121,6 +121,6 @@ def _comparison(plain: Side, speculative: Side) -> dict[str, Any]:
     }
 
 
-def _pace(pace: Pace) -> dict[str, float]:
+def _timing_fields(timing: RunTiming) -> dict[str, float]:
     """Return the speed of a run as a dictionary."""
-    return {"tokens_per_second": pace.tokens_per_second, "step_milliseconds": pace.step_milliseconds}
+    return {"tokens_per_second": timing.tokens_per_second, "step_milliseconds": timing.step_milliseconds}

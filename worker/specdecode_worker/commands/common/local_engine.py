@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RunTiming:
     """Duration of a run of requests, with its tokens and steps.
 
     It starts at the first tokens of the answers, because prefill is not compared.
@@ -120,10 +120,10 @@ class LocalEngine:
         prompts: Sequence[Prompt],
         sampling: Sequence[Sampling],
         on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
-    ) -> tuple[list[Answer], Pace]:
-        """Run all prompts together and return the answers and the pace.
+    ) -> tuple[list[Answer], RunTiming]:
+        """Run all prompts together and return the answers and the timing.
 
-        The pace is measured from the step in which the last prompt has its first token. ``on_tokens`` is called with
+        The timing starts at the step in which the last prompt has its first token. ``on_tokens`` is called with
         the index of the prompt for all new tokens.
         """
         answers = [Answer() for _ in prompts]
@@ -140,7 +140,7 @@ class LocalEngine:
             if began is None and all(answer.tokens or answer.finish for answer in answers):
                 began, tokens, steps = time.monotonic(), 0, 0
         now = time.monotonic()
-        return answers, Pace(now - (began or now), tokens, steps)
+        return answers, RunTiming(now - (began or now), tokens, steps)
 
 
 def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:

@@ -8,32 +8,32 @@ from functools import reduce
 
 from torch import Tensor
 
-from specdecode_worker.models.configs.target_states import NOTHING, Reads
+from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class StateColumns:
     """Indices of the stored states that a draft reads, each of width ``size``; None for all, in stored order."""
 
-    picks: tuple[int, ...] | None = None
+    indices: tuple[int, ...] | None = None
     size: int = 0
 
     def of(self, aux_TA: Tensor) -> Tensor:
         """Select the states of the draft from the stored ones, [tokens, width]."""
-        if self.picks is None:
+        if self.indices is None:
             return aux_TA
-        return aux_TA.view(len(aux_TA), -1, self.size)[:, list(self.picks)].flatten(1)
+        return aux_TA.view(len(aux_TA), -1, self.size)[:, list(self.indices)].flatten(1)
 
 
-def joined(reads: Iterable[Reads]) -> Reads:
+def union_reads(reads: Iterable[TargetStates]) -> TargetStates:
     """Return the union of the states that several drafts read.
 
     If all drafts read the same states, their order is preserved, so that no selection is needed.
     """
     found = {one for one in reads if one}
-    return found.pop() if len(found) == 1 else reduce(Reads.__or__, found, NOTHING)
+    return found.pop() if len(found) == 1 else reduce(TargetStates.__or__, found, NO_STATES)
 
 
-def columns(one: Reads, among: Reads, size: int) -> Columns:
+def columns_of(one: TargetStates, among: TargetStates, size: int) -> StateColumns:
     """Return the columns of the states ``one`` among the stored states ``among``."""
-    return Columns() if one == among else Columns(among.picks(one), size)
+    return StateColumns() if one == among else StateColumns(among.indices_of(one), size)

@@ -11,7 +11,7 @@ import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
-from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.drafts.drafter import Drafter
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
 from specdecode_worker.engine.drafts.medusa import MedusaDrafter
@@ -47,10 +47,10 @@ class DraftLoader:
     state: DeviceState
     blocks: int
     resolve: Resolve
-    foresees: bool
+    host_is_current: bool
     """True if no step is launched before the previous one is collected; see NgramDrafter."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+    def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
         if config.method == "ngram":
             return self._ngram(config, name)
@@ -88,7 +88,9 @@ class DraftLoader:
 
     def _ngram(self, config: DraftConfig, name: str) -> LoadedDraft:
         shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
-        drafter = NgramDrafter(self.state, self.target.config.vocab_size, shortest, longest, foresees=self.foresees)
+        drafter = NgramDrafter(
+            self.state, self.target.config.vocab_size, shortest, longest, host_is_current=self.host_is_current
+        )
         return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
 
     def _cache(self, config: CachedConfig) -> PagedCache:

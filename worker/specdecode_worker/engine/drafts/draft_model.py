@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.engine.drafts.aux_hidden_states import Columns
+from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
+from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, draft_trees
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, Tables
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.sampler import Sampler
@@ -40,7 +40,7 @@ class ModelDrafter(PagedDrafter):
         self, model: Llama, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
-        self.reads, self.columns = Reads(), Columns()
+        self.reads, self.columns = TargetStates(), StateColumns()
         self._model, self._cache, self._state = model, cache, state
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
@@ -48,7 +48,7 @@ class ModelDrafter(PagedDrafter):
 
     def ready(self, request: Request) -> bool:
         """Return whether the request is still within the positions that the draft model supports."""
-        return request.cached_least <= self.last_position
+        return request.cached_min <= self.last_position
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
@@ -64,7 +64,7 @@ class ModelDrafter(PagedDrafter):
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
-        hidden_RE = self._caught_up(rows, drafting)
+        hidden_RE = self._run_catch_up(rows, drafting)
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
@@ -74,28 +74,28 @@ class ModelDrafter(PagedDrafter):
                 hidden_RE = self.node_states(hidden_RE, packed)
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
-        return grow(rows, forest, self._state, expand)
+        return draft_trees(rows, forest, self._state, expand)
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows with a tree to draft."""
         return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
 
-    def behind(self, requests: Sequence[Request]) -> list[int]:
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, at most LONGEST_CATCH_UP."""
-        return [min(request.unseen(0), LONGEST_CATCH_UP) for request in requests]
+        return [min(request.draft_backlog(0), LONGEST_CATCH_UP) for request in requests]
 
-    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the draft runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
-            if request.unseen(0) > count:
-                request.draft.start = max(request.cached_least + 1 - count, 2)  # a start of 1 or less means slot 0 too
+            if request.draft_backlog(0) > count:
+                request.draft.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
             request.draft.reached_root(len(request.in_flight))
 
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [T, E] at committed slots."""
         return self._forward(packed)
 
-    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [R, E] at tree nodes. ``hidden_RE`` is not used; the model reads tokens."""
         return self._forward(packed)
 
@@ -103,10 +103,10 @@ class ModelDrafter(PagedDrafter):
         """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._model.logits(hidden_RE)[:, : self._vocab_size], at, depth, sampler)
 
-    def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
         requests = [rows[b].request for b in drafting]
-        counts = self.behind(requests)
-        self.caught_up(requests, counts)
+        counts = self.catch_up_counts(requests)
+        self.record_catch_up(requests, counts)
         first_B, _, _ = catch_up_runs(self._state, requests, counts)
         return roots_of(self._run(requests, counts, first_B), counts, drafting, len(rows))
 
@@ -114,5 +114,5 @@ class ModelDrafter(PagedDrafter):
         """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
         return self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=0))
 
-    def _forward(self, packed: Packed | Tables) -> Tensor:
+    def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
         return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]

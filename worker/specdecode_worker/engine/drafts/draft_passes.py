@@ -16,7 +16,7 @@ from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, slots_of, spread
+from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
 from specdecode_worker.speculation.trees import Forest, Level
 
 
@@ -28,7 +28,7 @@ def causal_pass(
     last_position: int,
     *,
     first_slot: int,
-) -> Packed:
+) -> PackedBatch:
     """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
 
     Args:
@@ -48,7 +48,7 @@ def causal_pass(
     bounds = tuple(
         min(max(request.cached_bound, request.prefilled) + 1, len(request.blocks) * BLOCK_SIZE) for request in requests
     )
-    return Packed(
+    return PackedBatch(
         tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
         positions_T=index_T.clamp(max=last_position),
         slots_T=slots_of(table_BM, sequence_T, index_T),
@@ -72,7 +72,7 @@ def level_pass(
     last_position: int,
     *,
     first_slot: int,
-) -> Packed:
+) -> PackedBatch:
     """Build the pass over the nodes of one level of the trees.
 
     Args:
@@ -93,7 +93,7 @@ def level_pass(
     length_R = length_B[sequence_R]
     table_BM = state.block_table_SM[slots_B]
     highest = [max(forest.trees[b].expanded[depth]) for b in running]
-    return Packed(
+    return PackedBatch(
         tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
         positions_T=(length_R + depth).clamp(max=last_position),
         slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),

@@ -37,11 +37,11 @@ class DraftProgress:
         if prefix and not has_state:
             self.start = self.features_from = prefix + 1
 
-    def launched(self, most: int) -> None:
+    def record_launch(self, most: int) -> None:
         """Record the launch of a step that may commit up to ``most`` positions, which the draft has not processed."""
         self.lag += most
 
-    def collected(self, most: int, committed: int) -> None:
+    def record_collect(self, most: int, committed: int) -> None:
         """Record that the oldest step in flight committed ``committed`` of at most ``most`` positions."""
         if self.caught_up:
             self.caught_up -= 1

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
-from specdecode_worker.engine.drafts.aux_hidden_states import columns, joined
+from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.drafts.drafter import Drafter, PagedDrafter
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
-FIRST = ""
+DEFAULT_DRAFT = ""
 """Name of the default draft, used by tasks that have no draft of their own."""
 
 
@@ -37,7 +37,7 @@ class LoadedDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class UnusableDraft:
     """Configured draft that cannot run; its state holds the reason."""
 
     state: DraftState
@@ -46,23 +46,23 @@ class Misfit:
 class LoadDraft(Protocol):
     """Callable that loads a draft while others run; see DraftLoader."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+    def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config`` under ``name``. Raise ModelError on failure."""
         ...
 
 
-class Roster:
+class DraftRegistry:
     """Loaded drafts by name. Without any draft, all rows decode plainly."""
 
-    def __init__(self, drafts: Mapping[str, LoadedDraft | Misfit], state: DeviceState, hidden_size: int) -> None:
+    def __init__(self, drafts: Mapping[str, LoadedDraft | UnusableDraft], state: DeviceState, hidden_size: int) -> None:
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
-        self._misfits = {name: one.state for name, one in drafts.items() if isinstance(one, Misfit)}
+        self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
         self._state, self._size = state, hidden_size
         self._by_task: dict[str, str] = {}
-        self.reads = Reads()
+        self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
         self._align()
-        state.keep_states(self.reads.width(hidden_size))
+        state.allocate_states(self.reads.width(hidden_size))
 
     def __bool__(self) -> bool:
         return bool(self._drafts)
@@ -75,28 +75,28 @@ class Roster:
         drafters = [loaded.drafter for loaded in self._drafts.values()]
         return drafters[0] if len(drafters) == 1 and isinstance(drafters[0], PagedDrafter) else None
 
-    def state(self, name: str = FIRST) -> DraftState:
+    def state(self, name: str = DEFAULT_DRAFT) -> DraftState:
         """Return the state of the draft of this name, loaded or not; an empty DraftState if there is none."""
         loaded = self._drafts.get(name)
-        return loaded.state if loaded else self._misfits.get(name, DraftState())
+        return loaded.state if loaded else self._unusable.get(name, DraftState())
 
     @property
     def named(self) -> tuple[DraftState, ...]:
         """States of all drafts except the default one, sorted by name."""
-        return tuple(self.state(name) for name in sorted({*self._drafts, *self._misfits} - {FIRST}))
+        return tuple(self.state(name) for name in sorted({*self._drafts, *self._unusable} - {DEFAULT_DRAFT}))
 
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
         """Set the draft of each task, by draft name. Tasks without one use the default draft."""
         self._by_task = {task.name: task.draft for task in tasks if task.draft}
 
-    def follow(self, request: Request) -> None:
+    def assign_draft(self, request: Request) -> None:
         """Record the draft of a request.
 
         A prefix found in the cache can then be matched with the draft whose keys it holds.
         """
         loaded = self._of(request)
         if loaded is not None:
-            self._follow(request, loaded.state.hash)
+            self._restart_if_changed(request, loaded.state.hash)
 
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for the request in the next step.
@@ -106,7 +106,7 @@ class Roster:
         loaded = self._of(request)
         if loaded is None:
             return False
-        self._follow(request, loaded.state.hash)
+        self._restart_if_changed(request, loaded.state.hash)
         return loaded.drafter.ready(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
@@ -116,7 +116,7 @@ class Roster:
         for name, loaded in self._drafts.items():
             mine = [b for b, row in enumerate(rows) if self._name(row.request) == name]
             for b in mine:
-                self._follow(rows[b].request, loaded.state.hash)
+                self._restart_if_changed(rows[b].request, loaded.state.hash)
             if len(mine) == len(rows):
                 loaded.drafter.prefill(rows, states_TA)
             elif mine:
@@ -141,27 +141,27 @@ class Roster:
         """Replace the draft of this name by ``loaded``. No step may be in flight."""
         before = self.reads
         self._drafts[name] = loaded
-        self._misfits.pop(name, None)
+        self._unusable.pop(name, None)
         self._align()
         if self.reads != before:
-            self._state.keep_states(self.reads.width(self._size))
+            self._state.allocate_states(self.reads.width(self._size))
             for request in requests:
                 request.draft.features_from = request.cached
 
     def _align(self) -> None:
-        self.reads = joined(loaded.drafter.reads for loaded in self._drafts.values())
+        self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
-            loaded.drafter.columns = columns(loaded.drafter.reads, self.reads, self._size)
+            loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
 
     def _name(self, request: Request) -> str:
-        name = self._by_task.get(request.submit.task, FIRST)
-        return name if name in self._drafts else FIRST
+        name = self._by_task.get(request.submit.task, DEFAULT_DRAFT)
+        return name if name in self._drafts else DEFAULT_DRAFT
 
     def _of(self, request: Request) -> LoadedDraft | None:
         return self._drafts.get(self._name(request))
 
     @staticmethod
-    def _follow(request: Request, identity: str) -> None:
+    def _restart_if_changed(request: Request, identity: str) -> None:
         if request.draft.draft == identity:
             return
         behind = max(request.cached_bound, request.prefilled) + 1

@@ -1,7 +1,7 @@
 """Draft swaps: loading of a new draft in a thread while the engine runs steps.
 
-The engine loop calls `Swaps.finished` between two steps and passes the loaded drafts to the engine. A draft that does
-not fit the target changes nothing; its swap holds the reason.
+The engine loop calls `DraftSwapQueue.finished` between two steps and passes the loaded drafts to the engine. A draft
+that does not fit the target changes nothing; its swap holds the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class DraftSwap:
     """Finished swap of the draft called ``name``. ``loaded`` is None on failure; ``problem`` is the reason."""
 
     call_id: int
@@ -34,34 +34,34 @@ class Swap:
     problem: str = ""
 
 
-class Swaps:
+class DraftSwapQueue:
     """Queue of draft swaps. One thread loads the drafts one by one, without effect on drafts in use."""
 
     def __init__(self, load: LoadDraft | None) -> None:
         self._load = load
         self._worker: ThreadPoolExecutor | None = None
-        self._under_way: list[tuple[SetDraft, Future[LoadedDraft]]] = []
+        self._pending: list[tuple[SetDraft, Future[LoadedDraft]]] = []
 
     @property
     def pending(self) -> bool:
         """True if a draft is loading or waits to be taken over."""
-        return bool(self._under_way)
+        return bool(self._pending)
 
     def begin(self, message: SetDraft) -> None:
         """Start or queue the loading of a draft."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
-        self._under_way.append((message, self._worker.submit(self._loaded, message)))
+        self._pending.append((message, self._worker.submit(self._loaded, message)))
 
-    def finished(self) -> Iterator[Swap]:
+    def finished(self) -> Iterator[DraftSwap]:
         """Yield the finished swaps in the order of their requests. Unexpected errors of the loader are raised."""
-        while self._under_way and self._under_way[0][1].done():
-            message, future = self._under_way.pop(0)
+        while self._pending and self._pending[0][1].done():
+            message, future = self._pending.pop(0)
             error = future.exception()
             if error is None:
-                yield Swap(message.call_id, message.name, future.result())
+                yield DraftSwap(message.call_id, message.name, future.result())
             elif isinstance(error, ModelError | ValidationError):
-                yield Swap(message.call_id, message.name, None, str(error))
+                yield DraftSwap(message.call_id, message.name, None, str(error))
             else:
                 raise error
 

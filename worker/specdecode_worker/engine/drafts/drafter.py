@@ -11,12 +11,12 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.aux_hidden_states import Columns
+from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, Tables
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
@@ -31,10 +31,10 @@ Missing proposals are -1.
 class Drafter(Protocol):
     """Interface of a loaded draft. A draft affects the number of tokens per step, never the text."""
 
-    reads: Reads
+    reads: TargetStates
     """Target states that the draft reads."""
-    columns: Columns
-    """Columns of those states among the stored target states; set by the Roster."""
+    columns: StateColumns
+    """Columns of those states among the stored target states; set by the DraftRegistry."""
 
     def ready(self, request: Request) -> bool:
         """Return whether the draft can propose tokens for this request in the next step; else it decodes plainly."""
@@ -67,11 +67,11 @@ class PagedDrafter(ABC):
         """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
 
     @abstractmethod
-    def behind(self, requests: Sequence[Request]) -> list[int]:
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root that the draft must run for each request, and still can."""
 
     @abstractmethod
-    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
 
     def first_key(self, request: Request) -> int:
@@ -79,7 +79,7 @@ class PagedDrafter(ABC):
         return request.draft.start if request.draft.start > 1 else self.first_slot
 
     @abstractmethod
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [T, E] at committed tokens.
 
         Args:
@@ -89,7 +89,7 @@ class PagedDrafter(ABC):
         """
 
     @abstractmethod
-    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the draft's hidden states [R, E] at tree nodes, from the states ``hidden_RE`` of their parents."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Ranking:
         return sampler.propose(logits_RV, self._target_ids, at.batch_R, at.node_R, at.depth_R, sharpness, k)
 
 
-def grow(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
+def draft_trees(rows: Sequence[Row], forest: Forest, state: DeviceState, expand: Expand) -> Tensor | None:
     """Draft the trees of the forest level by level.
 
     The tokens of each level's children are written behind the root in ``state.tokens_SP``, where the next level reads

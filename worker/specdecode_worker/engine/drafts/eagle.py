@@ -16,15 +16,15 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.aux_hidden_states import Columns
+from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
 from specdecode_worker.engine.drafts.draft_passes import catch_up_runs, causal_pass, level_pass, roots_of
-from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, grow
+from specdecode_worker.engine.drafts.drafter import PagedDrafter, Ranking, draft_trees
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.step.device_state import RING, DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, Tables
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS, DeviceState
+from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.sampler import Sampler
@@ -39,7 +39,7 @@ class Head(Protocol):
     """
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> TargetStates:
         """Target states that the head reads."""
         ...
 
@@ -79,14 +79,14 @@ class EagleDrafter(PagedDrafter):
             sharpness: As for Ranking.
         """
         self.reads = head.reads
-        self.columns = Columns()
+        self.columns = StateColumns()
         self.first_slot, self.last_position = 1, positions - 1
         self._head, self._cache, self._state = head, cache, state
         self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the head needs at the root."""
-        return request.cached_least > request.draft.features_from
+        return request.cached_min > request.draft.features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the head over prefill chunks.
@@ -126,7 +126,7 @@ class EagleDrafter(PagedDrafter):
         drafting = self.drafting(rows, forest.trees)
         if not drafting:
             return None
-        hidden_RE = self._caught_up(rows, drafting)
+        hidden_RE = self._run_catch_up(rows, drafting)
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
@@ -136,28 +136,28 @@ class EagleDrafter(PagedDrafter):
                 hidden_RE = self.node_states(hidden_RE, packed)
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
-        return grow(rows, forest, self._state, expand)
+        return draft_trees(rows, forest, self._state, expand)
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that draft or must catch up in this step."""
         return [b for b, row in enumerate(rows) if not row.is_chunk and self._runs_now(row, trees[b])]
 
-    def behind(self, requests: Sequence[Request]) -> list[int]:
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
         return [self._reachable(request) for request in requests]
 
-    def caught_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Record that the head runs the last ``counts`` slots up to the root of each request."""
         for request, count in zip(requests, counts, strict=True):
-            if request.unseen(1) > count:  # the ring lost older states: restart the draft
-                request.draft.start = max(request.cached_least + 1 - count, 1)
+            if request.draft_backlog(1) > count:  # the ring lost older states: restart the draft
+                request.draft.start = max(request.cached_min + 1 - count, 1)
             request.draft.reached_root(len(request.in_flight))
 
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: Packed | Tables) -> Tensor:
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
         return self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
-    def node_states(self, hidden_RE: Tensor, packed: Packed | Tables) -> Tensor:
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
@@ -165,21 +165,25 @@ class EagleDrafter(PagedDrafter):
         """Return the best target token ids behind these states, [R, K], best first."""
         return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
 
-    def _caught_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
+    def _run_catch_up(self, rows: Sequence[Row], drafting: list[int]) -> Tensor:
         """Run the slots up to the root that the draft lags behind, and return the hidden states [B, E] at the roots."""
         requests = [rows[b].request for b in drafting]
-        counts = self.behind(requests)
-        self.caught_up(requests, counts)
+        counts = self.catch_up_counts(requests)
+        self.record_catch_up(requests, counts)
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
         packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_slot=1)
         return roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
 
     def _reachable(self, request: Request) -> int:
         """Return the number of slots up to the root that can run from the states in the ring."""
-        return min(request.unseen(1), RING, max(request.cached_least - request.draft.features_from, 1))
+        return min(
+            request.draft_backlog(1), STATE_RING_POSITIONS, max(request.cached_min - request.draft.features_from, 1)
+        )
 
     def _runs_now(self, row: Row, tree: Tree) -> bool:
-        return tree.drafted_depth > 0 or (row.request.draft.lag >= RING - MAX_RANKS and self.ready(row.request))
+        return tree.drafted_depth > 0 or (
+            row.request.draft.lag >= STATE_RING_POSITIONS - MAX_RANKS and self.ready(row.request)
+        )
 
-    def _fused(self, aux_TA: Tensor, packed: Packed | Tables) -> Tensor:
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.aux_hidden_states import Columns
-from specdecode_worker.engine.drafts.drafter import Ranking, grow
+from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
+from specdecode_worker.engine.drafts.drafter import Ranking, draft_trees
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level
 
@@ -29,7 +29,7 @@ class Heads(Protocol):
     """Interface of Medusa heads."""
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> TargetStates:
         """Target states that the heads read: the final hidden state."""
         ...
 
@@ -48,13 +48,13 @@ class MedusaDrafter:
         self, heads: Heads, target_ids: Tensor | None, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``target_ids`` and ``sharpness`` are as for Ranking."""
-        self.reads, self.columns = heads.reads, Columns()
+        self.reads, self.columns = heads.reads, StateColumns()
         self._heads, self._state = heads, state
         self._ranking = Ranking(target_ids, sharpness)
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the heads need."""
-        return request.cached_least > request.draft.features_from
+        return request.cached_min > request.draft.features_from
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Reset the lag of the rows; Medusa heads have no cache to fill."""
@@ -77,4 +77,4 @@ class MedusaDrafter:
                 return torch.full((len(level.batch_R), MAX_RANKS), -1, device=level.batch_R.device)
             return self._ranking.of(logits_DBV[depth][level.batch_R], level.nodes, depth, sampler)
 
-        return grow(rows, forest, self._state, expand)
+        return draft_trees(rows, forest, self._state, expand)

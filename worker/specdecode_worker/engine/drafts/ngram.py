@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.engine.drafts.aux_hidden_states import Columns
-from specdecode_worker.engine.drafts.drafter import grow
+from specdecode_worker.engine.drafts.aux_hidden_states import StateColumns
+from specdecode_worker.engine.drafts.drafter import draft_trees
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import Forest, Level, Tree
 
@@ -27,7 +27,9 @@ from specdecode_worker.speculation.trees import Forest, Level, Tree
 class NgramDrafter:
     """Drafter of the method ngram. It has no weights and no cache, and never needs to catch up."""
 
-    def __init__(self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, foresees: bool) -> None:
+    def __init__(
+        self, state: DeviceState, vocab_size: int, shortest: int, longest: int, *, host_is_current: bool
+    ) -> None:
         """Create a drafter.
 
         Args:
@@ -35,18 +37,18 @@ class NgramDrafter:
             vocab_size: Vocabulary size of the target.
             shortest: Minimum length of a match, in tokens.
             longest: Maximum length of a match, in tokens.
-            foresees: True if the host knows every token before the next step, that is, no step is launched ahead. The
-                host can then detect a request without a match, which decodes plainly instead of verifying an empty
-                proposal.
+            host_is_current: True if the host knows every token before the next step, that is, no step is launched
+                ahead. The host can then detect a request without a match, which decodes plainly instead of verifying
+                an empty proposal.
         """
-        self.reads, self.columns = Reads(), Columns()
+        self.reads, self.columns = TargetStates(), StateColumns()
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
-        self._foresees = foresees
+        self._host_is_current = host_is_current
 
     def ready(self, request: Request) -> bool:
-        """Return whether the last ``shortest`` tokens occur earlier in the text; always True without ``foresees``."""
-        if not self._foresees:
+        """Return whether the last ``shortest`` tokens occur earlier in the text. Always True if the host is behind."""
+        if not self._host_is_current:
             return True
         tokens, size = request.tokens, self._shortest
         last = tokens[-size:]
@@ -70,12 +72,12 @@ class NgramDrafter:
             suffix_RN = self._suffixes(forest.trees, level, slots_B, length_B)
             return lookup(text_RP, length_B[level.batch_R] + 1, suffix_RN, self._shortest, self._vocab_size)
 
-        return grow(rows, forest, self._state, expand)
+        return draft_trees(rows, forest, self._state, expand)
 
     def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
         """Return the last tokens up to each node, [R, longest]. Positions before the text repeat its first token."""
         back = [
-            _back(trees[b], node, self._longest)
+            _path_to(trees[b], node, self._longest)
             for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
         ]
         offset_RN = to_device(back, length_B.device)
@@ -83,7 +85,7 @@ class NgramDrafter:
         return self._state.tokens_SP[slots_B[level.batch_R, None], index_RN]
 
 
-def _back(tree: Tree, node: int, count: int) -> list[int]:
+def _path_to(tree: Tree, node: int, count: int) -> list[int]:
     """Return the offsets from the root's index of the last ``count`` tokens up to a node, in order of the text."""
     path = []
     while node > 0:

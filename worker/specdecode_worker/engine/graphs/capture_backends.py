@@ -24,30 +24,30 @@ class Captured:
     seconds: float = 0.0
 
 
-class Runner(Protocol):
+class CaptureBackend(Protocol):
     """Backend that captures work for replay."""
 
     def capture(self, work: Work) -> Captured:
         """Capture ``work``, which may run several times meanwhile and must be harmless then."""
         ...
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Release what is shared by earlier captures; none of them is replayed again."""
         ...
 
 
-class EagerRunner:
+class EagerBackend:
     """Backend without capture: every replay runs the work again. Used in tests."""
 
     def capture(self, work: Work) -> Captured:
         """Return ``work`` itself, untimed."""
         return Captured(work)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Do nothing, since eager execution shares no state between captures."""
 
 
-class CudaRunner:
+class CudaGraphBackend:
     """Backend that captures CUDA graphs.
 
     All graphs share one memory pool. This is safe because no two graphs run at once and none reads intermediate
@@ -78,7 +78,7 @@ class CudaRunner:
         torch.cuda.synchronize()
         return Captured(graph.replay, time.monotonic() - began)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Start a new memory pool for the graphs to come.
 
         Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph.

@@ -20,7 +20,7 @@ ROWS_PER_LEVEL = (1, 2, 4, 8, 16, 32, NODES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Key:
+class GraphKey:
     """Size buckets of a decode step.
 
     Each of ``rows`` sequences verifies at most ``tokens_per_row`` tokens and its draft catches up with at most as many.
@@ -45,7 +45,7 @@ class Key:
         return self.rows * self.width
 
 
-def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool) -> Key | None:
+def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: bool) -> GraphKey | None:
     """Return the key of a step of ``trees`` in a bucket of ``rows``.
 
     Return None if the longest catch-up of a draft exceeds the largest bucket of tokens per row.
@@ -57,7 +57,7 @@ def key_of(rows: int, trees: Sequence[Tree], longest_catch_up: int, *, cuts: boo
     widest = max((len(level) for tree in trees for level in tree.expanded[1:]), default=0)
     width = at_least(widest, ROWS_PER_LEVEL) if widest else 0
     assert width is not None, "no tree has more nodes"
-    return Key(rows, tokens, passes, width, cuts)
+    return GraphKey(rows, tokens, passes, width, cuts)
 
 
 def at_least(count: int, buckets: Sequence[int]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from specdecode_worker.engine.graphs.graph_key import NODES, Key
+from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.static_inputs import Shapes
 from specdecode_worker.engine.request import Request
 
@@ -25,7 +25,7 @@ class CatchUp:
     key_starts: tuple[int, ...] = ()
 
 
-def shapes(key: Key) -> Shapes:
+def shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the integer row tables of ``key``, by name. Row B of a [B + 1] table is padding.
 
     - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``kept_depth`` (maximum accepted
@@ -42,23 +42,23 @@ def shapes(key: Key) -> Shapes:
     return found
 
 
-def float_shapes(key: Key) -> Shapes:
+def float_shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the float row tables of ``key``, by name; row B is padding."""
     return dict.fromkeys(FLOATS, (key.rows + 1,))
 
 
-def floats_of(requests: Sequence[Request], key: Key) -> dict[str, list[float]]:
+def floats_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[float]]:
     """Return the values of the float row tables, padded with greedy sampling without truncation."""
-    laws, more = [request.law for request in requests], key.rows + 1 - len(requests)
+    batch_params, more = [request.sampling_params for request in requests], key.rows + 1 - len(requests)
     return {
-        "temperature": [law.temperature for law in laws] + [0.0] * more,
-        "top_p": [law.top_p for law in laws] + [1.0] * more,
-        "min_p": [law.min_p for law in laws] + [0.0] * more,
+        "temperature": [params.temperature for params in batch_params] + [0.0] * more,
+        "top_p": [params.top_p for params in batch_params] + [1.0] * more,
+        "min_p": [params.min_p for params in batch_params] + [0.0] * more,
     }
 
 
 def rows_of(
-    requests: Sequence[Request], key: Key, catch_up: CatchUp, kept_depths: Sequence[int] | None, nobody: int
+    requests: Sequence[Request], key: GraphKey, catch_up: CatchUp, kept_depths: Sequence[int] | None, padding_slot: int
 ) -> dict[str, list[int]]:
     """Return the values of the integer row tables of ``shapes``, flat and padded.
 
@@ -67,21 +67,21 @@ def rows_of(
         key: Key of the graph that runs the step.
         catch_up: Catch-up of the draft; ignored for a key without draft passes.
         kept_depths: Maximum accepted depth of each row; None for no limit.
-        nobody: Slot of padding rows.
+        padding_slot: Slot of padding rows.
     """
     more = key.rows + 1 - len(requests)
     kept = [NODES] * len(requests) if kept_depths is None else list(kept_depths)
     found = {
-        "slot": [request.slot for request in requests] + [nobody] * more,
+        "slot": [request.slot for request in requests] + [padding_slot] * more,
         "live": [1] * len(requests) + [0] * more,
-        "seed": [request.law.seed for request in requests] + [0] * more,
-        "top_k": [request.law.top_k for request in requests] + [0] * more,
+        "seed": [request.sampling_params.seed for request in requests] + [0] * more,
+        "top_k": [request.sampling_params.top_k for request in requests] + [0] * more,
         "kept_depth": kept + [NODES] * more,
     }
     return found | _catch_up(catch_up, key) if key.passes else found
 
 
-def _catch_up(catch_up: CatchUp, key: Key) -> dict[str, list[int]]:
+def _catch_up(catch_up: CatchUp, key: GraphKey) -> dict[str, list[int]]:
     more = key.rows + 1 - len(catch_up.counts)
     counts = [*catch_up.counts, *[0] * more]
     total = sum(counts)

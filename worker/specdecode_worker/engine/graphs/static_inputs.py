@@ -34,7 +34,7 @@ class Layout:
         return torch.tensor([value for name in self.shapes for value in values[name]], dtype=dtype)
 
 
-class Staged:
+class StagedTensor:
     """Static tensor on the device (``device_copy``) with two host buffers to write it from."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:

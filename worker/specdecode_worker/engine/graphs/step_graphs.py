@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.draft_registry import Roster
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.drafts.drafter import PagedDrafter
-from specdecode_worker.engine.graphs.capture_backends import Captured, Runner
-from specdecode_worker.engine.graphs.captured_step import Parts, Step
-from specdecode_worker.engine.graphs.graph_key import Key, at_least, key_of
+from specdecode_worker.engine.graphs.capture_backends import CaptureBackend, Captured
+from specdecode_worker.engine.graphs.captured_step import CapturedStep, StepParts
+from specdecode_worker.engine.graphs.graph_key import GraphKey, at_least, key_of
 from specdecode_worker.engine.graphs.row_tables import CatchUp, floats_of, rows_of
 from specdecode_worker.engine.graphs.tree_tables import topology
 from specdecode_worker.engine.memory.memory_budget import MOST_GRAPHS
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.host_copy import Arrival, to_host
+from specdecode_worker.engine.step.host_copy import HostCopy, to_host
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3
+CAPTURE_AFTER_STEPS = 3
 """Number of steps with the same key after which it is captured while serving. A capture costs about 3 eager steps."""
 
 
@@ -44,7 +44,7 @@ class Graph:
     read all weights.
     """
 
-    step: Step
+    step: CapturedStep
     captured: Captured
 
 
@@ -57,11 +57,11 @@ class Replayed:
 
     outcome: Outcome
     ranked_BNK: Tensor | None
-    arrival: Arrival
+    host_copy: HostCopy
     draft_seconds: float
 
 
-class Graphs:
+class StepGraphs:
     """All CUDA graphs of one engine.
 
     ``replayed`` counts the steps that a graph ran. ``eager`` counts the steps that no graph ran, by reason: "prefill",
@@ -71,13 +71,13 @@ class Graphs:
     def __init__(
         self,
         target: Target,
-        drafts: Roster,
+        drafts: DraftRegistry,
         state: DeviceState,
-        runner: Runner,
+        backend: CaptureBackend,
         *,
         rows: Sequence[int],
-        most_tokens: int,
-        patience: int = PATIENCE,
+        max_tokens: int,
+        capture_after_steps: int = CAPTURE_AFTER_STEPS,
     ) -> None:
         """Create an empty set of graphs.
 
@@ -85,30 +85,30 @@ class Graphs:
             target: Target model that verifies the drafts.
             drafts: Loaded drafts.
             state: Device state of the running requests.
-            runner: Backend that captures steps.
+            backend: Backend that captures steps.
             rows: Numbers of rows to capture, as from `row_buckets`.
-            most_tokens: Maximum number of packed tokens of one graph.
-            patience: Number of steps with the same key after which it is captured while serving.
+            max_tokens: Maximum number of packed tokens of one graph.
+            capture_after_steps: Number of steps with the same key after which it is captured while serving.
         """
-        self._target, self._drafts, self._state, self._runner = target, drafts, state, runner
-        self._rows, self._most_tokens, self._patience = tuple(rows), most_tokens, patience
-        self._graphs: dict[Key, Graph] = {}
+        self._target, self._drafts, self._state, self._backend = target, drafts, state, backend
+        self._rows, self._max_tokens, self._capture_after_steps = tuple(rows), max_tokens, capture_after_steps
+        self._graphs: dict[GraphKey, Graph] = {}
         self._drafter: PagedDrafter | None = None
-        self._asked: Counter[Key] = Counter()
+        self._key_counts: Counter[GraphKey] = Counter()
         self.replayed = 0
         self.eager: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard all graphs.
 
         Call this after the drafts or the stored target states have changed, since graphs refer to their tensors.
         """
         self._graphs.clear()
-        self._runner.forget()
-        self._asked.clear()
+        self._backend.clear()
+        self._key_counts.clear()
         self._drafter = None
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
@@ -125,7 +125,7 @@ class Graphs:
             for tree in trees
             for cuts in (False, True)
         }
-        keys = [key for key in found if key is not None and key.tokens <= self._most_tokens and key not in self._graphs]
+        keys = [key for key in found if key is not None and key.tokens <= self._max_tokens and key not in self._graphs]
         keys.sort(key=lambda key: (key.cuts, key.passes > 0, key))
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
@@ -143,28 +143,28 @@ class Graphs:
             kept_depths: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
             ranked: Copy the ranked draft tokens to the host too.
         """
-        found = self._planned(rows)
+        found = self._find_key(rows)
         if isinstance(found, str):
-            self._missed(found)
+            self._count_eager(found)
             return None
         key, catch_up, drafter = found
         graph = self._graph(key, drafter)
         if graph is None:
-            self._missed("new")
+            self._count_eager("new")
             return None
         requests = [row.request for row in rows]
         if drafter is not None and key.passes:
             drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
-            drafter.caught_up([request for request, _ in drafting], [count for _, count in drafting])
+            drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
         self._fill(graph.step, tuple(row.tree for row in rows), requests, catch_up, kept_depths)
         graph.captured.replay()
         self.replayed += 1
         return self._replayed(graph, len(rows), ranked=ranked)
 
-    def _planned(self, rows: Sequence[Row]) -> tuple[Key, CatchUp, PagedDrafter | None] | str:
+    def _find_key(self, rows: Sequence[Row]) -> tuple[GraphKey, CatchUp, PagedDrafter | None] | str:
         """Return the key, catch-up and drafter for ``rows``, or the reason why no graph can run them."""
-        if reason := _unfit(rows):
+        if reason := _ineligibility_reason(rows):
             return reason
         bucket, trees = at_least(len(rows), self._rows), [row.tree for row in rows]
         if bucket is None:
@@ -178,54 +178,56 @@ class Graphs:
             return "catch-up"
         counts = [0] * len(rows)
         if drafter is not None:
-            for b, count in zip(behind, drafter.behind([rows[b].request for b in behind]), strict=True):
+            for b, count in zip(behind, drafter.catch_up_counts([rows[b].request for b in behind]), strict=True):
                 counts[b] = count
-        cuts = any(row.request.law.truncated and not row.request.law.greedy for row in rows)
+        cuts = any(row.request.sampling_params.truncated and not row.request.sampling_params.greedy for row in rows)
         key = key_of(bucket, trees, max(counts), cuts=cuts)
-        if key is None or key.tokens > self._most_tokens:
+        if key is None or key.tokens > self._max_tokens:
             return "size"
         return key, CatchUp(tuple(counts)), drafter
 
-    def _graph(self, key: Key, drafter: PagedDrafter | None) -> Graph | None:
+    def _graph(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph | None:
         graph = self._graphs.get(key)
         if graph is None and len(self._graphs) < MOST_GRAPHS:
-            self._asked[key] += 1
-            if self._asked[key] >= self._patience:
+            self._key_counts[key] += 1
+            if self._key_counts[key] >= self._capture_after_steps:
                 graph = self._capture(key, drafter)
                 log.info("captured a graph that was asked for: %s", key)
         return graph
 
-    def _capture(self, key: Key, drafter: PagedDrafter | None) -> Graph:
+    def _capture(self, key: GraphKey, drafter: PagedDrafter | None) -> Graph:
         """Capture a graph for ``key``. The step that runs during the capture has padding rows only."""
-        assert self._drafter is None or drafter is self._drafter, "graphs are forgotten when drafts change"
+        assert self._drafter is None or drafter is self._drafter, "graphs are discarded when drafts change"
         self._drafter = drafter
-        step = Step(key, Parts(self._target, drafter if key.passes else None, self._state, self._drafts.reads))
+        step = CapturedStep(
+            key, StepParts(self._target, drafter if key.passes else None, self._state, self._drafts.reads)
+        )
         self._fill(step, (), [], CatchUp(), None)
-        graph = Graph(step, self._runner.capture(step.run))
+        graph = Graph(step, self._backend.capture(step.run))
         self._graphs[key] = graph
         return graph
 
     def _fill(
         self,
-        step: Step,
+        step: CapturedStep,
         trees: tuple[Tree, ...],
         requests: Sequence[Request],
         catch_up: CatchUp,
         kept_depths: Sequence[int] | None,
     ) -> None:
-        key, whole, fractions = step.key, step.whole_numbers, step.fractions
-        of_rows = rows_of(requests, key, catch_up, kept_depths, self._state.nobody)
-        whole.write((topology(trees, key), step.laws.flat(of_rows, whole.dtype)))
-        fractions.write((step.floats.flat(floats_of(requests, key), fractions.dtype),))
+        key, int_inputs, float_inputs = step.key, step.int_inputs, step.float_inputs
+        of_rows = rows_of(requests, key, catch_up, kept_depths, self._state.padding_slot)
+        int_inputs.write((topology(trees, key), step.row_layout.flat(of_rows, int_inputs.dtype)))
+        float_inputs.write((step.floats.flat(floats_of(requests, key), float_inputs.dtype),))
 
     def _replayed(self, graph: Graph, rows: int, *, ranked: bool) -> Replayed:
         """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
         step, depth = graph.step, graph.step.key.passes
         results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
-        (out, *more), arrival = to_host(results, overwritten=True)
+        (out, *more), host_copy = to_host(results, overwritten=True)
         emitted, path, rank, count = torch.split(out[:rows], [depth + 1, depth, depth + 1, 1], dim=1)
         outcome = Outcome(emitted, count[:, 0], path, rank)
-        return Replayed(outcome, more[0][:rows] if more else None, arrival, self._draft_seconds(graph))
+        return Replayed(outcome, more[0][:rows] if more else None, host_copy, self._draft_seconds(graph))
 
     def _draft_seconds(self, graph: Graph) -> float:
         """Return the measured time of the step minus that of a plain step with as many rows, in seconds.
@@ -233,21 +235,21 @@ class Graphs:
         This overestimates the draft time if no graph of the plain step exists.
         """
         key = graph.step.key
-        plain = self._graphs.get(Key(key.rows, 1, cuts=key.cuts))
-        beside = plain.captured.seconds if plain is not None else 0.0
-        return max(graph.captured.seconds - beside, 0.0) if key.passes else 0.0
+        plain = self._graphs.get(GraphKey(key.rows, 1, cuts=key.cuts))
+        plain_seconds = plain.captured.seconds if plain is not None else 0.0
+        return max(graph.captured.seconds - plain_seconds, 0.0) if key.passes else 0.0
 
-    def _missed(self, reason: str) -> None:
+    def _count_eager(self, reason: str) -> None:
         if reason not in self.eager:
             log.info("a step runs without a graph: %s", reason)
         self.eager[reason] += 1
 
 
-def _unfit(rows: Sequence[Row]) -> str:
+def _ineligibility_reason(rows: Sequence[Row]) -> str:
     """Return the reason why no graph can run ``rows``, or "" if one can."""
     if any(row.is_chunk for row in rows):
         return "prefill"
-    if any(row.request.law.adjusts for row in rows):
+    if any(row.request.sampling_params.adjusts for row in rows):
         return "processors"
     if any(row.request.submit.sampling.logprobs is not None for row in rows):
         return "logprobs"

@@ -12,16 +12,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specdecode_worker.engine.graphs.graph_key import NODES, Key
+from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey
 from specdecode_worker.engine.graphs.static_inputs import Layout, Shapes
 from specdecode_worker.speculation.trees import Tree
 
-NOBODY = Tree((-1,), 0)
+PADDING_TREE = Tree((-1,), 0)
 """Tree of a padding row; none of its nodes is verified."""
 OF_NODES = ("verified_parent", "parent", "rank", "depth")
 
 
-def shapes(key: Key) -> Shapes:
+def shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the tree tables of ``key``, by name.
 
     - ``query_start`` [B + 1], ``root_row`` [B]: packed tokens of each row, and the packed index of its root.
@@ -48,9 +48,9 @@ def shapes(key: Key) -> Shapes:
 
 
 @lru_cache(maxsize=256)
-def topology(trees: tuple[Tree, ...], key: Key) -> Tensor:
+def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
     """Return the tables of ``shapes`` as one flat int64 tensor on the host, padded to the rows of ``key``."""
-    padded = trees + (NOBODY,) * (key.rows - len(trees))
+    padded = trees + (PADDING_TREE,) * (key.rows - len(trees))
     counts = [tree.verified for tree in padded]
     starts = list(accumulate(counts, initial=0))
     values: dict[str, list[int]] = {
@@ -73,7 +73,7 @@ def topology(trees: tuple[Tree, ...], key: Key) -> Tensor:
 @lru_cache(maxsize=1024)
 def _of_nodes(tree: Tree) -> tuple[list[int], ...]:
     verified = [*tree.parents[: tree.verified]]
-    drafted = tree is not NOBODY
+    drafted = tree is not PADDING_TREE
     return (
         _filled(verified, NODES, -1),
         _filled([*tree.parents], NODES, -1),
@@ -82,7 +82,7 @@ def _of_nodes(tree: Tree) -> tuple[list[int], ...]:
     )
 
 
-def _add_levels(values: dict[str, list[int]], trees: tuple[Tree, ...], key: Key) -> None:
+def _add_levels(values: dict[str, list[int]], trees: tuple[Tree, ...], key: GraphKey) -> None:
     values |= {f"level_{name}": [] for name in ("start", "sequence", "node", "ancestors", "source")}
     before = {(b, 0): b for b in range(len(trees))}
     for depth in range(1, key.passes):

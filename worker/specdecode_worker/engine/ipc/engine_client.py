@@ -80,7 +80,7 @@ class Stream:
         """Abort the request if it is unfinished; a pending read raises EngineGone. May be called twice."""
         self._client._forget(self._request_id, abort=not self._over)
         if not self._over:
-            self.deliver(EngineGone("nobody listens any more"))
+            self.deliver(EngineGone("the stream was closed"))
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +94,7 @@ class Stream:
 class EngineClient:
     """Client of one engine process.
 
-    ``loaded`` resolves once the engine accepts requests, ``gone`` once it has ended; each resolves at most once.
+    ``loaded`` resolves once the engine accepts requests, ``ended`` once it has ended; each resolves at most once.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EngineClient:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[Loaded] = loop.create_future()
-        self.gone: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
         """Reason why the engine ended. It never resolves after ``close``."""
         self._folder = tempfile.mkdtemp(prefix="specdecode-")  # mode 0700: other users cannot connect
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -198,7 +198,7 @@ class EngineClient:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self, request_id: str, *, abort: bool) -> None:
-        if self._streams.pop(request_id, None) is not None and abort and not self.gone.done():
+        if self._streams.pop(request_id, None) is not None and abort and not self.ended.done():
             self._send(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
@@ -231,7 +231,7 @@ class EngineClient:
             case Loaded():
                 self.loaded.set_result(message)
             case Crashed(reason):
-                self._lose(reason)
+                self._end_with(reason)
 
     def _answer(self, done: Done) -> None:
         answer = self._calls.get(done.call_id)
@@ -245,24 +245,24 @@ class EngineClient:
     def _process_ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         # A Crashed message may still be in transit; it has the better reason.
-        asyncio.get_running_loop().call_later(0.2, self._lose_silently)
+        asyncio.get_running_loop().call_later(0.2, self._end_silently)
 
-    def _lose_silently(self) -> None:
+    def _end_silently(self) -> None:
         self._process.join()
-        self._lose(f"the engine process ended with exit code {self._process.exitcode}")
+        self._end_with(f"the engine process ended with exit code {self._process.exitcode}")
 
-    def _lose(self, reason: str) -> None:
-        if self.gone.done():
+    def _end_with(self, reason: str) -> None:
+        if self.ended.done():
             return
-        self.gone.set_result(reason)
+        self.ended.set_result(reason)
         self.end_streams(reason)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineGone(reason))
 
     def _check_alive(self) -> None:
-        if self.gone.done():
-            raise EngineGone(self.gone.result())
+        if self.ended.done():
+            raise EngineGone(self.ended.result())
 
 
 def _spawn(

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
-from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, Swap, Swaps
+from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.ipc.messages import (
     Abort,
@@ -39,7 +39,7 @@ from specdecode_worker.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
-from specdecode_worker.engine.stats.step_time_calibration import Calibrated, calibrate
+from specdecode_worker.engine.stats.step_time_calibration import CalibrationTarget, calibrate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.termination import write_termination_message
@@ -54,7 +54,7 @@ PADDED_CALIBRATION_SECONDS = 60.0
 """CALIBRATION_SECONDS for a worker with synthetic knobs. It is longer because the knobs may pad every step."""
 
 
-class Engine(Calibrated, Protocol):
+class Engine(CalibrationTarget, Protocol):
     """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
 
     @property
@@ -110,16 +110,16 @@ class EnginePort:
         if self._parent is not None:
             self._poller.register(self._parent, zmq.POLLIN)
 
-    def receive(self, patience_seconds: float | None) -> list[ToEngine]:
+    def receive(self, timeout_seconds: float | None) -> list[ToEngine]:
         """Return all pending messages.
 
         Args:
-            patience_seconds: Maximum time to wait for the first message, in seconds; None waits without limit.
+            timeout_seconds: Maximum time to wait for the first message, in seconds; None waits without limit.
 
         Returns:
             The messages, which may be none; a Shutdown if the parent process has ended.
         """
-        events = dict(self._poller.poll(None if patience_seconds is None else int(1000 * patience_seconds)))
+        events = dict(self._poller.poll(None if timeout_seconds is None else int(1000 * timeout_seconds)))
         if self._parent in events:
             return [Shutdown()]
         found: list[ToEngine] = []
@@ -144,32 +144,32 @@ class EngineLoop:
     def __init__(self, engine: Engine, port: EnginePort) -> None:
         self._engine = engine
         self._port = port
-        self._swaps = Swaps(engine.load_draft)
+        self._swaps = DraftSwapQueue(engine.load_draft)
         self._running = True
 
     def run(self) -> None:
         """Run until a Shutdown message arrives."""
         while self._running:
-            for message in self._port.receive(self._patience()):
-                self._port.send(self._take(message))
+            for message in self._port.receive(self._wait_seconds()):
+                self._port.send(self._handle(message))
             for swap in self._swaps.finished():
-                self._port.send(self._take_over(swap))
+                self._port.send(self._apply_swap(swap))
             if self._running and not self._engine.idle:
                 self._port.send(self._engine.step())
         self._swaps.close()
 
-    def _patience(self) -> float | None:
+    def _wait_seconds(self) -> float | None:
         """Return how long to wait for a message, in seconds: 0 while there is work, None for no limit."""
         if not self._engine.idle:
             return 0
         return POLL_SECONDS if self._swaps.pending else None
 
-    def _take_over(self, swap: Swap) -> list[FromEngine]:
+    def _apply_swap(self, swap: DraftSwap) -> list[FromEngine]:
         if swap.loaded is None:
             return [Done(call_id=swap.call_id, error=swap.problem)]
         return [*self._engine.set_draft(swap.name, swap.loaded), Done(call_id=swap.call_id)]
 
-    def _take(self, message: ToEngine) -> list[FromEngine]:
+    def _handle(self, message: ToEngine) -> list[FromEngine]:
         match message:
             case Submit():
                 return self._add(message)
@@ -251,13 +251,13 @@ def main(
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
-        port.send([Crashed(_last_words(error))])
+        port.send([Crashed(_crash_reason(error))])
         port.close()
         sys.exit(1)
     port.close()
 
 
-def _last_words(error: Exception) -> str:
+def _crash_reason(error: Exception) -> str:
     """Return the reason of a crash.
 
     A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.

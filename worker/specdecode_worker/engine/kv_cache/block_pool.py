@@ -46,7 +46,7 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Number of blocks without an owner that are kept for prefix reuse."""
-        return self.prefixes.resting
+        return self.prefixes.unowned_count
 
     @property
     def available(self) -> int:
@@ -58,7 +58,7 @@ class BlockPool:
         """Number of blocks with an owner."""
         return self.total - self.available
 
-    def take(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
+    def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
         """Take ``count`` blocks; return None, and take none, if fewer are available.
 
         Args:
@@ -69,7 +69,7 @@ class BlockPool:
         if count > self.available:
             return None
         while self.free < count:
-            self.let_go(self.prefixes.oldest())
+            self.evict(self.prefixes.eviction_candidate())
         taken: list[int] = []
         while len(taken) < count:
             last = taken[-1] if taken else after
@@ -87,10 +87,10 @@ class BlockPool:
         """Add an owner to blocks that were found in the prefix index."""
         for block in blocks:
             if not self._owners[block]:
-                self.prefixes.wake(block)
+                self.prefixes.mark_owned(block)
             self._owners[block] += 1
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Remove an owner from blocks; blocks without owners become cached if the index holds them, else free.
 
         The blocks are processed in reverse, so that the end of a text is evicted before its beginning.
@@ -102,7 +102,7 @@ class BlockPool:
             if self._owners[block]:
                 continue
             if block in self.prefixes:
-                self.prefixes.rest(block)
+                self.prefixes.mark_unowned(block)
             else:
                 self._free(block)
 
@@ -120,9 +120,9 @@ class BlockPool:
         if self.prefixes.holder(digest) is None:
             self.prefixes.add(block, digest, parent)
 
-    def let_go(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """Evict a cached block: remove it from the prefix index and free it."""
-        assert self.prefixes.rests(block), f"block {block} is no cached one"
+        assert self.prefixes.is_unowned(block), f"block {block} is no cached one"
         self.prefixes.drop(block)
         self._free(block)
 
@@ -134,7 +134,7 @@ class BlockPool:
             "a block has more owners than it knows of, or fewer"
         )
         assert len(owners) == self.used, "a block is owned and cached"
-        taken = set(owners) | {block for block in range(1, self.total + 1) if self.prefixes.rests(block)}
+        taken = set(owners) | {block for block in range(1, self.total + 1) if self.prefixes.is_unowned(block)}
         assert {block for block in range(1, self.total + 1) if self._map[block]} == taken, "a block is lost"
         assert self._map.count(_FREE) == self.free, "free blocks are miscounted"
 

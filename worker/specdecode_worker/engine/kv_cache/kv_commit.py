@@ -13,7 +13,7 @@ from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.packed_batch import slots_of
-from specdecode_worker.engine.step.target_pass import Pass
+from specdecode_worker.engine.step.target_pass import TargetPass
 from specdecode_worker.speculation.acceptance import Outcome
 
 
@@ -30,18 +30,18 @@ class Roots:
     """Index of the root among the packed tokens of the pass."""
 
 
-def tell_rows(state: DeviceState, rows: Sequence[Row]) -> None:
+def upload_rows(state: DeviceState, rows: Sequence[Row]) -> None:
     """Copy the tokens and prefixes of newly admitted requests and all newly taken blocks to the device state."""
     for row in rows:
         request = row.request
-        if row.begins:
+        if row.is_first_chunk:
             state.admit(request.slot, request.tokens, request.blocks[: request.prefix // BLOCK_SIZE])
         if request.blocks_known < len(request.blocks):
             state.set_blocks(request.slot, request.blocks)
             request.blocks_known = len(request.blocks)
 
 
-def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Tensor | None) -> None:
+def commit_chunks(state: DeviceState, rows: Sequence[Row], step: TargetPass, aux_TA: Tensor | None) -> None:
     """Commit prefill chunks: advance their lengths and store their last auxiliary states for the draft.
 
     The keys of a chunk are already at their final slots.
@@ -52,10 +52,10 @@ def keep_chunks(state: DeviceState, rows: Sequence[Row], step: Pass, aux_TA: Ten
             state.length_S[row.request.slot] = end
             if aux_TA is not None:
                 aux = aux_TA[begin : begin + row.count]
-                state.keep_last_aux(row.request.slot, row.request.blocks, end, aux)
+                state.store_last_aux(row.request.slot, row.request.blocks, end, aux)
 
 
-def keep_paths(
+def commit_paths(
     state: DeviceState, cache: PagedCache, roots: Roots, outcome: Outcome, aux_TA: Tensor | None, *, in_place: bool
 ) -> None:
     """Commit the rows that chose a token: accepted keys, auxiliary states, emitted tokens and new lengths.
@@ -71,7 +71,7 @@ def keep_paths(
     if not in_place:
         _move_keys(cache, roots.block_table_CM, roots.index_C, outcome.path_BD)
     if aux_TA is not None:
-        state.keep_path_aux(roots.slots_C, roots.index_C, outcome.path_BD, aux_TA, roots.packed_rows_C)
+        state.store_path_aux(roots.slots_C, roots.index_C, outcome.path_BD, aux_TA, roots.packed_rows_C)
     state.commit(roots.slots_C, roots.index_C, outcome.emitted_BD, outcome.count_B)
 
 

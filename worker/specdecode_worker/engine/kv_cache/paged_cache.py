@@ -12,9 +12,9 @@ from specdecode_kernels.kv_keep.op import kv_keep
 from specdecode_kernels.rope_cache.op import rope_cache
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.step.packed_batch import Packed, Tables
-from specdecode_worker.models.networks.layers import Attend, TurningAttend
-from specdecode_worker.models.networks.rope import Turns
+from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors
+from specdecode_worker.models.networks.layers import Attend, RotatingAttend
+from specdecode_worker.models.networks.rope import PassRotations
 
 
 class PagedCache:
@@ -39,9 +39,9 @@ class PagedCache:
         self._groups = heads // kv_heads
         self._natively = attends(dtype, device, head_dim)
 
-    def attend(self, packed: Packed | Tables) -> Attend:
+    def attend(self, packed: PackedBatch | PackedTensors) -> Attend:
         """Return the attention function for all layers of one pass."""
-        if isinstance(packed, Tables):
+        if isinstance(packed, PackedTensors):
             return self._attending(packed.slots_T, self._prepared(packed))
         if self._natively:
             return NativeAttend(self.data, packed)
@@ -71,7 +71,7 @@ class PagedCache:
         """
         kv_keep(self.data, source_slots, target_slots, group=group)
 
-    def _prepared(self, tables: Tables) -> Prepared:
+    def _prepared(self, tables: PackedTensors) -> Prepared:
         return prepare_tables(
             query_start=tables.query_start,
             prefix_len_B=tables.prefix_len_B,
@@ -84,7 +84,7 @@ class PagedCache:
         )
 
     def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
-        kind = TurningPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
+        kind = RotatingPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
         return kind(self.data, slots_T, prepared)
 
 
@@ -104,10 +104,10 @@ class PagedAttend:
         return attend(q_THD, self._layers[layer], self._prepared)
 
 
-class TurningPagedAttend(PagedAttend, TurningAttend):
+class RotatingPagedAttend(PagedAttend, RotatingAttend):
     """``PagedAttend`` for GPUs, where one kernel applies the rotary embedding and writes keys and values."""
 
-    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
         """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
         cache = self._layers[layer]
         turned_THD = rope_cache(q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache)
@@ -117,7 +117,7 @@ class TurningPagedAttend(PagedAttend, TurningAttend):
 class NativeAttend:
     """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer."""
 
-    def __init__(self, data: Tensor, packed: Packed) -> None:
+    def __init__(self, data: Tensor, packed: PackedBatch) -> None:
         self._layers = data.flatten(2, 3).unbind(0)
         self._slots_T = packed.slots_T
         self._scale = data.shape[-1] ** -0.5

@@ -46,13 +46,13 @@ class _Entry:
 class PrefixIndex:
     """Mapping from digests to blocks.
 
-    A block without an owner rests in the index until a request finds it again or it is evicted.
+    A block without an owner stays in the index until a request finds it again or it is evicted.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        self._resting: OrderedDict[int, None] = OrderedDict()
+        self._unowned: OrderedDict[int, None] = OrderedDict()
         self._children: Counter[bytes] = Counter()
         self._bits: dict[str, int] = {}
 
@@ -63,13 +63,13 @@ class PrefixIndex:
         return block in self._entries
 
     @property
-    def resting(self) -> int:
+    def unowned_count(self) -> int:
         """Number of blocks without an owner."""
-        return len(self._resting)
+        return len(self._unowned)
 
-    def rests(self, block: int) -> bool:
+    def is_unowned(self, block: int) -> bool:
         """Return whether the block is in the index and has no owner."""
-        return block in self._resting
+        return block in self._unowned
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest indexed prefix of ``digests``."""
@@ -97,29 +97,29 @@ class PrefixIndex:
         """Remove a block from the index."""
         entry = self._entries.pop(block)
         del self._blocks[entry.digest]
-        self._resting.pop(block, None)
+        self._unowned.pop(block, None)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
 
-    def rest(self, block: int) -> None:
+    def mark_unowned(self, block: int) -> None:
         """Record that the block lost its last owner, as the most recently used one."""
-        self._resting[block] = None
+        self._unowned[block] = None
 
-    def wake(self, block: int) -> None:
+    def mark_owned(self, block: int) -> None:
         """Record that a block without an owner has an owner again."""
-        del self._resting[block]
+        del self._unowned[block]
 
-    def oldest(self) -> int:
+    def eviction_candidate(self) -> int:
         """Return the block to evict: the least recently used one without an indexed successor.
 
         If all have successors, it is the least recently used one. That happens when the owner of a successor computed
         the blocks before it for itself.
         """
-        for block in self._resting:
+        for block in self._unowned:
             if self._entries[block].digest not in self._children:
                 return block
-        return next(iter(self._resting))
+        return next(iter(self._unowned))
 
     def mark(self, block: int, draft: str) -> None:
         """Record that ``draft`` has valid keys for the whole block. No effect on a block outside of the index."""
@@ -143,4 +143,4 @@ class PrefixIndex:
         """Check that the tables of the index are consistent."""
         assert {entry.digest: block for block, entry in self._entries.items()} == self._blocks, "a digest is astray"
         assert self._children == Counter(entry.parent for entry in self._entries.values()), "a child is miscounted"
-        assert self._resting.keys() <= self._entries.keys(), "a block rests that holds no text"
+        assert self._unowned.keys() <= self._entries.keys(), "a block without an owner holds no text"

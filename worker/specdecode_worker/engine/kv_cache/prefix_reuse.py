@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
 from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest
-from specdecode_worker.engine.request import Hit, Request
+from specdecode_worker.engine.request import CachedPrefix, Request
 
 _STATES = "states"
 """Mark of blocks with stored hidden states of their last token. It cannot collide with a draft's mark, a hash."""
@@ -19,14 +19,14 @@ _FOLLOWED = "followed"
 """Mark of blocks that any draft has processed, even one that was replaced since."""
 
 
-class Reuse:
+class PrefixReuse:
     """Prefix reuse of one scheduler. If disabled, no block is found or published."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, salt: str) -> None:
         """Work on the blocks of ``pool``. ``salt`` identifies the target that computes the keys."""
         self.enabled = enabled
         self._pool, self._index = pool, pool.prefixes
-        self.drafting = False
+        self.draft_prefill = False
         """True if drafts process prompts.
 
         If they do, prefixes that were cached while no draft ran are computed once more; otherwise the draft could never
@@ -39,11 +39,11 @@ class Reuse:
         """Start collecting the blocks that the chunks of a new step fill."""
         self._filling.clear()
 
-    def find(self, request: Request) -> Hit:
+    def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
-        most = self._most(request)
+        most = self._max_reusable_blocks(request)
         found = self._index.find(self._digests(request, most)[:most])
-        if self.drafting and request.draft.draft:
+        if self.draft_prefill and request.draft.draft:
             found = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), found))
         marked = [self._index.is_marked(block, request.draft.draft) for block in found]
         if marked[-2:] == [True, False]:
@@ -51,17 +51,17 @@ class Reuse:
             # again costs less than a draft that cannot see any of the prefix.
             found, marked = found[:-1], marked[:-1]
         drafted = next((i for i, is_marked in enumerate(reversed(marked)) if not is_marked), len(marked))
-        return Hit(found, drafted, not found or self._index.is_marked(found[-1], _STATES))
+        return CachedPrefix(found, drafted, not found or self._index.is_marked(found[-1], _STATES))
 
-    def is_coming(self, request: Request, hit: Hit) -> bool:
+    def is_being_filled(self, request: Request, hit: CachedPrefix) -> bool:
         """Return whether a chunk of the step under construction fills the block that ``request`` needs next.
 
         The caller then delays the request by one step, after which the block is found in the cache.
         """
         after = len(hit.blocks)
-        return after < self._most(request) and request.digests[after] in self._filling
+        return after < self._max_reusable_blocks(request) and request.digests[after] in self._filling
 
-    def fills(self, request: Request, start: int, end: int) -> None:
+    def record_chunk(self, request: Request, start: int, end: int) -> None:
         """Record that a chunk of this step computes the tokens from ``start`` to ``end`` of the request."""
         if self.enabled:
             whole = end // BLOCK_SIZE
@@ -97,10 +97,10 @@ class Reuse:
         The same text can then be registered with a block that has these keys.
         """
         known = self._index.holder(digest)
-        if known is not None and draft and self._index.rests(known) and not self._index.is_marked(known, draft):
-            self._pool.let_go(known)
+        if known is not None and draft and self._index.is_unowned(known) and not self._index.is_marked(known, draft):
+            self._pool.evict(known)
 
-    def _most(self, request: Request) -> int:
+    def _max_reusable_blocks(self, request: Request) -> int:
         """Return how many leading blocks may be reused; 0 for prompt logprobs, which need a full prefill."""
         if not self.enabled or request.submit.sampling.prompt_logprobs is not None:
             return 0

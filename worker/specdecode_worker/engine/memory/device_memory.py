@@ -23,7 +23,7 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
     return _cuda(count) if device.type == "cuda" else _cpu(count)
 
 
-def free_now(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the bytes that the running process can still allocate, unused memory of torch's allocator included."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

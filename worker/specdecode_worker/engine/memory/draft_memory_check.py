@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader
-from specdecode_worker.engine.drafts.draft_registry import FIRST, LoadedDraft
+from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.memory.model_inventory import expect_own_logits, network_of
-from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, shape_draft
+from specdecode_worker.models.checkpoints.draft_weights import WeightMethod, build_meta_draft
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.transforms.fusion import packs
+from specdecode_worker.models.transforms.fusion import should_pack
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBeside:
+class CheckedDraftLoader:
     """``LoadDraft`` for a running worker: checks that the draft fits into free memory before it is loaded."""
 
     loader: DraftLoader
@@ -27,7 +27,7 @@ class LoadBeside:
     free_bytes: Callable[[], int]
     """Function that measures the free memory in bytes, called for every draft."""
 
-    def __call__(self, config: DraftConfig, name: str = FIRST) -> LoadedDraft:
+    def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load a draft.
 
         Raises:
@@ -52,7 +52,7 @@ class LoadBeside:
         The draft's cache has as many blocks as the target's.
         """
         loader, weight = self.loader, self.loader.target.model.embed_tokens.weight
-        draft = shape_draft(
+        draft = build_meta_draft(
             method,
             loader.resolve(uri),
             loader.target,
@@ -60,6 +60,6 @@ class LoadBeside:
             max_model_len=loader.max_model_len,
         )
         network = network_of("draft", draft, weight.dtype, weight.device)
-        copies = 2 if packs(weight.dtype, weight.device) else 1
+        copies = 2 if should_pack(weight.dtype, weight.device) else 1
         cache = loader.blocks * BLOCK_SIZE * network.kv_bytes_per_token(weight.dtype.itemsize)
         return copies * network.weights + network.tables + cache

@@ -12,9 +12,8 @@ from typing import Literal
 
 from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
+from specdecode_worker.engine.step.device_state import STATE_RING_POSITIONS
 
-RING = 64
-"""Positions per slot whose auxiliary states are stored; the same value as in step/device_state.py."""
 SLACK_TOKENS = 4 * BLOCK_SIZE
 """Tokens of cache that a sequence may hold beyond its length: trees of steps in flight and its last, partial block."""
 ROWS_PER_SEQUENCE = 8
@@ -137,7 +136,7 @@ class Budget:
         bounds = self.bounds
         reach = bounds.max_model_len + MAX_NODES + 1
         slots = (bounds.max_num_seqs + 1) * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
-        ring = (bounds.max_num_seqs + 1) * (RING + 1) * self.aux_size * bounds.dtype_bytes
+        ring = (bounds.max_num_seqs + 1) * (STATE_RING_POSITIONS + 1) * self.aux_size * bounds.dtype_bytes
         return slots + ring + sum(network.tables for network in (self.target, *self.drafts))
 
     @property
@@ -186,27 +185,27 @@ class Budget:
         return self.runtime + self.target.weights + self.draft_weights + self.state + self.activations + self.graphs
 
     @property
-    def left(self) -> int:
+    def kv_bytes_left(self) -> int:
         """Memory left for keys and values; negative if the rest alone does not fit."""
         return self.usable - self.spent
 
     @property
     def room_tokens(self) -> int:
-        """Tokens of keys and values that fit into ``left``: whole blocks, not counting the padding block."""
-        return max(0, self.left // self.bytes_per_block - 1) * BLOCK_SIZE
+        """Tokens of keys and values that fit into ``kv_bytes_left``: whole blocks, not counting the padding block."""
+        return max(0, self.kv_bytes_left // self.bytes_per_block - 1) * BLOCK_SIZE
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Minimum cache size in tokens: ``kv_cache_tokens`` if set, else one sequence of full length."""
         return self.bounds.kv_cache_tokens or self.bounds.max_model_len + SLACK_TOKENS
 
     @property
     def fits(self) -> bool:
         """True if the minimum cache size fits."""
-        return self.room_tokens >= self.least_tokens
+        return self.room_tokens >= self.min_tokens
 
     @property
-    def longest(self) -> int:
+    def max_fitting_model_len(self) -> int:
         """Largest ``max_model_len`` that fits with all other settings unchanged; 0 if none does."""
         low, high = 0, self.bounds.max_model_len
         while low < high:

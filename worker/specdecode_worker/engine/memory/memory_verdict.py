@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-def judge(inventory: Inventory) -> CheckVerdict:
+def make_verdict(inventory: Inventory) -> CheckVerdict:
     """Return the verdict on a worker's configuration. Problems are part of the verdict and never raised."""
     budget = inventory.budget
     return CheckVerdict(
@@ -31,13 +31,13 @@ def judge(inventory: Inventory) -> CheckVerdict:
     )
 
 
-def insist(inventory: Inventory) -> None:
+def require_servable(inventory: Inventory) -> None:
     """Check that the configuration can be served, and log warnings.
 
     Raises:
         CannotServe: The memory does not suffice, or a required draft does not fit the target.
     """
-    verdict = judge(inventory)
+    verdict = make_verdict(inventory)
     if not verdict.serves:
         raise CannotServe(verdict)
     for warning in verdict.warnings:
@@ -59,7 +59,7 @@ def arithmetic(budget: Budget) -> list[str]:
     """Return the calculation from the memory limit down to tokens of cache, one line per term."""
     lines = [_line(_limit(budget), budget.device.limit)]
     lines += [_line(f"- {what}", -size) for what, size in _terms(budget)]
-    lines.append(_line("= for keys and values", budget.left))
+    lines.append(_line("= for keys and values", budget.kv_bytes_left))
     lines.append(f"{'/ bytes per block of 16 tokens ' + _per_token(budget):62}{budget.bytes_per_block:>13,} B")
     lines.append(f"{'= tokens of keys and values that there is room for':62}{budget.room_tokens:>13,}")
     length = budget.bounds.max_model_len
@@ -70,14 +70,13 @@ def arithmetic(budget: Budget) -> list[str]:
 def shortfall(budget: Budget) -> str:
     """Return one sentence on what does not fit."""
     what, bounds = _limit(budget), budget.bounds
-    if budget.left <= 0:
-        return (
-            f"the {what} of {_gib(budget.device.limit)} leaves no room for keys and values: {_gib(-budget.left)} short"
-        )
+    if budget.kv_bytes_left <= 0:
+        short = _gib(-budget.kv_bytes_left)
+        return f"the {what} of {_gib(budget.device.limit)} leaves no room for keys and values: {short} short"
     room = f"the {what} of {_gib(budget.device.limit)} leaves room for {budget.room_tokens:,} tokens of keys and values"
     if bounds.kv_cache_tokens:
         return f"{room}, kv_cache_tokens asks for {bounds.kv_cache_tokens:,}"
-    return f"{room}, one sequence of max_model_len {bounds.max_model_len:,} needs {budget.least_tokens:,}"
+    return f"{room}, one sequence of max_model_len {bounds.max_model_len:,} needs {budget.min_tokens:,}"
 
 
 def remedies(budget: Budget) -> str:
@@ -85,8 +84,8 @@ def remedies(budget: Budget) -> str:
     bounds, found = budget.bounds, []
     if bounds.kv_cache_tokens and budget.room_tokens:
         found.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
-    elif budget.longest:
-        found.append(f"set max_model_len to at most {budget.longest}")
+    elif budget.max_fitting_model_len:
+        found.append(f"set max_model_len to at most {budget.max_fitting_model_len}")
     if budget.occupied:
         found.append(f"free the {_gib(budget.occupied)} that others use")
     if bounds.max_num_seqs > 1:

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
-from specdecode_worker.engine.drafts.aux_hidden_states import joined
+from specdecode_worker.engine.drafts.aux_hidden_states import union_reads
 from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
 from specdecode_worker.engine.graphs.graph_key import row_buckets
 from specdecode_worker.engine.memory.device_memory import device_memory
 from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
-from specdecode_worker.models.checkpoints.draft_weights import Draft, shape_draft
+from specdecode_worker.models.checkpoints.draft_weights import Draft, build_meta_draft
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.draft_config import MedusaConfig
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, split_network
-from specdecode_worker.models.transforms.fusion import packs
+from specdecode_worker.models.transforms.fusion import should_pack
 from specdecode_worker.models.transforms.quantization import added_bytes
 
 
@@ -60,14 +60,14 @@ def take_inventory(
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
     found = _drafts(config, resolve, target, folder)
-    models = [(name, one, kind) for name, one, kind in found if not isinstance(one, Misfit)]
-    misfits = [one for _, one, _ in found if isinstance(one, Misfit)]
+    models = [(name, one, kind) for name, one, kind in found if not isinstance(one, DraftMismatch)]
+    misfits = [one for _, one, _ in found if isinstance(one, DraftMismatch)]
     budget = Budget(
         device=memory or device_memory(device, ranks),
         bounds=bounds_of(config, target.config.max_position_embeddings),
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
         drafts=tuple(network_of(name, model, dtype, device, kind) for name, model, kind in models),
-        aux_size=joined(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
+        aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, Llama)).width(
             target.config.hidden_size
         ),
     )
@@ -79,7 +79,7 @@ def take_inventory(
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class DraftMismatch:
     """Draft that does not fit the target, with the reason."""
 
     problem: str
@@ -88,20 +88,20 @@ class Misfit:
 
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
-) -> list[tuple[str, Draft | Misfit, DraftQuantization | None]]:
+) -> list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]]:
     """Return (name, network or misfit, quantization) of every configured draft that has weights."""
-    found: list[tuple[str, Draft | Misfit, DraftQuantization | None]] = []
+    found: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "none":
             continue
         where, length = draft.uri, config.model.max_model_len
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
-            model = shape_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
+            model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
             found.append((name, model, draft.quantization))
         except ModelError as error:
             words = str(error) if name == "draft" else f"{name}: {error}"
-            found.append((name, Misfit(words, draft.required), None))
+            found.append((name, DraftMismatch(words, draft.required), None))
     return found
 
 
@@ -162,7 +162,7 @@ def network_of(
     shape = model.config
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
     unties = quantization is not None and draft
-    if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and packs(dtype, device):
+    if not unties and isinstance(model, Llama) and model.config.tie_word_embeddings and should_pack(dtype, device):
         weights += model.lm_head.weight.numel() * dtype.itemsize  # Packing makes a copy of the tied matrix.
     return Network(
         name=name,

@@ -27,17 +27,25 @@ from torch import Tensor
 
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.parallel import rank_process
-from specdecode_worker.engine.parallel.rank_messages import Assignment, Failed, Keep, Logits, Ready, Told, announced
-from specdecode_worker.engine.step.packed_batch import Packed
+from specdecode_worker.engine.parallel.rank_messages import (
+    Assignment,
+    Failed,
+    Keep,
+    Logits,
+    RankMessage,
+    Ready,
+    encode_forward,
+)
+from specdecode_worker.engine.step.packed_batch import PackedBatch
 from specdecode_worker.models.networks.llama import Llama
 
 _STUCK_SECONDS = 10.0
 """Time after the loss of a rank before the process exits. A NCCL collective whose peer died may never return."""
-_WORDS_SECONDS = 1.0
+_REASON_SECONDS = 1.0
 """Time to wait for the reason of a failed collective, and for the exit code of a lost rank."""
 
 
-class Group:
+class RankGroup:
     """Ranks 1 and up of a replica, as managed by rank 0. A process can have one group at a time."""
 
     def __init__(self, whole: Assignment) -> None:
@@ -62,37 +70,37 @@ class Group:
             RankLost: Another rank ended or failed to load.
         """
         try:
-            with self.together():
-                found = rank_process.load_part(self._own)
-                while not self._loaded.wait(_WORDS_SECONDS):
-                    self._complain()
+            with self.collective():
+                found = rank_process.load_rank_shard(self._own)
+                while not self._loaded.wait(_REASON_SECONDS):
+                    self._raise_if_lost()
         except BaseException:
             self.close()
             raise
         return found
 
-    def forward(self, packed: Packed, logit_rows_R: Tensor) -> None:
+    def forward(self, packed: PackedBatch, logit_rows_R: Tensor) -> None:
         """Start this pass on the other ranks; it ends when its logits are gathered."""
-        self._tell(*announced(packed, logit_rows_R))
+        self._send(*encode_forward(packed, logit_rows_R))
 
     def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Move accepted keys and values from ``source_slots`` to ``target_slots`` on the other ranks."""
-        self._tell(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
+        self._send(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
 
     def logits(self, hidden_RE: Tensor) -> None:
         """Start the computation of logits of ``hidden_RE`` on the other ranks."""
-        self._tell(Logits(len(hidden_RE)), hidden_RE)
+        self._send(Logits(len(hidden_RE)), hidden_RE)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Run a collective operation. Raise RankLost, with the rank and its reason, if the loss of a rank broke it."""
         try:
             yield
         except (OSError, RuntimeError) as error:
-            deadline = time.monotonic() + _WORDS_SECONDS
+            deadline = time.monotonic() + _REASON_SECONDS
             while not self._lost and time.monotonic() < deadline:
                 time.sleep(0.01)
-            self._complain()
+            self._raise_if_lost()
             raise error
 
     def close(self) -> None:
@@ -112,53 +120,53 @@ class Group:
 
     def _start(self, number: int) -> SpawnProcess:
         spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
-        near, far = spawn.Pipe()
+        own_end, rank_end = spawn.Pipe()
         assignment = self._encoder.encode(msgspec.structs.replace(self._own, rank=number))
         process = spawn.Process(
-            target=rank_process.main, args=(assignment, far), name=f"specdecode-rank-{number}", daemon=True
+            target=rank_process.main, args=(assignment, rank_end), name=f"specdecode-rank-{number}", daemon=True
         )
         process.start()
-        far.close()
-        self._pipes.append(near)
+        rank_end.close()
+        self._pipes.append(own_end)
         return process
 
-    def _tell(self, message: Told, data: Tensor) -> None:
-        with self.together():
-            told = self._encoder.encode(message)
+    def _send(self, message: RankMessage, data: Tensor) -> None:
+        with self.collective():
+            encoded = self._encoder.encode(message)
             for pipe in self._pipes:
-                pipe.send_bytes(told)
+                pipe.send_bytes(encoded)
             dist.broadcast(data.contiguous(), src=0)
 
     def _watch(self) -> None:
         """Wait in a thread until every rank has loaded, then until any rank ends, which ends the replica."""
-        silent = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
-        while silent and not self._lost:
-            for pipe in self._heard(silent):
-                self._hear(silent.pop(pipe), pipe)
+        loading = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
+        while loading and not self._lost:
+            for pipe in self._readable_pipes(loading):
+                self._read_message(loading.pop(pipe), pipe)
             if self._closing.is_set():
                 return
         if not self._lost:
             self._loaded.set()
             sentinels = [process.sentinel for process in self._processes]
             number = 1 + sentinels.index(wait(sentinels)[0])  # type: ignore[arg-type]
-            self._hear(number, self._pipes[number - 1])
+            self._read_message(number, self._pipes[number - 1])
         self._end()
 
     @staticmethod
-    def _heard(pipes: Iterable[Connection]) -> list[Connection]:
+    def _readable_pipes(pipes: Iterable[Connection]) -> list[Connection]:
         try:
             return wait(list(pipes), timeout=0.2)  # type: ignore[return-value]
         except OSError:  # a pipe was closed meanwhile
             return []
 
-    def _hear(self, number: int, pipe: Connection) -> None:
+    def _read_message(self, number: int, pipe: Connection) -> None:
         """Read one message of a rank; the end of the pipe counts as Failed."""
         answer: Ready | Failed
         try:
             answer = msgspec.msgpack.decode(pipe.recv_bytes(), type=Ready | Failed)
         except (EOFError, OSError):
             process = self._processes[number - 1]
-            process.join(_WORDS_SECONDS)
+            process.join(_REASON_SECONDS)
             answer = Failed(f"ended with exit code {process.exitcode}")
         if isinstance(answer, Failed):
             self._lost = f"rank {number}: {answer.reason}"
@@ -174,8 +182,8 @@ class Group:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._closing.is_set():
-            self._complain()
+            self._raise_if_lost()
 
-    def _complain(self) -> None:
+    def _raise_if_lost(self) -> None:
         if self._lost:
             raise RankLost(self._lost)

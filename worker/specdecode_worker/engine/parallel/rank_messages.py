@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
-from specdecode_worker.engine.step.packed_batch import Packed
+from specdecode_worker.engine.step.packed_batch import PackedBatch
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-Told = Forward | Keep | Logits
+RankMessage = Forward | Keep | Logits
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-def announced(packed: Packed, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
+def encode_forward(packed: PackedBatch, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
     """Return the message that describes a pass, and all indices of the pass as one int64 tensor to broadcast."""
     columns = -(-max(packed.key_bounds) // BLOCK_SIZE)
     on_cpu = packed.tokens_T.device.type == "cpu"
@@ -81,14 +81,14 @@ def announced(packed: Packed, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
     return message, torch.cat((*parts, packed.block_table_BM[:, :columns].flatten()))
 
 
-def understood(message: Forward, device: torch.device) -> tuple[Packed, Tensor]:
+def receive_forward(message: Forward, device: torch.device) -> tuple[PackedBatch, Tensor]:
     """Receive the broadcast that follows ``message``, and return the pass and its logit rows."""
     tokens, sequences = sum(message.query_counts), len(message.query_counts)
     sizes = [tokens, tokens, tokens, tokens, sequences, message.logit_rows, sequences * message.table_columns]
     flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)
     dist.broadcast(flat, src=0)
     tokens_T, positions_T, slots_T, ancestors_T, prefix_len_B, logit_rows_R, table = torch.split(flat, sizes)
-    packed = Packed(
+    packed = PackedBatch(
         tokens_T=tokens_T,
         positions_T=positions_T,
         slots_T=slots_T,

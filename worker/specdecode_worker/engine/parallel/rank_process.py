@@ -20,18 +20,18 @@ from specdecode_worker.engine.parallel.rank_messages import (
     Forward,
     Keep,
     Logits,
+    RankMessage,
     Ready,
-    Told,
-    understood,
+    receive_forward,
 )
 from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.models.configs.target_states import NOTHING
+from specdecode_worker.models.configs.target_states import NO_STATES
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.tensor_parallel import Shard, load_shard
 from specdecode_worker.models.transforms.fusion import fuse
 
-PATIENCE = timedelta(minutes=60)
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 """Timeout of collectives. It must cover the load time of the slowest rank; later, ranks wait only within a pass."""
 
 
@@ -51,44 +51,48 @@ def main(assignment: bytes, pipe: Connection) -> None:
         os._exit(1)
 
 
-def load_part(found: Assignment) -> tuple[Llama, torch.device]:
+def load_rank_shard(assignment: Assignment) -> tuple[Llama, torch.device]:
     """Join the process group of all ranks and load the shard of this rank. Return the shard and its device."""
-    device = torch.device(found.device, found.rank) if found.device == "cuda" else torch.device(found.device)
+    device = (
+        torch.device(assignment.device, assignment.rank)
+        if assignment.device == "cuda"
+        else torch.device(assignment.device)
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(found.threads)
+        torch.set_num_threads(assignment.threads)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of a replica run on one machine
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=found.meeting,
-        rank=found.rank,
-        world_size=found.size,
-        timeout=PATIENCE,
+        init_method=assignment.meeting,
+        rank=assignment.rank,
+        world_size=assignment.size,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     model = load_shard(
-        Path(found.folder),
-        Shard(found.rank, found.size),
-        dtype=getattr(torch, found.dtype),
+        Path(assignment.folder),
+        Shard(assignment.rank, assignment.size),
+        dtype=getattr(torch, assignment.dtype),
         device=device,
-        max_model_len=found.max_model_len,
+        max_model_len=assignment.max_model_len,
     )
     fuse(model)
     return model, device
 
 
 @torch.inference_mode()
-def _serve(found: Assignment, pipe: Connection) -> None:
-    model, device = load_part(found)
-    dtype = getattr(torch, found.dtype)
-    cache = paged_cache(model.config, model.config.num_hidden_layers, found.blocks, dtype, device)
+def _serve(assignment: Assignment, pipe: Connection) -> None:
+    model, device = load_rank_shard(assignment)
+    dtype = getattr(torch, assignment.dtype)
+    cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device)
     pipe.send_bytes(msgspec.msgpack.encode(Ready()))
-    decoder = msgspec.msgpack.Decoder(Told)
+    decoder = msgspec.msgpack.Decoder(RankMessage)
     while True:
         match decoder.decode(pipe.recv_bytes()):
             case Forward() as message:
-                packed, logit_rows_R = understood(message, device)
-                Target.run(model, cache, packed, logit_rows_R, NOTHING)
+                packed, logit_rows_R = receive_forward(message, device)
+                Target.run(model, cache, packed, logit_rows_R, NO_STATES)
             case Keep(count):
                 pairs = torch.empty(2, count, dtype=torch.int64, device=device)
                 dist.broadcast(pairs, src=0)

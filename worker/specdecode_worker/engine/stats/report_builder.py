@@ -19,7 +19,7 @@ from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class WorkerIdentity:
     """Properties of a worker that do not change while its engine runs."""
 
     boot_id: str
@@ -31,7 +31,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class WorkerSnapshot:
     """Current state of a worker, at ``clock_seconds`` of the monotonic clock."""
 
     clock_seconds: float
@@ -49,7 +49,7 @@ class Moment:
     guard: tuple[GuardCell, ...]
 
 
-def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> Report:
+def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics: Statistics) -> Report:
     """Build the worker report, with at most MAX_REPORT_BYTES bytes of JSON.
 
     If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
@@ -60,27 +60,27 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
         report = Report(
             boot_id=identity.boot_id,
             worker=identity.worker,
-            clock_seconds=moment.clock_seconds,
+            clock_seconds=snapshot.clock_seconds,
             model=identity.model,
             target=identity.target,
-            draft=moment.draft,
-            named_drafts=moment.named_drafts,
-            plan=moment.plan,
-            synthetic=moment.synthetic,
-            phases=moment.phases,
+            draft=snapshot.draft,
+            named_drafts=snapshot.named_drafts,
+            plan=snapshot.plan,
+            synthetic=snapshot.synthetic,
+            phases=snapshot.phases,
             max_num_seqs=identity.max_num_seqs,
             memory=identity.memory,
-            running=moment.running,
-            waiting=moment.waiting,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
             running_request_seconds=statistics.running_request_seconds,
             waiting_request_seconds=statistics.waiting_request_seconds,
-            kv_tokens_total=moment.kv_tokens_total,
-            kv_tokens_used=moment.kv_tokens_used,
-            kv_tokens_cached=moment.kv_tokens_cached,
-            preemptions=moment.counters.preemptions,
-            prefill_chunks=moment.counters.prefill_chunks,
-            prefix_query_tokens=moment.counters.prefix_query_tokens,
-            prefix_hit_tokens=moment.counters.prefix_hit_tokens,
+            kv_tokens_total=snapshot.kv_tokens_total,
+            kv_tokens_used=snapshot.kv_tokens_used,
+            kv_tokens_cached=snapshot.kv_tokens_cached,
+            preemptions=snapshot.counters.preemptions,
+            prefill_chunks=snapshot.counters.prefill_chunks,
+            prefix_query_tokens=snapshot.counters.prefix_query_tokens,
+            prefix_hit_tokens=snapshot.counters.prefix_hit_tokens,
             drafts=statistics.drafts,
             draft_tokens=statistics.draft_tokens,
             accepted_tokens=statistics.accepted_tokens,
@@ -90,7 +90,7 @@ def build_report(identity: Identity, moment: Moment, statistics: Statistics) -> 
             steps=statistics.costs.cells(MAX_STEP_CELLS // share),
             traffic=statistics.traffic_cells(),
             latency=statistics.latency_cells(),
-            guard=moment.guard,
+            guard=snapshot.guard,
         )
         if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:
             return report

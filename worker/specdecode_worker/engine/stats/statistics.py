@@ -68,7 +68,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Sort:
+class AcceptanceCategory:
     """Category of acceptance counts: task, sampled or greedy, and hash of the draft."""
 
     task: str
@@ -96,26 +96,26 @@ class Statistics:
     e2e: Histogram = field(default_factory=lambda: Histogram.of("e2e"))
     queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
     _named: set[str] = field(default_factory=set)
-    _ranks: Counter[tuple[Sort, int, bool, int]] = field(default_factory=Counter)
-    _requests: dict[Sort, list[int]] = field(default_factory=dict)
+    _ranks: Counter[tuple[AcceptanceCategory, int, bool, int]] = field(default_factory=Counter)
+    _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def traffic(self, task: str) -> Traffic:
         """Return the traffic counters of a task, to be updated by the caller."""
         return self._traffic.setdefault(self._label(task), Traffic())
 
-    def rank(self, sort: Sort, depth: int, *, main: bool, rank: int) -> None:
+    def record_rank(self, category: AcceptanceCategory, depth: int, *, main: bool, rank: int) -> None:
         """Count the rank of the target's token among the draft's candidates at one depth.
 
         Args:
-            sort: Category to count in.
+            category: Category to count in.
             depth: Depth of the candidates, from 1; their parent is an accepted node of depth ``depth - 1``.
             main: True if that parent is on the main path, i.e. it and its ancestors have rank 0.
             rank: Rank of the target's token, from 0; MAX_RANKS for a miss.
         """
-        self._ranks[self._labelled(sort), depth, main, rank] += 1
+        self._ranks[self._labelled(category), depth, main, rank] += 1
 
-    def drafted(self, nodes: int, accepted: int) -> None:
+    def record_draft(self, nodes: int, accepted: int) -> None:
         """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
         if nodes == 0:
             self.plain_steps += 1
@@ -124,27 +124,27 @@ class Statistics:
         self.draft_tokens += nodes
         self.accepted_tokens += accepted
 
-    def finished(self, sort: Sort, accepted: int, drafts: int) -> None:
+    def record_request(self, category: AcceptanceCategory, accepted: int, drafts: int) -> None:
         """Count a finished request: sums of its accepted tokens a, its drafts d, and their squares and product."""
-        sums = self._requests.setdefault(self._labelled(sort), [0] * 6)
+        sums = self._requests.setdefault(self._labelled(category), [0] * 6)
         for i, value in enumerate((1, accepted, drafts, accepted**2, accepted * drafts, drafts**2)):
             sums[i] += value
 
     def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
         """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
-        cells: dict[tuple[Sort, int, bool], list[int]] = {}
-        for (sort, depth, main, rank), count in self._ranks.items():
-            cells.setdefault((sort, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
+        cells: dict[tuple[AcceptanceCategory, int, bool], list[int]] = {}
+        for (category, depth, main, rank), count in self._ranks.items():
+            cells.setdefault((category, depth, main), [0] * (MAX_RANKS + 1))[rank] += count
         return tuple(
             AcceptanceCell(
-                draft=sort.draft,
-                task=sort.task,
-                sampled=sort.sampled,
+                draft=category.draft,
+                task=category.task,
+                sampled=category.sampled,
                 depth=depth,
                 parent="main" if main else "sibling",
                 ranks=tuple(ranks),
             )
-            for (sort, depth, main), ranks in sorted(cells.items(), key=lambda item: -sum(item[1]))[:most]
+            for (category, depth, main), ranks in sorted(cells.items(), key=lambda item: -sum(item[1]))[:most]
         )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
@@ -172,8 +172,8 @@ class Statistics:
         """Return the histograms of TTFT, time between tokens, end-to-end latency and queue time."""
         return tuple(histogram.cell() for histogram in (self.ttft, self.ttit, self.e2e, self.queue))
 
-    def _labelled(self, sort: Sort) -> Sort:
-        return replace(sort, task=self._label(sort.task))
+    def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
+        return replace(category, task=self._label(category.task))
 
     def _label(self, task: str) -> str:
         """Return the task name to count under.

@@ -15,7 +15,7 @@ _REMEMBERED = 31
 _LEAST_FOR_CLIP = 8
 """Number of step times of a cell before clipping starts."""
 
-Kind = tuple[int, int, bool, int]
+CellKey = tuple[int, int, bool, int]
 """Key of a cell: (bucket of packed tokens, draft passes, has prefill, context bucket)."""
 
 
@@ -29,7 +29,7 @@ class StepSize:
     draft_passes: int
     prefill_tokens: int
 
-    def kind(self, context_bucket: int) -> Kind:
+    def cell_key(self, context_bucket: int) -> CellKey:
         """Return the key of the cell of this step."""
         tokens = self.verify_tokens + self.prefill_tokens
         return 1 << max(tokens - 1, 0).bit_length(), self.draft_passes, self.prefill_tokens > 0, context_bucket
@@ -81,27 +81,27 @@ class StepCosts:
     """Step cost sums of a worker, by cell."""
 
     def __init__(self) -> None:
-        self._cells: dict[Kind, _Sums] = {}
+        self._cells: dict[CellKey, _Sums] = {}
 
     def add(
         self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float
     ) -> None:
         """Add one step to its cell. ``emitted`` is the number of tokens that the step emitted."""
-        sums = self._cells.setdefault(size.kind(context_bucket), _Sums())
+        sums = self._cells.setdefault(size.cell_key(context_bucket), _Sums())
         sums.add(size, emitted, wall_seconds, device_seconds)
 
     def cells(self, most: int) -> tuple[StepCell, ...]:
         """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
         found = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
-        return tuple(_cell(kind, sums) for kind, sums in sorted(found))
+        return tuple(_cell(cell_key, sums) for cell_key, sums in sorted(found))
 
 
-def _cell(kind: Kind, sums: _Sums) -> StepCell:
+def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
     return StepCell(
-        tokens_bucket=kind[0],
-        draft_passes=kind[1],
-        prefill=kind[2],
-        context_bucket=kind[3],
+        tokens_bucket=cell_key[0],
+        draft_passes=cell_key[1],
+        prefill=cell_key[2],
+        context_bucket=cell_key[3],
         count=sums.count,
         x=_short(sums.x),
         xx=_short(sums.xx),

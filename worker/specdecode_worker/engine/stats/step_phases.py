@@ -13,7 +13,7 @@ from specdecode_worker.contract import PhaseSeconds
 Phase = Literal["draft", "verify", "sample", "bookkeeping"]
 
 
-class Phases:
+class PhaseTimer:
     """Accumulated seconds by phase since the engine started."""
 
     def __init__(self) -> None:

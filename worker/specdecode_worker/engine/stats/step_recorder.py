@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.stats.statistics import Sort, Statistics
+from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics
 from specdecode_worker.engine.stats.step_costs import StepSize
-from specdecode_worker.speculation.shadow_scores import Shadow, scores
+from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trees import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RowResult:
     """Results of one row, read by the host.
 
     ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
@@ -33,68 +33,68 @@ class Read:
     """Log probabilities of each token, if requested."""
 
 
-class Recorder:
+class StepRecorder:
     """Recorder that updates Statistics. It stores shadow drafts until the tokens to score them have been emitted."""
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
-        self._shadows: dict[str, list[Shadow]] = {}
+        self._shadows: dict[str, list[ShadowDraft]] = {}
 
-    def arrived(self, request: Request) -> None:
+    def record_arrival(self, request: Request) -> None:
         """Count the arrival of a request."""
         traffic = self.statistics.traffic(request.submit.task)
         traffic.arrivals += 1
         traffic.prompt_tokens += len(request.submit.prompt)
 
-    def admitted(self, request: Request, now: float) -> None:
+    def record_admission(self, request: Request, now: float) -> None:
         """Record the queue time and cached tokens of a request at its first chunk. Re-admission does not count."""
         if request.epoch == 0:
             self.statistics.queue.add(now - request.arrived_seconds)
             self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
 
-    def walked(self, row: Row, read: Read, taken: list[int], now: float) -> None:
+    def record_row(self, row: Row, result: RowResult, taken: list[int], now: float) -> None:
         """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""
         request = row.request
         if not row.is_chunk:
-            self.statistics.drafted(row.tree.verified - 1, len(read.tokens) - 1)
-            self._count_ranks(row.tree, sort_of(request), read, len(taken))
-            self._shade(row, read)
+            self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
+            self._count_ranks(row.tree, category_of(request), result, len(taken))
+            self._store_shadow(row, result)
         self._count_latency(request, len(taken), now)
         self.statistics.traffic(request.submit.task).output_tokens += len(taken)
-        self._score(request)
+        self._score_shadows(request)
 
-    def ended(self, request: Request, now: float) -> None:
+    def record_end(self, request: Request, now: float) -> None:
         """Record the end of a request. Only requests that finished normally are counted."""
         self._shadows.pop(request.id, None)
         if request.finish not in ("stop", "length"):
             return
-        self.statistics.finished(sort_of(request), request.accepted, request.drafts)
+        self.statistics.record_request(category_of(request), request.accepted, request.drafts)
         self.statistics.e2e.add(now - request.arrived_seconds)
         self.statistics.traffic(request.submit.task).finished += 1
 
-    def step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
+    def record_step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
         """Record the cost of a step, in seconds of wall time."""
         # Device time equals wall time on a CPU, and as long as no step is queued behind another.
         self.statistics.costs.add(context_bucket, size, emitted, seconds, seconds)
 
-    def _count_ranks(self, tree: Tree, sort: Sort, read: Read, taken: int) -> None:
+    def _count_ranks(self, tree: Tree, category: AcceptanceCategory, result: RowResult, taken: int) -> None:
         main = True
-        for level, rank in enumerate(read.ranks[: min(len(read.tokens), taken)]):
+        for level, rank in enumerate(result.ranks[: min(len(result.tokens), taken)]):
             if level:
-                main = main and tree.ranks[read.path[level - 1]] == 0
+                main = main and tree.ranks[result.path[level - 1]] == 0
             if rank >= 0:
-                self.statistics.rank(sort, level + 1, main=main, rank=rank)
+                self.statistics.record_rank(category, level + 1, main=main, rank=rank)
 
-    def _shade(self, row: Row, read: Read) -> None:
-        if read.ranked_NK is None:
+    def _store_shadow(self, row: Row, result: RowResult) -> None:
+        if result.ranked_NK is None:
             return
         # The request already includes the tokens of this step, so its root is that many tokens back.
-        root = row.request.cached - len(read.tokens)
-        ranked = tuple(tuple(read.ranked_NK[node]) for node in row.tree.main_path[:-1])
-        shadow = Shadow(root, ranked, row.tree.main_depth + 1, read.kept_depth)
+        root = row.request.cached - len(result.tokens)
+        ranked = tuple(tuple(result.ranked_NK[node]) for node in row.tree.main_path[:-1])
+        shadow = ShadowDraft(root, ranked, row.tree.main_depth + 1, result.kept_depth)
         self._shadows.setdefault(row.request.id, []).append(shadow)
 
-    def _score(self, request: Request) -> None:
+    def _score_shadows(self, request: Request) -> None:
         pending = []
         for shadow in self._shadows.get(request.id, ()):
             found = scores(shadow, request.tokens)
@@ -102,7 +102,7 @@ class Recorder:
                 pending.append(shadow)
                 continue
             for score in found:
-                self.statistics.rank(sort_of(request), score.depth, main=True, rank=score.rank)
+                self.statistics.record_rank(category_of(request), score.depth, main=True, rank=score.rank)
         if request.id in self._shadows:
             self._shadows[request.id] = pending
 
@@ -114,16 +114,16 @@ class Recorder:
         request.last_emit_seconds = now
 
 
-def sort_of(request: Request) -> Sort:
+def category_of(request: Request) -> AcceptanceCategory:
     """Return the category in which the acceptance of the request is counted."""
-    return Sort(request.submit.task, not request.law.greedy, request.draft.draft)
+    return AcceptanceCategory(request.submit.task, not request.sampling_params.greedy, request.draft.draft)
 
 
-def size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:
+def step_size_of(rows: Sequence[Row], draft_passes: int) -> StepSize:
     """Return the features of a step. Call it before the step is collected, which changes the lengths."""
     verify = sum(row.count for row in rows if not row.is_chunk)
     return StepSize(
-        sequences=sum(row.chooses for row in rows),
+        sequences=sum(row.emits for row in rows),
         verify_tokens=verify,
         kv_tokens=sum(row.request.cached for row in rows),
         draft_passes=draft_passes,

@@ -25,7 +25,7 @@ PLAIN = TreeShape(())
 T = TypeVar("T")
 
 
-class Calibrated(Protocol):
+class CalibrationTarget(Protocol):
     """Interface of an engine that can be calibrated."""
 
     max_model_len: int
@@ -50,24 +50,24 @@ class Calibrated(Protocol):
         """Cancel a request."""
         ...
 
-    def run_only(self, shape: TreeShape | None) -> None:
+    def force_shape(self, shape: TreeShape | None) -> None:
         """Use this tree shape in all steps instead of the plan's; None returns to the plan."""
         ...
 
-    def assume_plain(self, sequences: int, seconds: float) -> None:
+    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
         """Set the time of a plain step with this number of sequences."""
         ...
 
-    def forget_costs(self) -> None:
+    def reset_step_costs(self) -> None:
         """Reset the step costs."""
         ...
 
-    def forget_traffic(self) -> None:
+    def reset_traffic(self) -> None:
         """Reset all statistics except the step costs."""
         ...
 
 
-def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
+def calibrate(engine: CalibrationTarget, most_seconds: float) -> dict[int, float]:
     """Measure step times and pass the plain ones to the engine.
 
     Plain steps are timed at ascending and then at descending loads, and the faster time counts. A process that has
@@ -83,21 +83,21 @@ def calibrate(engine: Calibrated, most_seconds: float) -> dict[int, float]:
     Returns:
         Seconds of a plain step by number of sequences.
     """
-    found: dict[int, float] = {}
+    plain_seconds: dict[int, float] = {}
     loads = engine.calibration_loads()
     for index, count in _in_time(enumerate((*loads, *reversed(loads))), most_seconds):
         if index == len(loads):
-            engine.forget_costs()
-        found[count] = min(_plain_step_seconds(engine, count), found.get(count, math.inf))
-    for count, seconds in found.items():
-        engine.assume_plain(count, seconds)
+            engine.reset_step_costs()
+        plain_seconds[count] = min(_plain_step_seconds(engine, count), plain_seconds.get(count, math.inf))
+    for count, seconds in plain_seconds.items():
+        engine.set_plain_step_time(count, seconds)
     # These times remain in the step costs of the engine.
-    for count, shape in _in_time(product(sorted(found), engine.calibration_shapes()), most_seconds):
-        engine.run_only(shape)
+    for count, shape in _in_time(product(sorted(plain_seconds), engine.calibration_shapes()), most_seconds):
+        engine.force_shape(shape)
         _steps(engine, count, shape.depth, STEPS_OF_SHAPE)
-    engine.run_only(None)
-    engine.forget_traffic()
-    return found
+    engine.force_shape(None)
+    engine.reset_traffic()
+    return plain_seconds
 
 
 def _in_time(items: Iterable[T], most_seconds: float) -> Iterator[T]:
@@ -111,30 +111,30 @@ def _in_time(items: Iterable[T], most_seconds: float) -> Iterator[T]:
             return
 
 
-def _plain_step_seconds(engine: Calibrated, count: int) -> float:
-    engine.run_only(PLAIN)
+def _plain_step_seconds(engine: CalibrationTarget, count: int) -> float:
+    engine.force_shape(PLAIN)
     return median(_steps(engine, count, 0, DROPPED_STEPS + TIMED_STEPS)[DROPPED_STEPS:])
 
 
-def _steps(engine: Calibrated, count: int, depth: int, steps: int) -> list[float]:
+def _steps(engine: CalibrationTarget, count: int, depth: int, steps: int) -> list[float]:
     """Run ``steps`` steps of ``count`` synthetic requests, and return the seconds of each.
 
     A step emits at most ``depth`` + 1 tokens of each request.
     """
     names = [f"calibration-{index}" for index in range(count)]
     # Requests already emit tokens while others wait for prefill, so PROMPT_TOKENS is added to the limit.
-    most = min(PROMPT_TOKENS + (depth + 1) * steps, engine.max_model_len - PROMPT_TOKENS)
-    sampling = Sampling(max_tokens=most, seed=0, temperature=0.0, ignore_eos=True)
+    max_tokens = min(PROMPT_TOKENS + (depth + 1) * steps, engine.max_model_len - PROMPT_TOKENS)
+    sampling = Sampling(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     for index, name in enumerate(names):
         engine.add(Submit(request_id=name, prompt=(index % 7 + 1,) * PROMPT_TOKENS, sampling=sampling))
     answering: set[str] = set()
     while len(answering) < count:
         answering |= {tokens.request_id for tokens in engine.step()}
-    taken = []
+    step_seconds = []
     for _ in range(steps):
         before = time.monotonic()
         engine.step()
-        taken.append(time.monotonic() - before)
+        step_seconds.append(time.monotonic() - before)
     for name in names:
         engine.abort(name)
-    return taken
+    return step_seconds

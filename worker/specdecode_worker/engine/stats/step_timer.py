@@ -9,17 +9,17 @@ import time
 
 from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.stats.statistics import Statistics
-from specdecode_worker.engine.step.launched_step import Launched
+from specdecode_worker.engine.step.launched_step import LaunchedStep
 from specdecode_worker.speculation.synthetic import Synthetic
 
 
-class Meter:
+class StepTimer:
     """Timer of the steps of one engine."""
 
     def __init__(self) -> None:
         self._collected_seconds = self._accounted_seconds = time.monotonic()
 
-    def finish(self, step: Launched, synthetic: Synthetic) -> tuple[float, float]:
+    def finish(self, step: LaunchedStep, synthetic: Synthetic) -> tuple[float, float]:
         """Finish the timing of a collected step, after sleeping if synthetic knobs require a longer step.
 
         Returns:

@@ -15,7 +15,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLOCK
 
-RING = 64
+STATE_RING_POSITIONS = 64
 """Number of last positions of each request with stored hidden states. A draft that paused can catch up this far."""
 
 
@@ -27,8 +27,8 @@ class DeviceState:
         length_S: Number of keys of each slot in the target's cache. The root, the last committed token, is at this
             index of ``tokens_SP``.
         block_table_SM: Cache blocks of each slot. Those of the padding slot are the padding block.
-        ring_SRA: Auxiliary hidden states of the target at position modulo RING; column RING absorbs padding. None if no
-            draft reads such states.
+        ring_SRA: Auxiliary hidden states of the target at position modulo the ring size; the last column
+            absorbs padding. None if no draft reads such states.
         block_aux_NA: Auxiliary hidden state of the last token of every cache block, if kept.
     """
 
@@ -36,7 +36,7 @@ class DeviceState:
         """Allocate the state of ``slots`` requests of ``max_model_len`` tokens; auxiliary states use ``dtype``."""
         reach = max_model_len + MAX_NODES + 1
         self.scratch = reach
-        self.nobody = slots
+        self.padding_slot = slots
         self.tokens_SP = torch.zeros(slots + 1, reach + 1, dtype=torch.int64, device=device)
         self.length_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.block_table_SM = torch.zeros(slots + 1, -(-reach // BLOCK_SIZE), dtype=torch.int64, device=device)
@@ -45,13 +45,13 @@ class DeviceState:
         self.ring_SRA: Tensor | None = None
         self.block_aux_NA: Tensor | None = None
 
-    def keep_states(self, aux_size: int) -> None:
+    def allocate_states(self, aux_size: int) -> None:
         """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
-        shape = (len(self.length_S), RING + 1, aux_size)
+        shape = (len(self.length_S), STATE_RING_POSITIONS + 1, aux_size)
         self.ring_SRA = torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if aux_size else None
-        self.keep_block_states(self._blocks)
+        self.allocate_block_states(self._blocks)
 
-    def keep_block_states(self, blocks: int) -> None:
+    def allocate_block_states(self, blocks: int) -> None:
         """Allocate storage for the auxiliary state of every block's last token (0 blocks: none).
 
         With it a draft can continue after any cached prefix.
@@ -68,7 +68,7 @@ class DeviceState:
         self.tokens_SP[slot, : len(tokens)] = to_device(tokens, self.tokens_SP.device)
         self.length_S[slot] = length
         if prefix and self.ring_SRA is not None and self.block_aux_NA is not None:
-            self.ring_SRA[slot, (length - 1) % RING] = self.block_aux_NA[prefix[-1]]
+            self.ring_SRA[slot, (length - 1) % STATE_RING_POSITIONS] = self.block_aux_NA[prefix[-1]]
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
         """Write the block table of ``slot``."""
@@ -88,7 +88,7 @@ class DeviceState:
         self.tokens_SP[slots_C[:, None], index_CD] = emitted_CD
         self.length_S[slots_C] = roots_C + 1 + count_C
 
-    def keep_path_aux(
+    def store_path_aux(
         self, slots_C: Tensor, roots_C: Tensor, path_CD: Tensor, aux_TA: Tensor, root_rows_C: Tensor
     ) -> None:
         """Store the auxiliary states of each root and of the accepted nodes after it.
@@ -103,7 +103,7 @@ class DeviceState:
         assert self.ring_SRA is not None, "no draft reads aux states"
         nodes_CD = torch.cat((torch.zeros_like(roots_C)[:, None], path_CD), dim=1)
         step_D = torch.arange(nodes_CD.shape[1], device=slots_C.device)
-        column_CD = torch.where(nodes_CD >= 0, (roots_C[:, None] + step_D) % RING, RING)
+        column_CD = torch.where(nodes_CD >= 0, (roots_C[:, None] + step_D) % STATE_RING_POSITIONS, STATE_RING_POSITIONS)
         aux_CDA = aux_TA[root_rows_C[:, None] + nodes_CD.clamp(min=0)]
         self.ring_SRA[slots_C[:, None], column_CD] = aux_CDA
         if self.block_aux_NA is not None:
@@ -112,14 +112,16 @@ class DeviceState:
             block_CD = self.block_table_SM[slots_C[:, None], position_CD // BLOCK_SIZE]
             self.block_aux_NA[torch.where(ends_block_CD, block_CD, PADDING_BLOCK)] = aux_CDA
 
-    def keep_last_aux(self, slot: int, blocks: Sequence[int], end: int, aux_TA: Tensor) -> None:
+    def store_last_aux(self, slot: int, blocks: Sequence[int], end: int, aux_TA: Tensor) -> None:
         """Store the auxiliary states of the consecutive positions that end at ``end`` (exclusive).
 
-        The ring takes the last RING of them, and the block storage those that end one of the sequence's ``blocks``.
+        The ring takes the last ones, and the block storage those that end one of the sequence's ``blocks``.
         """
         assert self.ring_SRA is not None, "no draft reads aux states"
-        count = min(len(aux_TA), RING)
-        self.ring_SRA[slot, torch.arange(end - count, end, device=aux_TA.device) % RING] = aux_TA[-count:]
+        count = min(len(aux_TA), STATE_RING_POSITIONS)
+        self.ring_SRA[slot, torch.arange(end - count, end, device=aux_TA.device) % STATE_RING_POSITIONS] = aux_TA[
+            -count:
+        ]
         if self.block_aux_NA is not None:
             start = end - len(aux_TA)
             whole = blocks[start // BLOCK_SIZE : end // BLOCK_SIZE]
@@ -127,6 +129,6 @@ class DeviceState:
             self.block_aux_NA[to_device(whole, aux_TA.device, dtype=torch.int64)] = last_rows
 
     def aux(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the stored auxiliary states [T, A]; valid for the last RING positions of each slot."""
+        """Return the stored auxiliary states [T, A]; valid for the last STATE_RING_POSITIONS positions of each slot."""
         assert self.ring_SRA is not None, "no draft reads aux states"
-        return self.ring_SRA[slots_T, positions_T % RING]
+        return self.ring_SRA[slots_T, positions_T % STATE_RING_POSITIONS]

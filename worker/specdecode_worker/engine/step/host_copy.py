@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class HostCopy:
     """Completion of a group of copies to the host."""
 
     event: torch.cuda.Event | None = None
@@ -22,7 +22,7 @@ class Arrival:
             self.event.synchronize()
 
 
-def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[list[Tensor], Arrival]:
+def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[list[Tensor], HostCopy]:
     """Queue copies of device tensors to pinned host memory.
 
     Args:
@@ -30,13 +30,13 @@ def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[li
         overwritten: The tensors may be overwritten before the copies are read, so that CPU tensors are cloned.
 
     Returns:
-        The copies, valid once the arrival was waited for, and that arrival.
+        The copies, valid after ``HostCopy.wait``, and that ``HostCopy``.
     """
     if not tensors or not tensors[0].is_cuda:
-        return [tensor.clone() if overwritten else tensor for tensor in tensors], Arrival()
+        return [tensor.clone() if overwritten else tensor for tensor in tensors], HostCopy()
     found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(found, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return found, Arrival(event)
+    return found, HostCopy(event)

@@ -10,14 +10,14 @@ from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
 from specdecode_worker.engine.stats.step_costs import StepSize
-from specdecode_worker.engine.stats.step_recorder import Read
-from specdecode_worker.engine.step.host_copy import Arrival
-from specdecode_worker.engine.step.logprobs import ToldRows
+from specdecode_worker.engine.stats.step_recorder import RowResult
+from specdecode_worker.engine.step.host_copy import HostCopy
+from specdecode_worker.engine.step.logprobs import RowLogprobs
 from specdecode_worker.speculation.acceptance import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchedStep:
     """Step that was launched and not collected yet."""
 
     rows: tuple[Row, ...]
@@ -27,13 +27,13 @@ class Launched:
     choice: Choice
     size: StepSize
     outcome: Outcome | None
-    """Result of verification, on the host after ``arrival``; None if no row chose a token."""
+    """Result of verification, on the host after ``host_copy``; None if no row chose a token."""
     ranked_BNK: Tensor | None
-    """The draft's K best tokens by node, on the host after ``arrival``; None if not needed."""
-    arrival: Arrival = field(default_factory=Arrival)
-    emitted_told: ToldRows | None = None
+    """The draft's K best tokens by node, on the host after ``host_copy``; None if not needed."""
+    host_copy: HostCopy = field(default_factory=HostCopy)
+    output_logprobs: RowLogprobs | None = None
     """Logprobs of emitted tokens."""
-    prompts_told: ToldRows | None = None
+    prompt_logprobs: RowLogprobs | None = None
     """Logprobs of prompt tokens."""
     kept_depths: tuple[int, ...]
     """Depth that the synthetic acceptance knob allows for each row that chose a token."""
@@ -48,31 +48,31 @@ class Launched:
         passes = self.size.draft_passes
         return self.draft_seconds * min(self.choice.shadow_passes / passes, 1.0) if passes else 0.0
 
-    def read(self) -> list[Read]:
+    def read(self) -> list[RowResult]:
         """Wait for the device and return the results of the rows that chose a token."""
         if self.outcome is None:
             return []
-        self.arrival.wait()
+        self.host_copy.wait()
         emitted, path, ranks = (
             t.tolist() for t in (self.outcome.emitted_BD, self.outcome.path_BD, self.outcome.rank_BD)
         )
         # The draft's rankings are large and only needed to score shadow passes.
         shadowed = self.choice.shadow_passes > 0 and self.ranked_BNK is not None
         ranked = self.ranked_BNK.tolist() if shadowed and self.ranked_BNK is not None else None
-        told = self.emitted_told.read() if self.emitted_told is not None else {}
+        logprobs = self.output_logprobs.read() if self.output_logprobs is not None else {}
         texts = [[token for token in row if token >= 0] for row in emitted]
         return [
-            Read(
+            RowResult(
                 tokens=texts[b],
                 path=path[b],
                 ranks=ranks[b],
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
                 kept_depth=self.kept_depths[b],
-                logprobs=tuple(told.get(b, ())[: len(texts[b])]),
+                logprobs=tuple(logprobs.get(b, ())[: len(texts[b])]),
             )
             for b, row in enumerate(self.rows[: len(emitted)])
         ]
 
     def read_prompts(self) -> dict[int, list[Logprobs]]:
         """Wait for the requested logprobs of prompt tokens and return them by row index."""
-        return self.prompts_told.read() if self.prompts_told is not None else {}
+        return self.prompt_logprobs.read() if self.prompt_logprobs is not None else {}

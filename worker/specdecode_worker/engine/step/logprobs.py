@@ -16,7 +16,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.step.host_copy import Arrival, to_host
+from specdecode_worker.engine.step.host_copy import HostCopy, to_host
 from specdecode_worker.speculation.acceptance import Outcome, nodes_of
 from specdecode_worker.speculation.trees import Forest
 
@@ -27,8 +27,8 @@ _TOP = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``arrival``.
+class TokenLogprobs:
+    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``host_copy``.
 
     Ranks count from 1.
     """
@@ -38,11 +38,11 @@ class Told:
     rank_T: Tensor
     top_tokens_TK: Tensor
     top_logprobs_TK: Tensor
-    arrival: Arrival
+    host_copy: HostCopy
 
     def read(self, tops: Sequence[int]) -> list[Logprobs]:
         """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
-        self.arrival.wait()
+        self.host_copy.wait()
         columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
         return [
             Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
@@ -51,7 +51,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldRows:
+class RowLogprobs:
     """Logprobs of several rows of a step, one row after the other.
 
     Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
@@ -60,30 +60,30 @@ class ToldRows:
     rows: tuple[int, ...]
     tops: tuple[int, ...]
     counts: tuple[int, ...]
-    told: Told
+    logprobs: TokenLogprobs
 
     def read(self) -> dict[int, list[Logprobs]]:
         """Wait for the copies and return the logprobs by row of the step."""
         tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
-        found = self.told.read(tops)
+        found = self.logprobs.read(tops)
         ends = list(accumulate(self.counts))
         return {row: found[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
 
 
-def tell_emitted(
-    choosing: Sequence[Row], forest: Forest, logits_RV: Tensor, outcome: Outcome | None
-) -> ToldRows | None:
+def gather_output_logprobs(
+    emitting: Sequence[Row], forest: Forest, logits_RV: Tensor, outcome: Outcome | None
+) -> RowLogprobs | None:
     """Queue the logprobs of emitted tokens for the rows that request them; None if no row does.
 
     Covers the accepted path and the bonus token. Entries after these are padding for the reader to cut off.
 
     Args:
-        choosing: Rows that choose a token.
+        emitting: Rows that choose a token.
         forest: Their trees.
         logits_RV: Logits of their nodes, [rows, vocabulary].
         outcome: Result of verification.
     """
-    tops = {b: top for b, row in enumerate(choosing) if (top := row.request.submit.sampling.logprobs) is not None}
+    tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
     if not tops or outcome is None:
         return None
     first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
@@ -91,13 +91,13 @@ def tell_emitted(
     first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
     rows_T = (first_A1 + nodes_of(outcome.path_BD[asked_A])).flatten()
     emitted_AD = outcome.emitted_BD[asked_A].clamp(min=0)
-    told = _told(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
-    return ToldRows(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), told)
+    logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
 
 
-def tell_prompts(
+def gather_prompt_logprobs(
     logits_of: Callable[[Tensor], Tensor], rows: Sequence[Row], query_start: Sequence[int], hidden_TE: Tensor
-) -> ToldRows | None:
+) -> RowLogprobs | None:
     """Queue the logprobs of prompt tokens for the prefill chunks of requests that ask for them; None if none does.
 
     A chunk yields the logprobs of the prompt tokens that directly follow its positions. Requests that already emitted a
@@ -124,19 +124,19 @@ def tell_prompts(
         return None
     wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
     places_T = to_device(places, hidden_TE.device)
-    told = _told(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
-    return ToldRows(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), told)
+    logprobs = _queue_logprobs(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), logprobs)
 
 
-def _told(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> Told:
+def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
     """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
     pieces = []
     for start in range(0, len(rows_T), _ROWS_AT_ONCE):
         here = slice(start, start + _ROWS_AT_ONCE)
         pieces.append(_piece(logits_of(rows_T[here]), tokens_T[here], max(top, _TOP)))
     columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-    (tokens, logprob, rank, top_tokens, top_logprobs), arrival = to_host([tokens_T, *columns])
-    return Told(tokens, logprob, rank, top_tokens, top_logprobs, arrival)
+    (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
+    return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
 
 
 def _piece(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedBatch:
     """T packed tokens of B sequences, with host-side counts and bounds."""
 
     tokens_T: Tensor
@@ -49,8 +49,8 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """Packed tokens described by device tensors only, for captured passes; fields as in ``Packed``.
+class PackedTensors:
+    """Packed tokens described by device tensors only, for captured passes; fields as in ``PackedBatch``.
 
     ``query_start`` [B + 1] holds the first packed token of each sequence; tokens from its last value on are padding.
     Since no field is a host value, a captured pass stays valid when the contents of the tensors change.

@@ -9,77 +9,81 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.engine.drafts.draft_registry import Roster
-from specdecode_worker.engine.graphs.step_graphs import Graphs
-from specdecode_worker.engine.kv_cache.kv_commit import Roots, keep_chunks, keep_paths, tell_rows
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
+from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_chunks, commit_paths, upload_rows
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
-from specdecode_worker.engine.stats.step_phases import Phases
-from specdecode_worker.engine.stats.step_recorder import size_of
+from specdecode_worker.engine.stats.step_phases import PhaseTimer
+from specdecode_worker.engine.stats.step_recorder import step_size_of
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.host_copy import Arrival, to_host
-from specdecode_worker.engine.step.launched_step import Launched
-from specdecode_worker.engine.step.logprobs import ToldRows, tell_emitted, tell_prompts
-from specdecode_worker.engine.step.target_pass import Pass, Target
+from specdecode_worker.engine.step.host_copy import HostCopy, to_host
+from specdecode_worker.engine.step.launched_step import LaunchedStep
+from specdecode_worker.engine.step.logprobs import RowLogprobs, gather_output_logprobs, gather_prompt_logprobs
+from specdecode_worker.engine.step.target_pass import Target, TargetPass
 from specdecode_worker.speculation.acceptance import Outcome
-from specdecode_worker.speculation.sampling.sampler import Sampler, SamplerOf
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.sampler import Sampler, SamplerFactory
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.synthetic import Synthetic
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Queued:
-    """Results of a queued step, replayed or eager; fields as in ``Launched``."""
+    """Results of a queued step, replayed or eager; fields as in ``LaunchedStep``."""
 
     outcome: Outcome | None
     ranked_BNK: Tensor | None
-    arrival: Arrival
-    emitted_told: ToldRows | None = None
-    prompts_told: ToldRows | None = None
+    host_copy: HostCopy
+    output_logprobs: RowLogprobs | None = None
+    prompt_logprobs: RowLogprobs | None = None
     draft_seconds: float
 
 
-class Launcher:
+class StepLauncher:
     """Launcher of steps: turns the rows of a batch into a queued step. It keeps no state of requests."""
 
     def __init__(
         self,
         target: Target,
-        drafts: Roster,
+        drafts: DraftRegistry,
         state: DeviceState,
-        make_sampler: SamplerOf,
-        phases: Phases,
-        graphs: Graphs | None = None,
+        make_sampler: SamplerFactory,
+        phases: PhaseTimer,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Connect the parts. ``graphs`` holds captured CUDA graphs; without it every step runs eagerly."""
         self._target, self._drafts, self._state = target, drafts, state
         self._make_sampler, self._phases, self._graphs = make_sampler, phases, graphs
         self.synthetic = Synthetic()
 
-    def launch(self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, follows: bool) -> Launched:
+    def launch(
+        self, rows: tuple[Row, ...], choice: Choice, *, began_seconds: float, draft_prefill: bool
+    ) -> LaunchedStep:
         """Queue one step and return its handle without waiting for the device.
 
         Args:
             rows: Rows of the batch; those that choose a token come first.
             choice: Selected shapes, kept for the statistics.
             began_seconds: Monotonic clock at the start of the step.
-            follows: Drafts process prefill chunks too, because the plan can lead to drafting.
+            draft_prefill: Drafts process prefill chunks too, because the plan can lead to drafting.
         """
-        tell_rows(self._state, rows)
-        knobs, choosing = self.synthetic, [row for row in rows if row.chooses]
-        kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in choosing)
-        queued = self._replay(rows, choice, kept_depths) or self._run(rows, choice, kept_depths, follows=follows)
-        return Launched(
+        upload_rows(self._state, rows)
+        knobs, emitting = self.synthetic, [row for row in rows if row.emits]
+        kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in emitting)
+        queued = self._replay(rows, choice, kept_depths) or self._run(
+            rows, choice, kept_depths, draft_prefill=draft_prefill
+        )
+        return LaunchedStep(
             rows=rows,
             epochs=tuple(row.request.epoch for row in rows),
             choice=choice,
-            size=size_of(rows, max(row.tree.drafted_depth for row in rows)),
+            size=step_size_of(rows, max(row.tree.drafted_depth for row in rows)),
             outcome=queued.outcome,
             ranked_BNK=queued.ranked_BNK,
-            arrival=queued.arrival,
-            emitted_told=queued.emitted_told,
-            prompts_told=queued.prompts_told,
+            host_copy=queued.host_copy,
+            output_logprobs=queued.output_logprobs,
+            prompt_logprobs=queued.prompt_logprobs,
             kept_depths=kept_depths,
             began_seconds=began_seconds,
             draft_seconds=queued.draft_seconds,
@@ -95,39 +99,41 @@ class Launcher:
             return None
         self._phases.lap("verify")
         return _Queued(
-            outcome=done.outcome, ranked_BNK=done.ranked_BNK, arrival=done.arrival, draft_seconds=done.draft_seconds
+            outcome=done.outcome, ranked_BNK=done.ranked_BNK, host_copy=done.host_copy, draft_seconds=done.draft_seconds
         )
 
-    def _run(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, follows: bool) -> _Queued:
+    def _run(
+        self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, draft_prefill: bool
+    ) -> _Queued:
         """Queue the step eagerly."""
         phases = self._phases
-        choosing = [row for row in rows if row.chooses]
-        forest = forest_of(tuple(row.tree for row in choosing) or (PLAIN,), self._device)
-        roots_C = self._target.roots(choosing)
-        sampler = self._sampler_of(choosing, forest, roots_C)
+        emitting = [row for row in rows if row.emits]
+        forest = forest_of(tuple(row.tree for row in emitting) or (PLAIN,), self._device)
+        roots_C = self._target.roots(emitting)
+        sampler = self._sampler_of(emitting, forest, roots_C)
         phases.lap("bookkeeping")
-        ranked_BNK = self._drafts.propose(choosing, forest, sampler) if choosing else None
+        ranked_BNK = self._drafts.propose(emitting, forest, sampler) if emitting else None
         draft_seconds = phases.lap("draft")
         step = self._target.pack(rows)
         phases.lap("bookkeeping")
         logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
         phases.lap("verify")
         outcome = None
-        if choosing:
+        if emitting:
             outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
-        emitted_told = tell_emitted(choosing, forest, logits_RV, outcome)
-        prompts_told = tell_prompts(self._target.logits, rows, step.packed.query_start, hidden_TE)
+        output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
+        prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, step.packed.query_start, hidden_TE)
         # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
-        found, found_ranked, arrival = _arriving(outcome, ranked_BNK if choice.shadow_passes else None)
+        found, found_ranked, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
         phases.lap("sample")
-        self._keep(rows, step, roots_C, forest, outcome, aux_TA, follows=follows)
+        self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
         phases.lap("bookkeeping")
         return _Queued(
             outcome=found,
             ranked_BNK=found_ranked,
-            arrival=arrival,
-            emitted_told=emitted_told,
-            prompts_told=prompts_told,
+            host_copy=host_copy,
+            output_logprobs=output_logprobs,
+            prompt_logprobs=prompt_logprobs,
             draft_seconds=draft_seconds,
         )
 
@@ -135,18 +141,20 @@ class Launcher:
     def _device(self) -> torch.device:
         return self._state.length_S.device
 
-    def _sampler_of(self, choosing: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
+    def _sampler_of(self, emitting: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
         """Build the sampler of the rows that choose a token."""
-        requests = [row.request for row in choosing]
+        requests = [row.request for row in emitting]
         slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
         bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
-        texts = Texts(self._state.tokens_SP, slots_C, roots_C, bound)
-        return self._make_sampler([request.law for request in requests], texts, forest, self._target.vocab_size)
+        texts = BatchTokens(self._state.tokens_SP, slots_C, roots_C, bound)
+        return self._make_sampler(
+            [request.sampling_params for request in requests], texts, forest, self._target.vocab_size
+        )
 
     def _accept(
         self,
         sampler: Sampler,
-        step: Pass,
+        step: TargetPass,
         forest: Forest,
         logits_RV: Tensor,
         ranked_BNK: Tensor | None,
@@ -162,35 +170,35 @@ class Launcher:
         at = step.batch_R, step.node_R, step.depth_R
         return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
 
-    def _keep(
+    def _commit(
         self,
         rows: tuple[Row, ...],
-        step: Pass,
+        step: TargetPass,
         roots_C: Tensor,
         forest: Forest,
         outcome: Outcome | None,
         aux_TA: Tensor | None,
         *,
-        follows: bool,
+        draft_prefill: bool,
     ) -> None:
         """Commit the step to the device state and the cache, and let drafts process prefill chunks.
 
         The drafts' prefill comes first: for the first position of a chunk it reads the state of the position before
-        from the ring, which ``keep_chunks`` overwrites.
+        from the ring, which ``commit_chunks`` overwrites.
         """
         chunks = [row for row in rows if row.is_chunk]
-        if chunks and follows:
+        if chunks and draft_prefill:
             self._drafts.prefill(chunks, None if aux_TA is None else aux_TA[-sum(row.count for row in chunks) :])
-        keep_chunks(self._state, rows, step, aux_TA)
+        commit_chunks(self._state, rows, step, aux_TA)
         if outcome is not None:
             roots = Roots(step.slots_B[: len(roots_C)], step.packed.block_table_BM, roots_C, step.root_rows_C)
-            keep_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
+            commit_paths(self._state, self._target.cache, roots, outcome, aux_TA, in_place=forest.all_chains)
 
 
-def _arriving(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, Arrival]:
-    """Queue copies of the outcome and the draft's ranking to the host; return both and their arrival."""
+def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[Outcome | None, Tensor | None, HostCopy]:
+    """Queue copies of the outcome and the draft's ranking to the host; return both and their ``HostCopy``."""
     if outcome is None:
-        return None, None, Arrival()
-    told = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
-    found, arrival = to_host(told if ranked_BNK is None else [*told, ranked_BNK])
-    return Outcome(*found[:4]), found[4] if ranked_BNK is not None else None, arrival
+        return None, None, HostCopy()
+    results = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
+    found, host_copy = to_host(results if ranked_BNK is None else [*results, ranked_BNK])
+    return Outcome(*found[:4]), found[4] if ranked_BNK is not None else None, host_copy

@@ -12,16 +12,16 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, Tables, slots_of, spread
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.engine.step.packed_batch import PackedBatch, PackedTensors, slots_of, spread
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class TargetPass:
     """Packed batch on the device. B rows, of which the first C choose a token; R rows of logits."""
 
-    packed: Packed
+    packed: PackedBatch
     slots_B: Tensor
     """Slot of each row in the device state."""
     root_rows_C: Tensor
@@ -57,7 +57,7 @@ class Target:
         """Size of the target's vocabulary."""
         return self._model.config.vocab_size
 
-    def forward(self, step: Pass, reads: Reads) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the target over a packed batch.
 
         Args:
@@ -70,7 +70,7 @@ class Target:
         """
         return self.run(self._model, self.cache, step.packed, step.logit_rows_R, reads)
 
-    def forward_tables(self, tables: Tables, reads: Reads) -> tuple[Tensor, Tensor | None]:
+    def forward_tables(self, tables: PackedTensors, reads: TargetStates) -> tuple[Tensor, Tensor | None]:
         """Return logits [T, V] and the drafts' states [T, A] of every token without synchronizing with the host.
 
         CUDA graph capture relies on this.
@@ -80,7 +80,7 @@ class Target:
 
     @staticmethod
     def run(
-        model: Llama, cache: PagedCache, packed: Packed | Tables, logit_rows_R: Tensor, reads: Reads
+        model: Llama, cache: PagedCache, packed: PackedBatch | PackedTensors, logit_rows_R: Tensor, reads: TargetStates
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run one pass of ``model`` over ``cache``; returns as ``forward``.
 
@@ -97,7 +97,7 @@ class Target:
         logits_TV: Tensor = self._model.logits(hidden_TE)
         return logits_TV
 
-    def pack(self, rows: Sequence[Row]) -> Pass:
+    def pack(self, rows: Sequence[Row]) -> TargetPass:
         """Pack the rows of a batch into one pass.
 
         All tokens are read from the device state by slot and index: those of a chunk at their positions in the prompt,
@@ -111,7 +111,7 @@ class Target:
         index_T = length_B[sequence_T] + row_T
         depth_T, ancestors_T = _topology(rows, device)
         table_BM = state.block_table_SM[slots_B]
-        packed = Packed(
+        packed = PackedBatch(
             tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
             positions_T=(length_B[sequence_T] + depth_T).clamp(max=self._last_position),
             slots_T=slots_of(table_BM, sequence_T, index_T),
@@ -128,15 +128,15 @@ class Target:
         root_rows = [
             begin + (row.count - 1 if row.is_chunk else 0)
             for begin, row in zip(packed.query_start, rows, strict=False)
-            if row.chooses
+            if row.emits
         ]
-        return Pass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
+        return TargetPass(packed, slots_B, to_device(root_rows, device), logit_rows, batch, node, depth)
 
-    def roots(self, choosing: Sequence[Row]) -> Tensor:
+    def roots(self, emitting: Sequence[Row]) -> Tensor:
         """Return the index [C] of the last committed token, the root, of every row that chooses a token."""
         lengths, device = self._state.length_S, self._state.length_S.device
-        ahead = [row.count - 1 if row.is_chunk else 0 for row in choosing]
-        slots_C = [row.request.slot for row in choosing]
+        ahead = [row.count - 1 if row.is_chunk else 0 for row in emitting]
+        slots_C = [row.request.slot for row in emitting]
         slots, ahead_C = to_device([slots_C, ahead], device, dtype=torch.int64)
         roots_C: Tensor = lengths[slots] + ahead_C
         return roots_C
@@ -161,13 +161,13 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``Pass``."""
+    """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``TargetPass``."""
     found: list[tuple[int, int, int, int]] = []
     begin = 0
     for b, row in enumerate(rows):
-        if row.is_chunk and row.chooses:
+        if row.is_chunk and row.emits:
             found.append((begin + row.count - 1, b, 0, 0))
-        elif row.chooses:
+        elif row.emits:
             found += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
         begin += row.count
     columns = to_device(found, device, dtype=torch.int64).reshape(-1, 4).unbind(1)

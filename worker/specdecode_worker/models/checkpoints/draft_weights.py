@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from specdecode_worker.contract import Method
-from specdecode_worker.models.checkpoints.safetensors_headers import method_of, read_tensor_headers
-from specdecode_worker.models.checkpoints.tensor_placement import Network, Prepared
+from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
+from specdecode_worker.models.checkpoints.tensor_placement import Network, UnloadedNetwork
 from specdecode_worker.models.checkpoints.vocabulary_check import check_vocabulary, fit_vocabulary
 from specdecode_worker.models.checkpoints.weights import (
     load_eagle,
@@ -82,29 +82,29 @@ def check_draft(method: WeightMethod, folder: Path, target_folder: Path, *, max_
     Raises the errors of `load_draft`, except those about the values of weights.
     """
     target = prepare_llama(target_folder, max_model_len=max_model_len).network
-    shape_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
+    build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
 
 
-def shape_draft(
+def build_meta_draft(
     method: WeightMethod, folder: Path, target: Llama, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
     """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
     expect_method(method, folder)
     match method:
         case "eagle3":
-            return _judged(prepare_eagle3(folder, target))
+            return _checked_network(prepare_eagle3(folder, target))
         case "eagle":
-            return _judged(prepare_eagle(folder, target))
+            return _checked_network(prepare_eagle(folder, target))
         case "medusa":
-            return _judged(prepare_medusa(folder, target))
+            return _checked_network(prepare_medusa(folder, target))
         case "draft-model":
             check_vocabulary(target_folder, folder)
-            draft = _judged(prepare_llama(folder, max_model_len=max_model_len))
+            draft = _checked_network(prepare_llama(folder, max_model_len=max_model_len))
             fit_vocabulary(draft, target.config.vocab_size)
             return draft
 
 
-def _judged(prepared: Prepared[Network]) -> Network:
+def _checked_network(prepared: UnloadedNetwork[Network]) -> Network:
     prepared.check()
     return prepared.network
 
@@ -116,7 +116,7 @@ def expect_method(method: WeightMethod, folder: Path) -> None:
         ConfigMismatch: the folder holds a draft of another method.
         WeightMismatch: the folder holds no known draft.
     """
-    found = method_of(read_tensor_headers(folder))
+    found = infer_method(read_tensor_headers(folder))
     if found is None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
     if found != method:

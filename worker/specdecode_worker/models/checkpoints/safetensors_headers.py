@@ -148,7 +148,7 @@ def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> Tensor
     return TensorHeader(shape, dtype, math.prod(shape) * _BITS[dtype] // 8, path.name)
 
 
-def method_of(headers: Headers) -> Method | None:
+def infer_method(headers: Headers) -> Method | None:
     """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
     names = [name.removeprefix("model.") for name in headers.tensors]
     if any(name in ("d2t", "t2d") or name.endswith("hidden_norm.weight") for name in names):
@@ -170,7 +170,7 @@ def describe(folder: Path, target: LlamaConfig | None = None) -> Described:
         WeightMismatch: the headers cannot be read.
     """
     raw = read_config(folder)
-    method = method_of(read_tensor_headers(folder))
+    method = infer_method(read_tensor_headers(folder))
     if method in (None, "draft-model"):
         return llama_config(raw)
     if target is None:

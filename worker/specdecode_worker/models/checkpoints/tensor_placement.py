@@ -1,7 +1,7 @@
 """Strict assignment of a checkpoint's tensors to a network, by name: every tensor is used, and none is missing.
 
-The headers are compared first, so a checkpoint can be checked without loading it (`Prepared`) and is loaded only if it
-fits. Only safetensors are read: no pickle, no remote code.
+The headers are compared first, so a checkpoint can be checked without loading it (`UnloadedNetwork`) and is loaded
+only if it fits. Only safetensors are read: no pickle, no remote code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
-class _Unfilled(TorchFunctionMode):
+class _MetaInit(TorchFunctionMode):
     """Mode that skips the random initialization of embeddings.
 
     On the meta device, torch imports its compiler for it, which costs seconds at every start.
@@ -38,9 +38,9 @@ class _Unfilled(TorchFunctionMode):
 
 
 @contextmanager
-def unfilled() -> Iterator[None]:
+def meta_init() -> Iterator[None]:
     """Build networks on the meta device inside this context: names and shapes without data."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), _MetaInit():
         yield
 
 
@@ -106,7 +106,7 @@ def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: na
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[Network]):
+class UnloadedNetwork(Generic[Network]):
     """Network on the meta device with the checkpoint that fills it.
 
     ``given`` names parts of the network that are not filled from the checkpoint. ``spare`` names tensors that the

@@ -1,8 +1,9 @@
 """Loading of networks from model folders: tensor names per kind of checkpoint, and the tensors that may be absent.
 
-``prepare_*`` check config.json against its bounds and read the tensor headers only; they return a `Prepared`; its
-`check` compares both. ``load_*`` read the weights as well. All tensor renames of the known checkpoint families are in
-this module. Every function raises ConfigMismatch or WeightMismatch, with a message that names the field or tensor.
+``prepare_*`` check config.json against its bounds and read the tensor headers only; they return an
+`UnloadedNetwork`, whose `check` compares both. ``load_*`` read the weights as well. All tensor renames of the known
+checkpoint families are in this module. Every function raises ConfigMismatch or WeightMismatch, with a message that
+names the field or tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.tensor_placement import Checkpoint, Prepared, open_checkpoint, unfilled
+from specdecode_worker.models.checkpoints.tensor_placement import (
+    Checkpoint,
+    UnloadedNetwork,
+    meta_init,
+    open_checkpoint,
+)
 from specdecode_worker.models.configs.model_config import (
     eagle3_config,
     eagle_config,
@@ -32,16 +38,16 @@ from specdecode_worker.models.networks.medusa import MedusaHeads
 _EMBEDDING = "embed_tokens.weight"
 
 
-def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Prepared[Llama]:
+def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> UnloadedNetwork[Llama]:
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
     config = llama_config(read_config(folder), max_model_len)
     checkpoint = open_checkpoint(folder)
-    with unfilled():
+    with meta_init():
         model = Llama(config)
     if not config.tie_word_embeddings:
-        return Prepared(model, checkpoint)
+        return UnloadedNetwork(model, checkpoint)
     # A tied checkpoint may repeat the matrix as lm_head; the embedding is used.
-    return Prepared(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
+    return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
 
 
 def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> Llama:
@@ -52,7 +58,7 @@ def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_mo
     return model
 
 
-def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
+def prepare_eagle3(folder: Path, target: Llama) -> UnloadedNetwork[Eagle3Head]:
     """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
     config = eagle3_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, _eagle3_name)
@@ -62,11 +68,11 @@ def prepare_eagle3(folder: Path, target: Llama) -> Prepared[Eagle3Head]:
             f"{folder}: {_EMBEDDING} is missing; a head of hidden_size {config.hidden_size} cannot use the target's "
             f"embeddings of size {target.config.hidden_size}"
         )
-    with unfilled():
+    with meta_init():
         embedding = nn.Embedding(config.vocab_size, config.hidden_size) if own else target.model.embed_tokens
         head = Eagle3Head(config, embedding, own_embedding=own)
     whole = config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint
-    return Prepared(head, checkpoint, frozenset(("d2t",) if whole else ()), spare=frozenset(("t2d",)))
+    return UnloadedNetwork(head, checkpoint, frozenset(("d2t",) if whole else ()), spare=frozenset(("t2d",)))
 
 
 def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
@@ -79,17 +85,17 @@ def load_eagle3(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
     return head
 
 
-def prepare_eagle(folder: Path, target: Llama) -> Prepared[EagleHead]:
+def prepare_eagle(folder: Path, target: Llama) -> UnloadedNetwork[EagleHead]:
     """Return the unloaded EAGLE-1 or EAGLE-2 head of ``folder`` for ``target``."""
     config = eagle_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, _eagle_name)
     if config.fc_bias is None:
         config = replace(config, fc_bias="fc.bias" in checkpoint)
-    with unfilled():
+    with meta_init():
         head = EagleHead(
             config, target, own_embedding=_EMBEDDING in checkpoint, own_lm_head="lm_head.weight" in checkpoint
         )
-    return Prepared(head, checkpoint)
+    return UnloadedNetwork(head, checkpoint)
 
 
 def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
@@ -97,13 +103,13 @@ def load_eagle(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch
     return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
 
 
-def prepare_medusa(folder: Path, target: Llama) -> Prepared[MedusaHeads]:
+def prepare_medusa(folder: Path, target: Llama) -> UnloadedNetwork[MedusaHeads]:
     """Return the unloaded Medusa heads of ``folder`` for ``target``."""
     config = medusa_config(read_config(folder), target.config)
     checkpoint = open_checkpoint(folder, lambda name: _medusa_name(name, config.num_layers))
-    with unfilled():
+    with meta_init():
         heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
-    return Prepared(heads, checkpoint)
+    return UnloadedNetwork(heads, checkpoint)
 
 
 def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:

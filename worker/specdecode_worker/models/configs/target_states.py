@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class TargetStates:
     """Set of hidden states that a draft reads.
 
     ``layers``: inputs of these target layers, in this order (layer N of an N-layer target is the last block's output
@@ -27,17 +27,19 @@ class Reads:
         """Return the width of the concatenated states of one token."""
         return (len(self.layers) + self.final) * hidden_size
 
-    def __or__(self, other: Reads) -> Reads:
+    def __or__(self, other: TargetStates) -> TargetStates:
         """Return the union of both sets, with layers in ascending order."""
-        return Reads(tuple(sorted({*self.layers, *other.layers})), self.final or other.final)
+        return TargetStates(tuple(sorted({*self.layers, *other.layers})), self.final or other.final)
 
-    def picks(self, part: Reads) -> tuple[int, ...]:
+    def indices_of(self, part: TargetStates) -> tuple[int, ...]:
         """Return the positions of the states of ``part`` among these, in units of the hidden size.
 
-        ``aux_TA.unflatten(-1, (-1, hidden_size))[:, picks].flatten(1)`` is the input that ``part`` expects.
+        ``aux_TA.unflatten(-1, (-1, hidden_size))[:, indices].flatten(1)`` is the input that ``part`` expects.
         """
-        assert self | part == Reads(tuple(sorted(set(self.layers))), self.final), "a part reads no more than the whole"
+        assert self | part == TargetStates(tuple(sorted(set(self.layers))), self.final), (
+            "a part reads no more than the whole"
+        )
         return tuple(self.layers.index(layer) for layer in part.layers) + (len(self.layers),) * part.final
 
 
-NOTHING = Reads()
+NO_STATES = TargetStates()

@@ -15,7 +15,7 @@ from specdecode_kernels.cpu.native import library
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Linear, Norm, Tail
 from specdecode_worker.models.networks.eagle3 import Midlayer, normed_pair
 from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
-from specdecode_worker.models.networks.rope import Turns
+from specdecode_worker.models.networks.rope import PassRotations
 
 
 class NativeLinear(nn.Module):
@@ -55,7 +55,7 @@ class NativeBlock(nn.Module):
         self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
-    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         return self._tail(attend(layer, *self._entry(x_TE, rope.tables)), x_TE)
 
 
@@ -73,7 +73,7 @@ class NativeMidlayer(nn.Module):
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
     def forward(
-        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
         pair, residual_TE = normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
         return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)

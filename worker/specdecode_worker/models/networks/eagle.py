@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.configs.draft_config import EagleConfig
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend, Block
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.rope import Rope
@@ -24,7 +24,7 @@ class EagleHead(nn.Module):
     Embeddings and lm_head are shared with the target unless the checkpoint contains copies.
     """
 
-    reads = Reads((), final=True)
+    reads = TargetStates((), final=True)
     target_ids: None = None
     """Always None: logits are over the target's vocabulary already."""
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
 from specdecode_worker.models.configs.draft_config import Eagle3Config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import MLP, Attend, Attention, Block, RMSNorm
-from specdecode_worker.models.networks.rope import Rope, Turns
+from specdecode_worker.models.networks.rope import PassRotations, Rope
 
 
 class Midlayer(nn.Module):
@@ -37,7 +37,7 @@ class Midlayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: Turns, attend: Attend
+        self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
         """Return the layer's output [T, E] for tokens [T] and hidden states [T, E]."""
         pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
@@ -64,7 +64,7 @@ class Midlayer(nn.Module):
         return pair, pair[:, -plain_TE.shape[1] :].contiguous() if self.norm_before_residual else plain_TE
 
 
-class Paired(Protocol):
+class TwoStateLayer(Protocol):
     """Layer that reads two states, each through its own norm."""
 
     norm_before_residual: bool
@@ -76,7 +76,7 @@ class Paired(Protocol):
     def hidden_norm(self) -> nn.Module: ...
 
 
-def normed_pair(layer: Paired, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+def normed_pair(layer: TwoStateLayer, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention input [T, 2 E] and the residual [T, E] of ``layer``."""
     normed_TE: Tensor = layer.hidden_norm(hidden_TE)
     pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
@@ -111,9 +111,9 @@ class Eagle3Head(nn.Module):
         self._shared_embedding = (embed_tokens,)
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> TargetStates:
         """States of the target that ``fuse`` expects."""
-        return Reads(self.config.aux_layers, final=not self.config.aux_layers)
+        return TargetStates(self.config.aux_layers, final=not self.config.aux_layers)
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         """Return the target's concatenated auxiliary states [T, A] as one hidden state [T, E]."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from specdecode_kernels.rms_norm.op import rms_norm
 from specdecode_worker.models.configs.target_config import BlockConfig
-from specdecode_worker.models.networks.rope import Turns
+from specdecode_worker.models.networks.rope import PassRotations
 
 
 class Attend(Protocol):
@@ -27,11 +27,11 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
 
 
-class TurningAttend(ABC):
+class RotatingAttend(ABC):
     """Attention that also applies the rotary embedding, fused into the kernel that writes the keys."""
 
     @abstractmethod
-    def turning(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Turns) -> Tensor:
+    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
         """Return the attended values as `Attend` does, for queries and keys that are not rotated yet."""
 
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the attention output [T, E] of ``layer`` for its normed input [T, inputs]."""
 
         def heads(y: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         q, k, v = heads(self.q_proj(x_TE)), heads(self.k_proj(x_TE)), heads(self.v_proj(x_TE))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_THD = attend(layer, rope.turned(q), rope.turned(k), v)
+        out_THD = attend(layer, rope.rotate(q), rope.rotate(k), v)
         result: Tensor = self.o_proj(out_THD.flatten(-2))
         return result
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the layer's output [T, E]."""
         attended_TE = self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
         normed_TE, x_TE = self.post_attention_layernorm.of_sum(attended_TE, x_TE)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.models.configs.model_config import LlamaConfig
-from specdecode_worker.models.configs.target_states import NOTHING, Reads
+from specdecode_worker.models.configs.target_states import NO_STATES, TargetStates
 from specdecode_worker.models.networks.layers import Attend, Block, RMSNorm
 from specdecode_worker.models.networks.rope import Rope
 
@@ -22,14 +22,14 @@ class TargetOutput:
     """Output of one pass of the target.
 
     ``hidden_TE`` is the last layer's output after the final norm. ``aux_TA`` concatenates the states that the pass's
-    `Reads` requests, in its order; it is None if `Reads` requests none.
+    `TargetStates` names, in its order; it is None if `TargetStates` names none.
     """
 
     hidden_TE: Tensor
     aux_TA: Tensor | None
 
 
-class Trunk(nn.Module):
+class LlamaModel(nn.Module):
     """Embedding, blocks and final norm: the part named ``model.`` in a checkpoint."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -45,13 +45,15 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Trunk(config)
+        self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: Reads = NOTHING) -> TargetOutput:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, reads: TargetStates = NO_STATES
+    ) -> TargetOutput:
         """Return the hidden states of the packed tokens and the auxiliary states that ``reads`` requests."""
         x_TE = self.model.embed_tokens(tokens_T)
         rope = self.rope.at(positions_T, x_TE.dtype)

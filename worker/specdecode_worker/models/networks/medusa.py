@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdecode_worker.models.configs.draft_config import MedusaConfig
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 
 
 class ResidualBlocks(nn.Module):
@@ -36,7 +36,7 @@ class MedusaHeads(nn.Module):
     ``bias`` is true for FasterDecoding's blocks; vLLM's have a bias if ``medusa_fc_bias`` is set.
     """
 
-    reads = Reads((), final=True)
+    reads = TargetStates((), final=True)
     token_map: Tensor | None
 
     def __init__(self, config: MedusaConfig, *, bias: bool = True) -> None:

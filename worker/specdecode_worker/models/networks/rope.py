@@ -155,12 +155,12 @@ class Rope(nn.Module):
         self.register_buffer("cos_PD", table[0], persistent=False)
         self.register_buffer("sin_PD", table[1], persistent=False)
 
-    def at(self, positions_T: Tensor, dtype: torch.dtype) -> Turns:
+    def at(self, positions_T: Tensor, dtype: torch.dtype) -> PassRotations:
         """Return the rotations of the positions [T] for a pass in ``dtype``."""
-        return Turns(self.cos_PD, self.sin_PD, positions_T, dtype)
+        return PassRotations(self.cos_PD, self.sin_PD, positions_T, dtype)
 
 
-class Turns:
+class PassRotations:
     """Rotations of one pass, shared by all of its layers.
 
     They are the rows ``positions_T`` of the tables ``cos_PD`` and ``sin_PD``.
@@ -176,7 +176,7 @@ class Turns:
         cos, sin = (table_PD[self.positions_T].unsqueeze(1) for table_PD in (self.cos_PD, self.sin_PD))
         return cos.to(self._dtype), sin.to(self._dtype)
 
-    def turned(self, x_THD: Tensor) -> Tensor:
+    def rotate(self, x_THD: Tensor) -> Tensor:
         """Return queries or keys [T, heads, D] rotated to their positions."""
         return rotate(x_THD, *self.tables)
 
@@ -211,5 +211,5 @@ def _yarn_scaled(frequency: Tensor, theta: float, scaling: YarnScaling) -> Tenso
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x_THD`` rotated by ``cos`` and ``sin`` [T, 1, D], in its own dtype."""
     half = x_THD.shape[-1] // 2
-    turned = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
-    return (x_THD * cos + turned * sin).to(x_THD.dtype)
+    rotate = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
+    return (x_THD * cos + rotate * sin).to(x_THD.dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdecode_worker.models.checkpoints.tensor_placement import unfilled
+from specdecode_worker.models.checkpoints.tensor_placement import meta_init
 from specdecode_worker.models.checkpoints.weights import prepare_llama
 from specdecode_worker.models.configs.target_config import LlamaConfig
 from specdecode_worker.models.errors import ConfigMismatch
@@ -67,7 +67,7 @@ def split_network(config: LlamaConfig, shard: Shard) -> Llama:
 
     Parameter names are those of the whole network.
     """
-    with unfilled():
+    with meta_init():
         model = Llama(split_config(config, shard.size))
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
@@ -130,11 +130,11 @@ def join(model: Llama, shard: Shard) -> None:
             linear: nn.Linear = getattr(owner, name)
             if shard.rank and linear.bias is not None:
                 linear.bias.zero_()  # only the first device adds the bias, before the sum
-            setattr(owner, name, Summed(linear))
-    model.lm_head = Gathered(model.lm_head, model.config.vocab_size, shard)  # type: ignore[assignment]
+            setattr(owner, name, RowParallelLinear(linear))
+    model.lm_head = GatheredLMHead(model.lm_head, model.config.vocab_size, shard)  # type: ignore[assignment]
 
 
-class Summed(nn.Module):
+class RowParallelLinear(nn.Module):
     """Matrix split by input features. Each device computes a partial product, and the results are summed."""
 
     def __init__(self, part: nn.Linear) -> None:
@@ -147,7 +147,7 @@ class Summed(nn.Module):
         return out
 
 
-class Gathered(nn.Module):
+class GatheredLMHead(nn.Module):
     """lm_head split by vocabulary, with the logits gathered on the first device.
 
     The first device gets all logits [R, V], because it chooses the tokens. The other devices get [R, 0].

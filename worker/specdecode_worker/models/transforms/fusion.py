@@ -20,8 +20,8 @@ from specdecode_worker.models.networks.compiled_cpu import (
     run_blocks_natively,
     runs_natively,
 )
-from specdecode_worker.models.networks.layers import MLP, Attend, Attention, RMSNorm, TurningAttend
-from specdecode_worker.models.networks.rope import Turns
+from specdecode_worker.models.networks.layers import MLP, Attend, Attention, RMSNorm, RotatingAttend
+from specdecode_worker.models.networks.rope import PassRotations
 from specdecode_worker.models.transforms.quantization import QuantisedLinear
 
 
@@ -43,17 +43,17 @@ class FusedAttention(nn.Module):
         self.register_buffer("norm_HD", joined_norm(origin, self.queries, self.keys))
         self.eps = origin.q_norm.eps if origin.q_norm is not None else 0.0
 
-    def forward(self, layer: int, x_TE: Tensor, rope: Turns, attend: Attend) -> Tensor:
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         heads_THD = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
         v_TKD = heads_THD[:, self.queries + self.keys :]
         turning_THD = heads_THD[:, : self.queries + self.keys]
         if self.norm_HD is not None:
             turning_THD = F.rms_norm(turning_THD, (self.head_dim,), None, self.eps) * self.norm_HD
-        if isinstance(attend, TurningAttend):
+        if isinstance(attend, RotatingAttend):
             q_THD, k_TKD = turning_THD[:, : self.queries], turning_THD[:, self.queries :]
-            out_THD = attend.turning(layer, q_THD, k_TKD, v_TKD, rope)
+            out_THD = attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
         else:
-            turned_THD = rope.turned(turning_THD)
+            turned_THD = rope.rotate(turning_THD)
             out_THD = attend(layer, turned_THD[:, : self.queries], turned_THD[:, self.queries :], v_TKD)
         result: Tensor = self.o_proj(out_THD.flatten(-2))
         return result
@@ -92,7 +92,7 @@ def fuse(model: nn.Module) -> None:
     """
     run_blocks_natively(model)
     _join(model)
-    if _packs(model):
+    if _should_pack(model):
         _pack(model)
 
 
@@ -115,7 +115,7 @@ def _pack(model: nn.Module) -> None:
                 setattr(module, name, NativeNorm(child))
 
 
-def packs(dtype: torch.dtype, device: torch.device) -> bool:
+def should_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether matrices of this dtype on this device should be packed.
 
     True for bf16 on a CPU with oneDNN and native bf16 support. Elsewhere plain matrices are as fast.
@@ -127,9 +127,9 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return available and hasattr(ops, "_linear_pointwise") and bool(ops._is_mkldnn_bf16_supported())
 
 
-def _packs(model: nn.Module) -> bool:
+def _should_pack(model: nn.Module) -> bool:
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    return bool(weights) and all(packs(weight.dtype, weight.device) for weight in weights)
+    return bool(weights) and all(should_pack(weight.dtype, weight.device) for weight in weights)
 
 
 def _joined(*parts: nn.Module) -> nn.Module:

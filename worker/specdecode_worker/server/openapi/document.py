@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specdecode_worker.server.openapi.request_schemas import PREFIX, schemas_of, within
+from specdecode_worker.server.openapi.request_schemas import PREFIX, schemas_of, with_model_bounds
 from specdecode_worker.server.openapi.response_schemas import ANSWERS, COUNT, TEXT, record
-from specdecode_worker.server.request_sampling import Limits
+from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -21,36 +21,36 @@ Json = dict[str, Any]
 
 _JSON, _SSE, _PLAIN = "application/json", "text/event-stream", "text/plain"
 _ERRORS = {
-    400: "the request is at fault; param names the field",
-    401: "an API key is needed",
-    404: "no such model",
+    400: "the request is invalid; param names the field",
+    401: "an API key is required",
+    404: "the model does not exist",
     413: "the body is too large",
-    429: "the waiting line is full",
-    500: "the engine gave up on the request",
+    429: "the waiting queue is full",
+    500: "the engine failed on the request",
     503: "loading, draining, or the engine is gone",
 }
 _READING = (401, 404, 503)
 _POSTING = (400, 401, 404, 413, 503)
 _GENERATING = tuple(_ERRORS)
-_RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, at the pace of the line"}}
+_RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, estimated from recent completions"}}
 _HEADERS: list[Json] = [
     {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
     {
         "name": "X-Specdecode-Capture",
         "in": "header",
         "schema": TEXT,
-        "description": "anything but on keeps the request out of what this worker captures",
+        "description": 'only "true" and "on" permit the capture of the request',
     },
     {
         "name": "X-Request-Id",
         "in": "header",
         "schema": TEXT,
-        "description": "comes back, and stands in the answer's id",
+        "description": "returned in the response, and part of the response id",
     },
 ]
 
 
-def document(served_name: str, limits: Limits | None) -> Json:
+def document(served_name: str, limits: ModelLimits | None) -> Json:
     """Return the OpenAPI document for the served model.
 
     Args:
@@ -59,7 +59,7 @@ def document(served_name: str, limits: Limits | None) -> Json:
     """
     schemas = schemas_of(CompletionRequest, ChatRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
     if limits is not None:
-        schemas = within(schemas, limits.vocab_size, limits.max_model_len)
+        schemas = with_model_bounds(schemas, limits.vocab_size, limits.max_model_len)
     for name in ("CompletionRequest", "ChatRequest"):
         schemas[name]["properties"]["model"] = {"enum": [served_name], "description": "the model that is served"}
     for name in ("TokenizeRequest", "TokenizeChatRequest", "DetokenizeRequest"):
@@ -79,21 +79,21 @@ def document(served_name: str, limits: Limits | None) -> Json:
 def _paths(served_name: str) -> Json:
     one_model: Json = {"name": "name", "in": "path", "required": True, "schema": {"enum": [served_name]}}
     return {
-        "/v1/completions": {"post": _generating("CompletionRequest", "Completion")},
-        "/v1/chat/completions": {"post": _generating("ChatRequest", "ChatCompletion")},
+        "/v1/completions": {"post": _generation_operation("CompletionRequest", "Completion")},
+        "/v1/chat/completions": {"post": _generation_operation("ChatRequest", "ChatCompletion")},
         "/v1/models": {"get": {"responses": _responses(_content("ModelList"), _READING)}},
         "/v1/models/{name}": {"get": {"parameters": [one_model], "responses": _responses(_content("Model"), _READING)}},
-        "/tokenize": {"post": _posting(("TokenizeRequest", "TokenizeChatRequest"), "Tokens")},
-        "/detokenize": {"post": _posting(("DetokenizeRequest",), "Text")},
+        "/tokenize": {"post": _post_operation(("TokenizeRequest", "TokenizeChatRequest"), "Tokens")},
+        "/detokenize": {"post": _post_operation(("DetokenizeRequest",), "Text")},
         "/version": {"get": {"responses": _responses(_content("Version"), ())}},
-        "/health": {"get": {"responses": _probe("fails once the engine is gone")}},
-        "/ready": {"get": {"responses": _probe("fails while loading and on the way out")}},
+        "/health": {"get": {"responses": _probe_responses("the engine has failed")}},
+        "/ready": {"get": {"responses": _probe_responses("the worker is loading, shutting down or failed")}},
         "/metrics": {"get": {"responses": _responses({_PLAIN: {"schema": TEXT}}, (503,))}},
     }
 
 
-def _generating(request: str, answer: str) -> Json:
-    stream = {_SSE: {"schema": {**record(data=TEXT), "description": "with stream: an event a chunk, then [DONE]"}}}
+def _generation_operation(request: str, answer: str) -> Json:
+    stream = {_SSE: {"schema": {**record(data=TEXT), "description": "with stream: one event per chunk, then [DONE]"}}}
     return {
         "parameters": _HEADERS,
         "requestBody": _body((request,)),
@@ -101,7 +101,7 @@ def _generating(request: str, answer: str) -> Json:
     }
 
 
-def _posting(requests: tuple[str, ...], answer: str) -> Json:
+def _post_operation(requests: tuple[str, ...], answer: str) -> Json:
     return {"requestBody": _body(requests), "responses": _responses(_content(answer), _POSTING)}
 
 
@@ -111,7 +111,7 @@ def _body(names: tuple[str, ...]) -> Json:
 
 
 def _responses(content: Json, errors: Iterable[int]) -> Json:
-    found: Json = {"200": {"description": "the answer", "content": content}}
+    found: Json = {"200": {"description": "the response", "content": content}}
     for status in errors:
         found[str(status)] = {"description": _ERRORS[status], "content": _content("Error")}
         if status in (429, 503):
@@ -119,9 +119,9 @@ def _responses(content: Json, errors: Iterable[int]) -> Json:
     return found
 
 
-def _probe(fails: str) -> Json:
+def _probe_responses(fails: str) -> Json:
     text = {_PLAIN: {"schema": TEXT}}
-    return {"200": {"description": "yes", "content": text}, "503": {"description": fails, "content": text}}
+    return {"200": {"description": "success", "content": text}, "503": {"description": fails, "content": text}}
 
 
 def _content(name: str) -> Json:

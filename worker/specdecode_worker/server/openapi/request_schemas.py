@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_worker.server.requests.base import MAX_ID, Checked
+from specdecode_worker.server.requests.base import MAX_ID, RequestModel
 from specdecode_worker.server.requests.unsupported_fields import NEUTRAL, WITHOUT_EFFECT
 
 Json = dict[str, Any]
@@ -15,7 +15,7 @@ _NULL: Json = {"type": "null"}
 PREFIX = "#/components/schemas/"
 
 
-def schemas_of(*kinds: type[Checked]) -> Json:
+def schemas_of(*kinds: type[RequestModel]) -> Json:
     """Return the schemas of ``kinds``, and of all models to which they refer, by name."""
     found: Json = {}
     for kind in kinds:
@@ -32,19 +32,19 @@ def _whole(schema: Json) -> Json:
         name: one if name in required else _or_null(one) for name, one in schema.get("properties", {}).items()
     }
     for name, values in NEUTRAL.items():
-        properties.setdefault(name, {"enum": [*values, None], "description": "accepted for its neutral values alone"})
+        properties.setdefault(name, {"enum": [*values, None], "description": "accepted with its neutral values only"})
     for name in sorted(WITHOUT_EFFECT):
-        properties.setdefault(name, {"description": "accepted; changes nothing here"})
+        properties.setdefault(name, {"description": "accepted without effect"})
     return {**schema, "properties": properties}
 
 
-def within(schema: Any, vocab_size: int, max_model_len: int) -> Any:
+def with_model_bounds(schema: Any, vocab_size: int, max_model_len: int) -> Any:
     """Return ``schema`` with the bounds of the served model: the largest token id and the largest max_tokens."""
     if isinstance(schema, list):
-        return [within(one, vocab_size, max_model_len) for one in schema]
+        return [with_model_bounds(one, vocab_size, max_model_len) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: within(one, vocab_size, max_model_len) for key, one in schema.items()}
+    found = {key: with_model_bounds(one, vocab_size, max_model_len) for key, one in schema.items()}
     if found.get("maximum") == MAX_ID:
         found["maximum"] = vocab_size - 1
     for name in ("max_tokens", "max_completion_tokens"):

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Checked(BaseModel):
+class RequestModel(BaseModel):
     """Base of the request models. Unknown fields are refused, and "0.5" is not accepted as a number, as with OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -8,10 +8,10 @@ import pydantic_core
 from pydantic import BaseModel, ValidationError
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests.base import Checked
-from specdecode_worker.server.requests.unsupported_fields import honoured
+from specdecode_worker.server.requests.base import RequestModel
+from specdecode_worker.server.requests.unsupported_fields import drop_neutral_fields
 
-Request = TypeVar("Request", bound=Checked)
+Request = TypeVar("Request", bound=RequestModel)
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -23,7 +23,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
 def build(kind: type[Request], fields: dict[str, Any]) -> Request:
     """Validate the fields of a request. Raises BadRequest that names the field at fault."""
     try:
-        request = kind.model_validate(honoured(fields, kind.model_fields))
+        request = kind.model_validate(drop_neutral_fields(fields, kind.model_fields))
     except ValidationError as error:
         raise bad_request(error) from None
     request.check()

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic_core import CoreSchema
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests.base import Checked
+from specdecode_worker.server.requests.base import RequestModel
 from specdecode_worker.server.requests.common import MAX_LOGPROBS, GenerationRequest
 from specdecode_worker.server.requests.tools import MAX_TOOLS, NamedToolChoice, Tool, ToolCall
 from specdecode_worker.server.requests.unsupported_fields import unsupported
@@ -18,7 +18,7 @@ _RENDERED_ROLES = {"developer": "system"}
 _TAKEN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
-class TextPart(Checked):
+class TextPart(RequestModel):
     """Part of a message content; only text is supported."""
 
     type: Literal["text"]
@@ -49,7 +49,7 @@ def _unused(key: str) -> tuple[object, ...]:
     return (None,) if key in ("role", "name", "tool_call_id") else (None, [])
 
 
-class ChatMessage(Checked):
+class ChatMessage(RequestModel):
     """One turn of the conversation. Content is required, except for an assistant's turn with tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -127,7 +127,7 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def logprobs_wanted(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         """Number of top log-probabilities per output token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from specdecode_worker.server.errors import BadRequest
-from specdecode_worker.server.requests.base import Checked, TokenId
+from specdecode_worker.server.requests.base import RequestModel, TokenId
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
@@ -29,7 +29,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
-class StreamOptions(Checked):
+class StreamOptions(RequestModel):
     """Options of a streaming response."""
 
     include_usage: bool = False
@@ -39,7 +39,7 @@ class StreamOptions(Checked):
     """Random padding against side channels, as in OpenAI. Accepted for OpenAI's clients; no padding is sent."""
 
 
-class GenerationRequest(Checked):
+class GenerationRequest(RequestModel):
     """Fields common to all generation requests.
 
     Defaults are those of OpenAI. Fields that OpenAI does not have are named and interpreted as in vLLM.
@@ -76,12 +76,12 @@ class GenerationRequest(Checked):
         return self.max_tokens
 
     @property
-    def logprobs_wanted(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         """Number of top log-probabilities per output token; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
-    def choices_made(self) -> int:
+    def generated_choices(self) -> int:
         """Number of choices that are generated for each prompt."""
         return self.n
 

@@ -49,21 +49,21 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
-    def logprobs_wanted(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         """Number of top log-probabilities per token; None for no log-probabilities."""
         return self.logprobs
 
     @property
-    def choices_made(self) -> int:
+    def generated_choices(self) -> int:
         """Number of choices that are generated for each prompt; the ``n`` best of them are returned."""
         return self.best_of or self.n
 
     def check(self) -> None:
         """Raise BadRequest for invalid combinations of n, best_of, stream, echo and max_tokens."""
         super().check()
-        if self.choices_made < self.n:
+        if self.generated_choices < self.n:
             raise BadRequest(f"best_of is below n, which is {self.n}", param="best_of", code="invalid_value")
-        if self.choices_made > self.n and self.stream:
+        if self.generated_choices > self.n and self.stream:
             raise BadRequest(
                 "best_of compares whole answers, so it cannot stream", param="best_of", code="invalid_value"
             )

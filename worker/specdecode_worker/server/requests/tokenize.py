@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
-from specdecode_worker.server.requests.base import Checked, TokenId
+from specdecode_worker.server.requests.base import RequestModel, TokenId
 from specdecode_worker.server.requests.chat import Messages
 from specdecode_worker.server.requests.tools import MAX_TOOLS, Tool
 
 
-class TokenizeRequest(Checked):
+class TokenizeRequest(RequestModel):
     """Request for the token ids of a text."""
 
     model: str | None = None
@@ -20,7 +20,7 @@ class TokenizeRequest(Checked):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(Checked):
+class TokenizeChatRequest(RequestModel):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
     model: str | None = None
@@ -32,7 +32,7 @@ class TokenizeChatRequest(Checked):
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
 
-class DetokenizeRequest(Checked):
+class DetokenizeRequest(RequestModel):
     """Request for the text of token ids, special tokens included."""
 
     model: str | None = None

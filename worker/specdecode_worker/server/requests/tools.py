@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from specdecode_worker.server.requests.base import Checked
+from specdecode_worker.server.requests.base import RequestModel
 
 MAX_TOOLS = 128
 JSON_OBJECT = "json-object"
@@ -33,7 +33,7 @@ def _object(value: str) -> str:
     return value
 
 
-class FunctionDefinition(Checked):
+class FunctionDefinition(RequestModel):
     """Function that the model may call."""
 
     name: FunctionName
@@ -43,34 +43,34 @@ class FunctionDefinition(Checked):
     strict: Annotated[bool | None, AfterValidator(_not_strict)] = Field(default=None, exclude=True)
 
 
-class Tool(Checked):
+class Tool(RequestModel):
     """Tool that the model may call; functions are the only type."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(Checked):
+class NamedFunction(RequestModel):
     """Name of a function."""
 
     name: FunctionName
 
 
-class NamedToolChoice(Checked):
+class NamedToolChoice(RequestModel):
     """Choice of one tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(Checked):
+class CalledFunction(RequestModel):
     """Function of a tool call, with its arguments as JSON text."""
 
     name: FunctionName
     arguments: Annotated[str, AfterValidator(_object), Field(json_schema_extra={"format": JSON_OBJECT})]
 
 
-class ToolCall(Checked):
+class ToolCall(RequestModel):
     """Tool call that the assistant made in an earlier turn."""
 
     id: str

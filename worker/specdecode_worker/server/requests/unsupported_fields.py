@@ -44,7 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SAME = {bool: (bool,), int: (int, float), float: (int, float)}
 
 
-def honoured(fields: dict[str, Any], known: Container[str]) -> dict[str, Any]:
+def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[str, Any]:
     """Return the fields to validate: without nulls, fields without effect, and neutral values of unsupported fields.
 
     Args:

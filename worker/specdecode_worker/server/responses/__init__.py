@@ -1,23 +1,23 @@
 """OpenAI's response objects, as plain dicts with the fields in OpenAI's order."""
 
-from specdecode_worker.server.responses.chat import ChatFormat, ToolReading
-from specdecode_worker.server.responses.completion import CompletionFormat
-from specdecode_worker.server.responses.objects import Choice, Piece, Scored, Statistics
+from specdecode_worker.server.responses.chat import ChatWriter, ToolCallOptions
+from specdecode_worker.server.responses.completion import CompletionWriter
+from specdecode_worker.server.responses.objects import Choice, ChoicePiece, ScoredToken, Statistics
 from specdecode_worker.server.responses.usage import metrics, usage
-from specdecode_worker.server.responses.writer import DONE, Format, Head, Json, event
+from specdecode_worker.server.responses.writer import DONE, Json, ResponseContext, ResponseWriter, event
 
 __all__ = [
     "DONE",
-    "ChatFormat",
+    "ChatWriter",
     "Choice",
-    "CompletionFormat",
-    "Format",
-    "Head",
+    "ChoicePiece",
+    "CompletionWriter",
     "Json",
-    "Piece",
-    "Scored",
+    "ResponseContext",
+    "ResponseWriter",
+    "ScoredToken",
     "Statistics",
-    "ToolReading",
+    "ToolCallOptions",
     "event",
     "metrics",
     "usage",

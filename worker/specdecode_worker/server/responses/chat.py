@@ -8,26 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.server.responses.logprobs import chat_logprobs
-from specdecode_worker.server.responses.objects import Choice, Piece, Scored
-from specdecode_worker.server.responses.writer import Format, Head, Json
-from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Said, ToolParser, said
+from specdecode_worker.server.responses.objects import Choice, ChoicePiece, ScoredToken
+from specdecode_worker.server.responses.writer import Json, ResponseContext, ResponseWriter
+from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, TextDelta, ToolParser, text_deltas
 
 
 @dataclass(frozen=True, slots=True)
-class ToolReading:
+class ToolCallOptions:
     """Options of tool call parsing: a parser factory, and ``parallel``; if false, only the first call is kept."""
 
     parser: Callable[[], ToolParser]
     parallel: bool = True
 
 
-class ChatFormat(Format):
+class ChatWriter(ResponseWriter):
     """Formatter of chat completion objects. Each choice is one turn of the assistant."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, head: Head, tools: ToolReading | None = None) -> None:
-        super().__init__(head)
+    def __init__(self, context: ResponseContext, tools: ToolCallOptions | None = None) -> None:
+        super().__init__(context)
         self._tools = tools
         self._turns: defaultdict[int, _Turn] = defaultdict(lambda: _Turn(tools))
 
@@ -35,18 +35,18 @@ class ChatFormat(Format):
         """Return the first chunk of a choice, which has the role."""
         return self._part(index, {"role": "assistant", "content": ""}, (), None)
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: ChoicePiece) -> list[Json]:
         """Return the chunks for a piece.
 
         The list is empty while the parser holds back the text; its log-probabilities then go into the next chunk.
         """
         turn = self._turns[index]
         deltas: list[Json] = turn.read(piece.text, last=piece.finish_reason is not None)
-        scored = (*turn.untold, *piece.scored)
+        scored = (*turn.unsent, *piece.scored)
         if piece.finish_reason is None and not deltas:
-            turn.untold = scored
+            turn.unsent = scored
             return []
-        turn.untold = ()
+        turn.unsent = ()
         found = [self._part(index, delta, scored if i == 0 else (), None) for i, delta in enumerate(deltas or [{}])]
         if piece.finish_reason is not None:
             found[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
@@ -62,33 +62,33 @@ class ChatFormat(Format):
             "finish_reason": turn.reason(choice.finish_reason),
         }
 
-    def _part(self, index: int, delta: Json, scored: Sequence[Scored], finish_reason: str | None) -> Json:
+    def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
         logprobs = self._logprobs(scored) if scored else None
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
-    def _logprobs(self, scored: Sequence[Scored]) -> Json | None:
-        return chat_logprobs(scored, self._about.vocabulary) if self._about.logprobs else None
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
+        return chat_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
 
 
 class _Turn:
     """State of one choice: separates the text into content and tool calls, and collects the message."""
 
-    def __init__(self, tools: ToolReading | None) -> None:
+    def __init__(self, tools: ToolCallOptions | None) -> None:
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
         self._text = ""
         self._calls: list[Json] = []
         self._dropping = False
-        self.untold: tuple[Scored, ...] = ()
+        self.unsent: tuple[ScoredToken, ...] = ()
         """Scored tokens that are not sent yet, because the parser holds back their text."""
 
     def read(self, text: str, *, last: bool) -> list[Json]:
         """Return OpenAI's deltas for new text; ``last`` ends the text."""
         if self._parser is None:
-            deltas: list[Delta] = said(text)
+            deltas: list[Delta] = text_deltas(text)
         else:
             deltas = self._parser.push(text) + (self._parser.end() if last else [])
-        return [found for delta in deltas if (found := self._told(delta)) is not None]
+        return [found for delta in deltas if (found := self._to_json(delta)) is not None]
 
     def message(self) -> Json:
         """Return the complete message of the assistant."""
@@ -101,15 +101,15 @@ class _Turn:
         """Return OpenAI's finish reason: "tool_calls" instead of "stop" if the turn has calls."""
         return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
-    def _told(self, delta: Delta) -> Json | None:
+    def _to_json(self, delta: Delta) -> Json | None:
         match delta:
-            case Said(text):
+            case TextDelta(text):
                 self._text += text
                 return {"content": text}
-            case Called(name):
+            case CallStart(name):
                 return self._begin(name)
-            case Arguments(text):
-                return None if self._dropping else self._go_on(text)
+            case ArgumentsDelta(text):
+                return None if self._dropping else self._append_arguments(text)
 
     def _begin(self, name: str) -> Json | None:
         """Start a tool call; None if it is dropped because parallel calls are off."""
@@ -121,6 +121,6 @@ class _Turn:
         index = len(self._calls) - 1
         return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
 
-    def _go_on(self, text: str) -> Json:
+    def _append_arguments(self, text: str) -> Json:
         self._calls[-1]["function"]["arguments"] += text
         return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}

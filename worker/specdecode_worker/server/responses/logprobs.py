@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specdecode_worker.server.responses.objects import Scored
+from specdecode_worker.server.responses.objects import ScoredToken
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
 # Value that OpenAI uses for very unlikely tokens, because JSON has no infinity.
 _LEAST = -9999.0
 
 
-def chat_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dict[str, Any]:
+def chat_logprobs(scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return {"content": [{token, logprob, bytes, top_logprobs}]} of a chat response.
 
     ``bytes`` is exact also for a token that is an incomplete character.
@@ -24,7 +24,7 @@ def chat_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dict[str,
     return {"content": [_chat_token(one, vocabulary) for one in scored], "refusal": None}
 
 
-def completion_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dict[str, Any]:
+def completion_logprobs(scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return four lists of equal length. ``top_logprobs`` has the most likely tokens and the sampled token."""
     return {
         "text_offset": [one.offset for one in scored],
@@ -37,7 +37,7 @@ def completion_logprobs(scored: Sequence[Scored], vocabulary: Vocabulary) -> dic
     }
 
 
-def _chat_token(one: Scored, vocabulary: Vocabulary) -> dict[str, Any]:
+def _chat_token(one: ScoredToken, vocabulary: Vocabulary) -> dict[str, Any]:
     assert one.logprobs is not None, "chat echoes no prompt"
     top = zip(one.logprobs.top_tokens, one.logprobs.top_logprobs, strict=True)
     return {
@@ -51,7 +51,7 @@ def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]
     return {"token": found.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(found)}
 
 
-def _all(one: Scored) -> Iterator[tuple[int, float]]:
+def _all(one: ScoredToken) -> Iterator[tuple[int, float]]:
     """Yield (token id, log-probability) of the most likely tokens, and of the sampled token if it is not among them."""
     assert one.logprobs is not None
     for token, value in zip(one.logprobs.top_tokens, one.logprobs.top_logprobs, strict=True):

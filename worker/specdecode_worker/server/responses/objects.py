@@ -25,7 +25,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredToken:
     """Token with its log-probabilities and the character ``offset`` at which it begins in the returned text.
 
     The first token of a prompt has no log-probabilities, because no token precedes it.
@@ -37,7 +37,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoicePiece:
     """New text of a choice, with its scored tokens if log-probabilities are requested.
 
     Only the last piece of a choice has a ``finish_reason``.
@@ -45,7 +45,7 @@ class Piece:
 
     text: str
     finish_reason: str | None
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,5 +55,5 @@ class Choice:
     text: str
     finish_reason: str
     statistics: Statistics
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
     mean_logprob: float = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.server.responses.objects import Choice, Piece, Scored, Statistics
+from specdecode_worker.server.responses.objects import Choice, ChoicePiece, ScoredToken, Statistics
 from specdecode_worker.server.responses.usage import metrics, usage
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
@@ -24,7 +24,7 @@ def event(body: Json) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseContext:
     """Facts about the request that its response needs in addition to the text."""
 
     request_id: str
@@ -36,21 +36,21 @@ class Head:
     """True if the request asks for log-probabilities."""
 
 
-class Format:
+class ResponseWriter:
     """Formatter of one response; each route has a subclass."""
 
     prefix: str
     kind: str
     chunk_kind: str
 
-    def __init__(self, head: Head) -> None:
-        self._about = head
+    def __init__(self, context: ResponseContext) -> None:
+        self._context = context
         self._created = int(time.time())
 
     @property
     def request_id(self) -> str:
         """Id of the request, without the prefix of the route."""
-        return self._about.request_id
+        return self._context.request_id
 
     def whole(self, choices: Sequence[Choice], statistics: Sequence[Statistics] | None = None) -> Json:
         """Return the response to a request that does not stream.
@@ -71,7 +71,7 @@ class Format:
         """Return the chunk before any text; None if the route has none."""
         return None
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: ChoicePiece) -> list[Json]:
         """Return the chunks for a piece of one choice; empty while its meaning is uncertain (text or tool call)."""
         raise NotImplementedError
 
@@ -89,15 +89,15 @@ class Format:
 
     def _named(self, kind: str) -> Json:
         return {
-            "id": f"{self.prefix}-{self._about.request_id}",
+            "id": f"{self.prefix}-{self._context.request_id}",
             "object": kind,
             "created": self._created,
-            "model": self._about.model,
-            "system_fingerprint": self._about.fingerprint,
+            "model": self._context.model,
+            "system_fingerprint": self._context.fingerprint,
         }
 
     def _choice(self, index: int, choice: Choice) -> Json:
         raise NotImplementedError
 
-    def _logprobs(self, scored: Sequence[Scored]) -> Json | None:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Report, Route, SyntheticKnobs
 from specdecode_worker.server.errors import Unauthorized
-from specdecode_worker.server.lifecycle import Departure
+from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.plan_store import parse_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.requests.draft_swap import NewDraft
@@ -21,9 +21,9 @@ from specdecode_worker.server.routes.http_app import answer_errors, read_body
 from specdecode_worker.server.service import Service
 
 
-def admin_app(service: Service, departure: Departure, token: str | None) -> FastAPI:
+def admin_app(service: Service, shutdown: Shutdown, token: str | None) -> FastAPI:
     """Build the application of the admin port. Without ``token`` it accepts every connection."""
-    app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(_Guard(token))])
+    app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(AdminTokenCheck(token))])
     answer_errors(app)
     _add_plan(app, service)
     _add_draft(app, service)
@@ -31,11 +31,11 @@ def admin_app(service: Service, departure: Departure, token: str | None) -> Fast
 
     @app.get(Route.report)
     async def report(request: Request) -> Response:
-        return _unless_known(await service.report(), request.headers.get("If-None-Match"))
+        return _report_or_not_modified(await service.report(), request.headers.get("If-None-Match"))
 
     @app.post(Route.drain)
     async def drain() -> Response:
-        departure.begin()
+        shutdown.begin()
         return JSONResponse({"state": service.lifecycle.state.name.lower()}, status_code=202)
 
     return app
@@ -91,7 +91,7 @@ def _add_synthetic(app: FastAPI, service: Service) -> None:
         return Response(status_code=204)
 
 
-def _unless_known(report: Report, known: str | None) -> Response:
+def _report_or_not_modified(report: Report, known: str | None) -> Response:
     """Return the report, or 304 with only the clock if the client already has this report.
 
     The entity tag covers the whole report except its clock.
@@ -109,7 +109,7 @@ def _unless_known(report: Report, known: str | None) -> Response:
     return Response(body, media_type="application/json", headers={"ETag": tag})
 
 
-class _Guard:
+class AdminTokenCheck:
     """Dependency that raises Unauthorized for a request without the bearer token."""
 
     def __init__(self, token: str | None) -> None:

@@ -40,17 +40,17 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Result:
     """Return the result of ``work``, or cancel it and raise ClientGone if the client disconnects first."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request))
+    disconnected = asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnected):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ApiError):
                 await task
@@ -66,7 +66,7 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(Exception, _bug)
+    app.add_exception_handler(Exception, _internal_error)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -86,13 +86,13 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # not sent: the client has disconnected
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     # Uvicorn logs the exception with its traceback.
     failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
     return JSONResponse(failed.body(), status_code=failed.status)
 
 
-class CloseWhenLeaving:
+class CloseConnectionsOnShutdown:
     """ASGI middleware that adds ``Connection: close`` during shutdown, so that clients reconnect to another worker."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
@@ -103,7 +103,7 @@ class CloseWhenLeaving:
         """Handle one connection of the ASGI server."""
 
         async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._lifecycle.leaving:
+            if message["type"] == "http.response.start" and self._lifecycle.shutting_down:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 

@@ -13,15 +13,28 @@ from fastapi.responses import JSONResponse, Response
 
 from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
 from specdecode_worker.server.generation import Generation
-from specdecode_worker.server.request_capture import CAPTURE_HEADER, allowed
+from specdecode_worker.server.request_capture import CAPTURE_HEADER, capture_permitted
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.requests.unsupported_fields import unsupported
-from specdecode_worker.server.responses import ChatFormat, Choice, CompletionFormat, Format, Head, Json, ToolReading
+from specdecode_worker.server.responses import (
+    ChatWriter,
+    Choice,
+    CompletionWriter,
+    Json,
+    ResponseContext,
+    ResponseWriter,
+    ToolCallOptions,
+)
 from specdecode_worker.server.routes.api_keys import ApiKeys
-from specdecode_worker.server.routes.http_app import CloseWhenLeaving, answer_errors, read_body, unless_gone
+from specdecode_worker.server.routes.http_app import (
+    CloseConnectionsOnShutdown,
+    answer_errors,
+    cancel_on_disconnect,
+    read_body,
+)
 from specdecode_worker.server.routes.information import add_information
-from specdecode_worker.server.routes.tokenization import add_tokens
+from specdecode_worker.server.routes.tokenization import add_tokenization
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.streaming import EventStream, close
 from specdecode_worker.server.text.prompts import chat_prompt, completion_prompts
@@ -35,10 +48,10 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     """Build the application of the public port. With ``api_keys`` a request needs one of them."""
     app = FastAPI(title="specdecode", openapi_url=None, dependencies=[Depends(ApiKeys(api_keys))])
-    app.add_middleware(CloseWhenLeaving, lifecycle=service.lifecycle)
+    app.add_middleware(CloseConnectionsOnShutdown, lifecycle=service.lifecycle)
     answer_errors(app)
     add_information(app, service)
-    add_tokens(app, service)
+    add_tokenization(app, service)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -47,24 +60,24 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         service.check_model_name(body.model)
         prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
-        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
         generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
-        return await _answer(request, body, generations, CompletionFormat(_head(service, request, body)))
+        return await _answer(request, body, generations, CompletionWriter(_context(service, request, body)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         service.lifecycle.check_accepting()
         body = parse(ChatRequest, await read_body(request))
         service.check_model_name(body.model)
-        tools = _tool_reading(service, body)
+        tools = _tool_call_options(service, body)
         try:
             prompt = await asyncio.to_thread(chat_prompt, service.model.tokenizer, body)
         except (TemplateRefused, TokenizerProblem) as error:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
         text = "\n".join(message.content for message in body.messages)
-        capture = allowed(request.headers.get(CAPTURE_HEADER), body)
+        capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
         generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
-        return await _answer(request, body, generations, ChatFormat(_head(service, request, body), tools))
+        return await _answer(request, body, generations, ChatWriter(_context(service, request, body), tools))
 
     return app
 
@@ -73,19 +86,19 @@ def _task(service: Service, request: Request, body: GenerationRequest, prompt: s
     return service.plans.task(request.headers.get(TASK_HEADER), body.task, prompt)
 
 
-def _head(service: Service, request: Request, body: GenerationRequest) -> Head:
+def _context(service: Service, request: Request, body: GenerationRequest) -> ResponseContext:
     """Return the common fields of the response. The request id is the client's, if it is valid in a header."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
-    return Head(
+    return ResponseContext(
         request_id=sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
         model=body.model,
         fingerprint=service.model.fingerprint,
         vocabulary=service.model.tokenizer.vocabulary,
-        logprobs=body.logprobs_wanted is not None,
+        logprobs=body.top_logprobs_count is not None,
     )
 
 
-def _tool_reading(service: Service, body: ChatRequest) -> ToolReading | None:
+def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions | None:
     """Return the tool call options; None if the request offers no tools.
 
     Raises:
@@ -101,26 +114,30 @@ def _tool_reading(service: Service, body: ChatRequest) -> ToolReading | None:
         raise unsupported("this model's chat template does not tell how calls are written; start the worker with "
                           "--tool-call-parser", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
-    return ToolReading(partial(parser_for, name, functions), parallel=body.parallel_tool_calls)
+    return ToolCallOptions(partial(parser_for, name, functions), parallel=body.parallel_tool_calls)
 
 
-async def _answer(request: Request, body: GenerationRequest, generations: list[Generation], form: Format) -> Response:
+async def _answer(
+    request: Request, body: GenerationRequest, generations: list[Generation], writer: ResponseWriter
+) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    headers = {REQUEST_ID_HEADER: form.request_id}
+    headers = {REQUEST_ID_HEADER: writer.request_id}
     if body.stream:
-        return EventStream(generations, form, body.stream_options or StreamOptions(), headers)
+        return EventStream(generations, writer, body.stream_options or StreamOptions(), headers)
     try:
-        choices = await unless_gone(request, asyncio.gather(*(generation.whole() for generation in generations)))
-        return JSONResponse(_whole(body, choices, form), headers=headers)
+        choices = await cancel_on_disconnect(
+            request, asyncio.gather(*(generation.whole() for generation in generations))
+        )
+        return JSONResponse(_whole(body, choices, writer), headers=headers)
     finally:
         close(generations)
 
 
-def _whole(body: GenerationRequest, choices: Sequence[Choice], form: Format) -> Json:
+def _whole(body: GenerationRequest, choices: Sequence[Choice], writer: ResponseWriter) -> Json:
     """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
-    made = body.choices_made
+    made = body.generated_choices
     if made == body.n:
-        return form.whole(choices)
+        return writer.whole(choices)
     by_prompt = [choices[first : first + made] for first in range(0, len(choices), made)]
     best = [one for some in by_prompt for one in sorted(some, key=lambda c: -c.mean_logprob)[: body.n]]
-    return form.whole(best, [choice.statistics for choice in choices])
+    return writer.whole(best, [choice.statistics for choice in choices])

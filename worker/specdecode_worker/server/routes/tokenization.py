@@ -15,7 +15,7 @@ from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
-def add_tokens(app: FastAPI, service: Service) -> None:
+def add_tokenization(app: FastAPI, service: Service) -> None:
     """Add the routes /tokenize and /detokenize."""
 
     @app.post("/tokenize")

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.engine.ipc.messages import Logprobs, Tokens
-from specdecode_worker.server.responses import Piece, Scored
+from specdecode_worker.server.responses import ChoicePiece, ScoredToken
 from specdecode_worker.server.text.stop_strings import StopFinder
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TextOptions:
     """Text options of a request."""
 
     stops: tuple[str, ...] = ()
@@ -27,19 +27,21 @@ class Reading:
     logprobs: bool = False
 
 
-class AnswerReader:
+class ChoiceDetokenizer:
     """Converter of the tokens of one choice into text pieces.
 
     ``first_offset`` is the number of characters that precede the output in the text that the client receives: the
     length of an echoed prompt, else 0.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], reading: Reading, *, first_offset: int = 0) -> None:
-        self._reading = reading
-        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=reading.skip_special_tokens)
-        self._stops = StopFinder(reading.stops, shows_stop=reading.include_stop)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions, *, first_offset: int = 0
+    ) -> None:
+        self._options = options
+        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopFinder(options.stops, shows_stop=options.include_stop)
         self._decoded = self._shown = first_offset
-        self._untold: list[Scored] = []
+        self._unsent: list[ScoredToken] = []
         self._logprob_sum = 0.0
         self.count = 0
         """Number of tokens so far. A stop token counts although its text is not returned."""
@@ -49,7 +51,7 @@ class AnswerReader:
         """Mean log-probability per token; 0 without tokens or without log-probabilities."""
         return self._logprob_sum / self.count if self.count else 0.0
 
-    def take(self, tokens: Tokens) -> Piece:
+    def push(self, tokens: Tokens) -> ChoicePiece:
         """Return the piece that ``tokens`` add. A piece that reaches a stop string has a finish reason."""
         text = ""
         for i, token in enumerate(tokens.tokens):
@@ -57,9 +59,9 @@ class AnswerReader:
             logprobs = tokens.logprobs[i] if tokens.logprobs else None
             self._logprob_sum += logprobs.logprob if logprobs is not None else 0.0
             ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
-            if ends and not self._reading.include_stop:
+            if ends and not self._options.include_stop:
                 break
-            text += self._push(token, logprobs)
+            text += self._push_token(token, logprobs)
             if self._stops.found is not None:
                 return self._piece(text, "stop")
         if tokens.finish is None:
@@ -68,22 +70,22 @@ class AnswerReader:
         text += self._stops.flush()
         return self._piece(text, "stop" if self._stops.found is not None else tokens.finish)
 
-    def _push(self, token: int, logprobs: Logprobs | None) -> str:
-        if self._reading.logprobs:
-            self._untold.append(Scored(token, self._decoded, logprobs))
+    def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
+        if self._options.logprobs:
+            self._unsent.append(ScoredToken(token, self._decoded, logprobs))
         return self._search(self._text.push(token))
 
     def _search(self, text: str) -> str:
         self._decoded += len(text)
-        return text if self.count <= self._reading.min_tokens else self._stops.push(text)
+        return text if self.count <= self._options.min_tokens else self._stops.push(text)
 
-    def _piece(self, text: str, finish_reason: str | None) -> Piece:
+    def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
         """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.
 
         A token that begins behind a stop string is never returned.
         """
         self._shown += len(text)
-        everything = finish_reason is not None and self._stops.found is None
-        told = [one for one in self._untold if everything or one.offset < self._shown]
-        self._untold = self._untold[len(told) :]
-        return Piece(text, finish_reason, tuple(told))
+        send_all = finish_reason is not None and self._stops.found is None
+        sendable = [one for one in self._unsent if send_all or one.offset < self._shown]
+        self._unsent = self._unsent[len(sendable) :]
+        return ChoicePiece(text, finish_reason, tuple(sendable))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest
-from specdecode_worker.server.responses import Scored
+from specdecode_worker.server.responses import ScoredToken
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ class Echo:
     text: str
     offsets: tuple[int, ...] = ()
 
-    def scored(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[Scored, ...]:
+    def scored(self, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[ScoredToken, ...]:
         """Return the prompt tokens with their log-probabilities, which the first token does not have.
 
         Args:
@@ -29,7 +29,7 @@ class Echo:
             logprobs: Log-probabilities of all tokens but the first.
         """
         places = zip(ids, self.offsets, (None, *logprobs), strict=True)
-        return tuple(Scored(token, offset, found) for token, offset, found in places)
+        return tuple(ScoredToken(token, offset, found) for token, offset, found in places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ import json
 import re
 from typing import Any
 
-from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Known
+from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, IsOffered
 
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 
 
-class Braces:
+class JsonEndFinder:
     """Depth counter that finds the end of a JSON object, character by character. Braces within strings do not count."""
 
     __slots__ = ("_escaped", "_in_string", "closed", "depth")
@@ -27,20 +27,20 @@ class Braces:
         self.closed = False
         self._in_string = self._escaped = False
 
-    def take(self, letter: str) -> None:
+    def push(self, char: str) -> None:
         """Process the next character. ``closed`` becomes true at the end of the object."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
-            elif letter == "\\":
+            elif char == "\\":
                 self._escaped = True
-            elif letter == '"':
+            elif char == '"':
                 self._in_string = False
-        elif letter == '"':
+        elif char == '"':
             self._in_string = True
-        elif letter in "{[":
+        elif char in "{[":
             self.depth += 1
-        elif letter in "}]":
+        elif char in "}]":
             self.depth -= 1
             self.closed = self.depth <= 0
 
@@ -48,11 +48,11 @@ class Braces:
 class CallReader:
     """Parser of one JSON tool call. Push text until ``done`` or ``failed`` is true; ``rest`` is then available."""
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
+    def __init__(self, is_offered: IsOffered) -> None:
+        self._is_offered = is_offered
         self._text = ""
         self._read = 0
-        self._braces = Braces()
+        self._json_end = JsonEndFinder()
         self._arguments_from: int | None = None
         self._arguments_over = False
         self.done = False
@@ -75,8 +75,8 @@ class CallReader:
             return []
         deltas = self._header()
         if shown := self._scan():
-            deltas.append(Arguments(shown))
-        if self._braces.closed:
+            deltas.append(ArgumentsDelta(shown))
+        if self._json_end.closed:
             return deltas + self._close()
         return deltas
 
@@ -94,41 +94,41 @@ class CallReader:
         if self._arguments_from is not None or (found := _HEADER.match(self._text)) is None:
             return []
         name = _loads(found[1])
-        if not isinstance(name, str) or not self._known(name):
+        if not isinstance(name, str) or not self._is_offered(name):
             return []
         # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
         self._arguments_from = found.end()
-        return [Called(name)]
+        return [CallStart(name)]
 
     def _scan(self) -> str:
         """Scan to the end of the text or of the object, and return the argument text in it."""
         shown = []
-        while self._read < len(self._text) and not self._braces.closed:
-            letter = self._text[self._read]
-            within = self._arguments_from is not None and self._read >= self._arguments_from
-            self._braces.take(letter)
+        while self._read < len(self._text) and not self._json_end.closed:
+            char = self._text[self._read]
+            in_arguments = self._arguments_from is not None and self._read >= self._arguments_from
+            self._json_end.push(char)
             self._read += 1
-            if within and not self._arguments_over:
-                shown.append(letter)
-                self._arguments_over = self._braces.depth <= 1
+            if in_arguments and not self._arguments_over:
+                shown.append(char)
+                self._arguments_over = self._json_end.depth <= 1
         return "".join(shown)
 
     def _close(self) -> list[Delta]:
         if self._arguments_from is None:
-            return self._take_whole()
+            return self._parse_complete()
         self.done = True
         return []
 
-    def _take_whole(self) -> list[Delta]:
+    def _parse_complete(self) -> list[Delta]:
         """Parse the complete object, for calls that do not begin with the name."""
         found = _loads(self._text[: self._read])
         name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(name, str) or not self._known(name):
+        if not isinstance(name, str) or not self._is_offered(name):
             self.failed = True
             return []
         self.done = True
         arguments = found.get("arguments", found.get("parameters", {}))
-        return [Called(name), Arguments(arguments if isinstance(arguments, str) else json.dumps(arguments))]
+        return [CallStart(name), ArgumentsDelta(arguments if isinstance(arguments, str) else json.dumps(arguments))]
 
 
 def _loads(text: str) -> Any:

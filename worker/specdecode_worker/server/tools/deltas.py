@@ -8,28 +8,28 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TextDelta:
     """Text content of the message."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """Start of a tool call. The `Arguments` that follow belong to it."""
+class CallStart:
+    """Start of a tool call. The `ArgumentsDelta` that follow belong to it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ArgumentsDelta:
     """Part of the arguments of the latest call. The parts of one call concatenate to the text of a JSON object."""
 
     text: str
 
 
-Delta = Said | Called | Arguments
-Known = Callable[[str], bool]
+Delta = TextDelta | CallStart | ArgumentsDelta
+IsOffered = Callable[[str], bool]
 """Predicate: the request offers a function of this name."""
 
 
@@ -45,6 +45,6 @@ class ToolParser(Protocol):
         ...
 
 
-def said(text: str) -> list[Delta]:
+def text_deltas(text: str) -> list[Delta]:
     """Return ``text`` as content; no delta if it is empty."""
-    return [Said(text)] if text else []
+    return [TextDelta(text)] if text else []

@@ -8,7 +8,7 @@ that was not offered is returned too: the client can reply that there is no such
 from __future__ import annotations
 
 from specdecode_worker.server.tools.call_reader import CallReader
-from specdecode_worker.server.tools.deltas import Delta, said
+from specdecode_worker.server.tools.deltas import Delta, text_deltas
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -43,7 +43,7 @@ class HermesParser:
         rest, self._held = self._held, ""
         if self._called and (not rest.strip() or self._closing):
             return deltas
-        return deltas + said(rest)
+        return deltas + text_deltas(rest)
 
     def _step(self) -> list[Delta]:
         """Process the held text once in the current state: outside a call, within it, or before the closing tag."""
@@ -58,10 +58,10 @@ class HermesParser:
         if tag:
             self._held, self._reader = rest, CallReader(lambda name: True)
             self._before = text[len(text.rstrip()) :]
-            return said(text.rstrip())
+            return text_deltas(text.rstrip())
         keep = _undecided(self._held)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return said(text)
+        return text_deltas(text)
 
     def _within_call(self) -> list[Delta]:
         assert self._reader is not None
@@ -75,7 +75,7 @@ class HermesParser:
         if reader.failed:
             # Parse the text again, because a tag in it can begin a call.
             self._held, self._reader = reader.rest + self._held, None
-            return said(self._before + _OPEN)
+            return text_deltas(self._before + _OPEN)
         if reader.done:
             self._held, self._reader = reader.rest + self._held, None
             self._closing = self._called = True

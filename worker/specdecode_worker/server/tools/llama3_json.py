@@ -8,7 +8,7 @@ the request offers.
 from __future__ import annotations
 
 from specdecode_worker.server.tools.call_reader import CallReader
-from specdecode_worker.server.tools.deltas import Delta, Known, said
+from specdecode_worker.server.tools.deltas import Delta, IsOffered, text_deltas
 
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
@@ -17,8 +17,8 @@ _BETWEEN = " \t\r\n;,"
 class Llama3JsonParser:
     """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
+    def __init__(self, is_offered: IsOffered) -> None:
+        self._is_offered = is_offered
         self._held = ""
         self._before = ""
         """Characters before the opening brace. They are dropped if a call follows, and are text otherwise."""
@@ -29,7 +29,7 @@ class Llama3JsonParser:
     def push(self, text: str) -> list[Delta]:
         """Add text and return the output that is certain."""
         if self._text_only:
-            return said(text)
+            return text_deltas(text)
         self._held += text
         deltas: list[Delta] = []
         while self._held and not self._text_only and self._begin():
@@ -46,7 +46,7 @@ class Llama3JsonParser:
             self._reader.end()
             deltas += self._after_call()
         rest, self._held = self._held, ""
-        return deltas + ([] if self._called and not rest.strip(_BETWEEN) else said(rest))
+        return deltas + ([] if self._called and not rest.strip(_BETWEEN) else text_deltas(rest))
 
     def _begin(self) -> bool:
         """Return whether a call reader is active, and start one at an opening brace.
@@ -65,7 +65,7 @@ class Llama3JsonParser:
             return False
         if text:
             self._before = self._held[: len(self._held) - len(text)]
-            self._held, self._reader = text, CallReader(self._known)
+            self._held, self._reader = text, CallReader(self._is_offered)
         return bool(text)
 
     def _after_call(self) -> list[Delta]:
@@ -81,4 +81,4 @@ class Llama3JsonParser:
         if not self._text_only:
             return []
         text, self._held = self._held, ""
-        return said(text)
+        return text_deltas(text)

@@ -25,11 +25,11 @@ def format_of(template_source: str) -> ToolFormat | None:
 
 def parser_for(name: ToolFormat, functions: Sequence[str]) -> ToolParser:
     """Return a parser for one choice of a request that offers ``functions``."""
-    known = frozenset(functions).__contains__
+    is_offered = frozenset(functions).__contains__
     match name:
         case "hermes":
             return HermesParser()
         case "llama3_json":
-            return Llama3JsonParser(known)
+            return Llama3JsonParser(is_offered)
         case "pythonic":
-            return PythonicParser(known)
+            return PythonicParser(is_offered)

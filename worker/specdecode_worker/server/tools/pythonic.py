@@ -9,14 +9,14 @@ from __future__ import annotations
 import ast
 import json
 
-from specdecode_worker.server.tools.deltas import Arguments, Called, Delta, Known, said
+from specdecode_worker.server.tools.deltas import ArgumentsDelta, CallStart, Delta, IsOffered, text_deltas
 
 
 class PythonicParser:
     """Parser of the pythonic format, which the module docstring describes."""
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
+    def __init__(self, is_offered: IsOffered) -> None:
+        self._is_offered = is_offered
         self._held = ""
         self._text_only = False
 
@@ -28,7 +28,7 @@ class PythonicParser:
         if not self._text_only:
             return []
         shown, self._held = self._held, ""
-        return said(shown)
+        return text_deltas(shown)
 
     def end(self) -> list[Delta]:
         """Return the calls of the complete output, or its text if it is no list of valid calls."""
@@ -36,19 +36,19 @@ class PythonicParser:
         try:
             return [delta for call in _calls(text) for delta in self._deltas(call)]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return said(text)
+            return text_deltas(text)
 
     def _deltas(self, call: ast.expr) -> list[Delta]:
         """Convert one call. Raises ValueError unless it calls an offered function with literal keyword arguments."""
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("not a call with named arguments")
         name = ast.unparse(call.func)
-        if not self._known(name):
+        if not self._is_offered(name):
             raise ValueError(f"{name} was not offered")
         arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
         if len(arguments) < len(call.keywords):
             raise ValueError("** is no literal")
-        return [Called(name), Arguments(json.dumps(arguments, ensure_ascii=False, allow_nan=False))]
+        return [CallStart(name), ArgumentsDelta(json.dumps(arguments, ensure_ascii=False, allow_nan=False))]
 
 
 def _calls(text: str) -> list[ast.expr]:

@@ -18,10 +18,10 @@ from specdecode_kernels.top_k.op import top_k
 from specdecode_kernels.transfer import to_device
 from specdecode_kernels.verify.op import choose
 from specdecode_worker.speculation.acceptance import Outcome, accept
-from specdecode_worker.speculation.sampling.logits_processing import Processing
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.logits_processing import LogitsProcessor
+from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest
 
 Pick = Callable[[Tensor], Tensor]
@@ -34,13 +34,15 @@ _SCORES_AT_ONCE = 100_000
 class Coupling:
     """Coupled choices of one step for a batch; a `Sampler` (see sampler.py)."""
 
-    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
-        self._laws = Processing(laws, texts, forest, vocab_size)
+    def __init__(
+        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+    ) -> None:
+        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size)
         self._size = vocab_size
         self._on_kernels = dispatch.on_gpu(texts.roots_B)
-        if self._laws.sampled.any and not self._on_kernels:
+        if self._processing.sampled.any and not self._on_kernels:
             depth = max(forest.depth, len(forest.levels) - 1)
-            self._row_of_B, self._noise_SDV = _noise(laws, texts.roots_B, depth, vocab_size)
+            self._row_of_B, self._noise_SDV = _noise(batch_params, texts.roots_B, depth, vocab_size)
 
     def propose(
         self,
@@ -68,9 +70,11 @@ class Coupling:
         at = Nodes(batch_R, node_R, depth_R)
         if not self._on_kernels:
             return self._picked(logits_RV, None, at, 1.0, _first)
-        law = self._laws.picking(at)
-        adjusted_RV = self._laws.adjusted(logits_RV, None, at)
-        return choose(adjusted_RV, law.temperature_R, law.seed_R, law.position_R, law.truncation)
+        row_params = self._processing.row_params(at)
+        adjusted_RV = self._processing.adjusted(logits_RV, None, at)
+        return choose(
+            adjusted_RV, row_params.temperature_R, row_params.seed_R, row_params.position_R, row_params.truncation
+        )
 
     def accept(
         self,
@@ -90,21 +94,21 @@ class Coupling:
 
     def _proposed(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
         """Return the proposals [R, k] of the GPU kernel."""
-        law = self._laws.picking(at)
-        if self._laws.adjusting and sharpness != 1:
+        row_params = self._processing.row_params(at)
+        if self._processing.adjusting and sharpness != 1:
             # Sharpness must not apply to greedy rows, nor to the bias that is added below.
-            logits_RV = logits_RV * torch.where(law.temperature_R > 0, sharpness, 1.0)[:, None]
+            logits_RV = logits_RV * torch.where(row_params.temperature_R > 0, sharpness, 1.0)[:, None]
             sharpness = 1.0
         return top_k(
-            self._laws.adjusted(logits_RV, ids_V, at),
+            self._processing.adjusted(logits_RV, ids_V, at),
             k,
-            temperature_R=law.temperature_R,
-            seed_R=law.seed_R,
-            position_R=law.position_R,
+            temperature_R=row_params.temperature_R,
+            seed_R=row_params.seed_R,
+            position_R=row_params.position_R,
             vocab_size=self._size,
             ids_V=ids_V,
             sharpness=sharpness,
-            truncation=law.truncation,
+            truncation=row_params.truncation,
         )
 
     def _picked(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
@@ -112,9 +116,9 @@ class Coupling:
 
         Rows with default greedy parameters use their logits as they are.
         """
-        if not self._laws.special.any:
+        if not self._processing.special.any:
             return pick(logits_RV)
-        part = self._laws.special.of(at.batch_R)
+        part = self._processing.special.of(at.batch_R)
         mine, nodes = part.of(logits_RV), part.nodes(at)
         size = max(_SCORES_AT_ONCE // mine.shape[1], 1) if mine.device.type == "cpu" else max(len(mine), 1)
         pieces = [slice(start, start + size) for start in range(0, len(mine), size)] or [slice(0)]
@@ -123,11 +127,11 @@ class Coupling:
 
     def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
         """Return ``pick`` of the scores of rows that are sampled, or greedy with adjusted logits."""
-        if not self._laws.sampled.any:
-            return pick(self._laws.adjusted(logits_RV, ids_V, at))
-        part = self._laws.sampled.of(at.batch_R)
+        if not self._processing.sampled.any:
+            return pick(self._processing.adjusted(logits_RV, ids_V, at))
+        part = self._processing.sampled.of(at.batch_R)
         noisy = self._noisy(part.of(logits_RV), ids_V, part.nodes(at), sharpness)
-        return part.merge(pick(noisy), lambda: pick(self._laws.adjusted(logits_RV, ids_V, at)))
+        return part.merge(pick(noisy), lambda: pick(self._processing.adjusted(logits_RV, ids_V, at)))
 
     def _noisy(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float) -> Tensor:
         """Return log p + g [R, V], the Gumbel-max scores of sampled rows.
@@ -136,7 +140,7 @@ class Coupling:
         """
         noise = self._noise_SDV[self._row_of_B[at.batch_R], at.depth_R]
         logits = logits_RV if sharpness == 1 else logits_RV * sharpness
-        logp = self._laws.logp(self._laws.adjusted(logits, ids_V, at), at)
+        logp = self._processing.logp(self._processing.adjusted(logits, ids_V, at), at)
         return logp + (noise if ids_V is None else noise[:, ids_V])
 
 
@@ -145,18 +149,20 @@ def _first(scores_RV: Tensor) -> Tensor:
     return scores_RV.argmax(-1)
 
 
-def _noise(laws: Sequence[Law], roots_B: Tensor, depth: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _noise(
+    batch_params: Sequence[SamplingParams], roots_B: Tensor, depth: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """Compute the Gumbel noise of the S sampled sequences for a whole step.
 
     Returns:
         The row of each sequence in the noise [B] (0 for greedy sequences), and the noise [S, D, V] of the tokens after
         the nodes of each depth.
     """
-    rows = [b for b, law in enumerate(laws) if not law.greedy]
+    rows = [b for b, params in enumerate(batch_params) if not params.greedy]
     sampled = to_device(rows, roots_B.device)
-    row_of_B = torch.zeros(len(laws), dtype=torch.int64, device=roots_B.device)
+    row_of_B = torch.zeros(len(batch_params), dtype=torch.int64, device=roots_B.device)
     row_of_B[sampled] = torch.arange(len(rows), device=roots_B.device)
-    seed = to_device([laws[b].seed for b in rows], roots_B.device)
+    seed = to_device([batch_params[b].seed for b in rows], roots_B.device)
     position = roots_B[sampled, None] + 1 + torch.arange(depth + 1, device=roots_B.device)
     noise = gumbel(seed[:, None].expand_as(position).flatten(), position.flatten(), vocab_size)
     return row_of_B, noise.view(*position.shape, vocab_size)

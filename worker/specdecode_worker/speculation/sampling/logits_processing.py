@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdecode_kernels.sample import op
-from specdecode_worker.speculation.sampling.param_columns import Columns
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.param_columns import ParamColumns
+from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
-from specdecode_worker.speculation.sampling.token_counts import History, Texts
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens, TokenCounts
 from specdecode_worker.speculation.trees import Forest
 
 
 @dataclass(frozen=True, slots=True)
-class Picking:
+class RowParams:
     """Parameters of R rows for the kernels that choose tokens.
 
     ``temperature_R`` is 0 for greedy rows. ``position_R`` is the absolute position of the token to be chosen.
@@ -34,23 +34,25 @@ class Picking:
     truncation: tuple[Tensor, Tensor, Tensor] | None
 
 
-class Processing:
+class LogitsProcessor:
     """Logits processing of one step. ``vocab_size`` is that of the target.
 
     ``special`` groups the sequences that need more than the argmax of their raw logits, ``sampled`` those with a
     temperature above 0.
     """
 
-    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
+    def __init__(
+        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+    ) -> None:
         device = texts.roots_B.device
-        self.sampled = Group([not law.greedy for law in laws], device)
-        self.special = Group([not law.greedy or law.adjusts for law in laws], device)
-        self._adjusting = Group([law.adjusts for law in laws], device)
-        self._truncated = any(law.truncated for law in laws)
-        self._columns, self._roots_B, self._size = Columns(laws, device), texts.roots_B, vocab_size
-        counting = [b for b, law in enumerate(laws) if law.counts]
+        self.sampled = Group([not params.greedy for params in batch_params], device)
+        self.special = Group([not params.greedy or params.adjusts for params in batch_params], device)
+        self._adjusting = Group([params.adjusts for params in batch_params], device)
+        self._truncated = any(params.truncated for params in batch_params)
+        self._columns, self._roots_B, self._size = ParamColumns(batch_params, device), texts.roots_B, vocab_size
+        counting = [b for b, params in enumerate(batch_params) if params.counts]
         self._history = (
-            History(counting, self._columns.prompt_tokens_B, texts, forest, vocab_size) if counting else None
+            TokenCounts(counting, self._columns.prompt_tokens_B, texts, forest, vocab_size) if counting else None
         )
 
     def adjusted(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes) -> Tensor:
@@ -92,12 +94,12 @@ class Processing:
         cuts = columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]
         return op.processed(logits_RV, columns.temperature_B[b], *cuts, truncated=True)
 
-    def picking(self, at: Nodes) -> Picking:
+    def row_params(self, at: Nodes) -> RowParams:
         """Return the parameters of these rows for the kernels that choose tokens."""
         columns, b = self._columns, at.batch_R
         cuts = (columns.top_k_B[b], columns.top_p_B[b], columns.min_p_B[b]) if self._truncated else None
         position_R = self._roots_B[b] + 1 + at.depth_R
-        return Picking(columns.own_temperature_B[b], columns.seed_B[b], position_R, cuts)
+        return RowParams(columns.own_temperature_B[b], columns.seed_B[b], position_R, cuts)
 
     def _moved(self, logits_RV: Tensor, at: Nodes) -> Tensor:
         """Return adjusted logits over the whole vocabulary of the target."""

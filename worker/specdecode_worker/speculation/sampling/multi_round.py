@@ -19,10 +19,10 @@ from specdecode_kernels.transfer import to_device
 from specdecode_kernels.verify.op import multi_round
 from specdecode_worker.speculation.acceptance import Outcome, outcome
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.logits_processing import Processing
-from specdecode_worker.speculation.sampling.params import Law
+from specdecode_worker.speculation.sampling.logits_processing import LogitsProcessor
+from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Nodes
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest
 
 
@@ -33,12 +33,14 @@ class MultiRound:
     distribution are treated as deterministic.
     """
 
-    def __init__(self, laws: Sequence[Law], texts: Texts, forest: Forest, vocab_size: int) -> None:
-        self._laws = Processing(laws, texts, forest, vocab_size)
-        greedy = [law if law.greedy else replace(law, temperature=0.0) for law in laws]
+    def __init__(
+        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+    ) -> None:
+        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size)
+        greedy = [params if params.greedy else replace(params, temperature=0.0) for params in batch_params]
         self._greedy = Coupling(greedy, texts, forest, vocab_size)
         self._roots_B, self._size = texts.roots_B, vocab_size
-        self._seed_B = to_device([law.seed for law in laws], texts.roots_B.device)
+        self._seed_B = to_device([params.seed for params in batch_params], texts.roots_B.device)
         self._width = max(max(tree.ranks) for tree in forest.trees) + 1
         self._drawn: list[tuple[Nodes, Tensor, Tensor | None]] = []
 
@@ -60,9 +62,9 @@ class MultiRound:
         def best() -> Tensor:
             return self._greedy.propose(logits_RV, target_ids_V, batch_R, node_R, depth_R, sharpness, k)
 
-        if not self._laws.sampled.any:
+        if not self._processing.sampled.any:
             return best()
-        part = self._laws.sampled.of(batch_R)
+        part = self._processing.sampled.of(batch_R)
         at = part.nodes(Nodes(batch_R, node_R, depth_R))
         meant_R = part.mask_R if part.rows is None else None
         return part.merge(self._draw(part.of(logits_RV), target_ids_V, at, meant_R, k), best)
@@ -79,10 +81,10 @@ class MultiRound:
         kept_depth_B: Tensor | None,
     ) -> Outcome:
         """Accept or reject the children of each node in turn, as `Sampler.accept`."""
-        if not self._laws.sampled.any:
+        if not self._processing.sampled.any:
             return self._greedy.accept(forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, kept_depth_B)
         at = Nodes(batch_R, node_R, depth_R)
-        logp_RV = self._target_law(logits_RV, at)
+        logp_RV = self._target_logp(logits_RV, at)
         logp_BNV = logp_RV.new_zeros(*tokens_BN.shape, self._size)
         logp_BNV[batch_R, node_R] = logp_RV
         logq_BNV, drawn_BN = self._proposed(forest, logp_BNV)
@@ -107,7 +109,7 @@ class MultiRound:
 
         ``meant_R`` is the mask of the rows that are sampled (None: all).
         """
-        logq_RV = self._laws.logp(self._laws.adjusted(logits_RV, ids_V, at), at)
+        logq_RV = self._processing.logp(self._processing.adjusted(logits_RV, ids_V, at), at)
         position_R = self._roots_B[at.batch_R] + at.depth_R + 1
         noise = gumbel(self._seed_B[at.batch_R], position_R, self._size, PROPOSAL_STREAM)
         best = (logq_RV + (noise if ids_V is None else noise[:, ids_V])).topk(k, dim=-1).indices
@@ -117,14 +119,14 @@ class MultiRound:
         self._drawn.append((at, logq_RV, meant_R))
         return best
 
-    def _target_law(self, logits_RV: Tensor, at: Nodes) -> Tensor:
+    def _target_logp(self, logits_RV: Tensor, at: Nodes) -> Tensor:
         """Return the target's log-probabilities [R, V].
 
         In greedy rows the chosen token has all of the probability.
         """
-        adjusted_RV = self._laws.adjusted(logits_RV, None, at)
-        part = self._laws.sampled.of(at.batch_R)
-        sampled_RV = self._laws.logp(part.of(adjusted_RV), part.nodes(at))
+        adjusted_RV = self._processing.adjusted(logits_RV, None, at)
+        part = self._processing.sampled.of(at.batch_R)
+        sampled_RV = self._processing.logp(part.of(adjusted_RV), part.nodes(at))
 
         def certain() -> Tensor:
             best_R1 = adjusted_RV.argmax(-1, keepdim=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Law:
+class SamplingParams:
     """Sampling parameters of one request. Fields have the meaning defined in engine/ipc/messages.py, `Sampling`.
 
     ``temperature`` 0 is greedy. ``blocked`` are token ids that cannot be chosen before ``min_tokens`` answer tokens.

@@ -30,7 +30,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSelection:
     """Selection of rows.
 
     ``mask_R`` marks the selected rows (None: all). ``rows`` are the indices of the rows to process (None: all).
@@ -63,9 +63,9 @@ class Group:
         self.any, self.all = any(members), all(members)
         self._mask_B = to_device(members, device) if self.any and not self.all else None
 
-    def of(self, batch_R: Tensor) -> Part:
+    def of(self, batch_R: Tensor) -> RowSelection:
         """Return the selection of the rows whose sequence ``batch_R`` is in the group."""
         if self._mask_B is None:
-            return Part(None, None)
+            return RowSelection(None, None)
         mask_R = self._mask_B[batch_R]
-        return Part(mask_R, torch.nonzero(mask_R)[:, 0] if mask_R.device.type == "cpu" else None)
+        return RowSelection(mask_R, torch.nonzero(mask_R)[:, 0] if mask_R.device.type == "cpu" else None)

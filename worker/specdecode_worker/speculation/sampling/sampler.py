@@ -15,8 +15,8 @@ from specdecode_worker.contract import Sampler as SamplerName
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
-from specdecode_worker.speculation.sampling.params import Law
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import Forest
 
 
@@ -39,7 +39,7 @@ class Sampler(Protocol):
         """Return distinct target ids [R, k] for the children of these nodes, best first.
 
         Siblings take the ids in order of rank. The tokens on the paths of the nodes must already be in the step's
-        ``Texts``. Methods that propose without logits (ngram) do not call this function.
+        ``BatchTokens``. Methods that propose without logits (ngram) do not call this function.
 
         Args:
             logits_RV: Logits of the draft.
@@ -78,8 +78,8 @@ class Sampler(Protocol):
         ...
 
 
-SamplerOf = Callable[[Sequence[Law], Texts, Forest, int], Sampler]
+SamplerFactory = Callable[[Sequence[SamplingParams], BatchTokens, Forest, int], Sampler]
 """Constructor of a sampler: sampling parameters, texts and trees of a step's rows, and the target's vocabulary size."""
 
-SAMPLERS: dict[SamplerName, SamplerOf] = {"coupled": Coupling, "mss": MultiRound}
+SAMPLERS: dict[SamplerName, SamplerFactory] = {"coupled": Coupling, "mss": MultiRound}
 """Constructor of each sampler by its name in the configuration."""

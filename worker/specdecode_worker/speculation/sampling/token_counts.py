@@ -15,7 +15,7 @@ from specdecode_worker.speculation.trees import Forest, paths_of
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class BatchTokens:
     """Tokens of a batch on the device.
 
     Row ``slots_B[b]`` of ``tokens_SP`` holds prompt and answer of sequence b up to the root of its tree at index
@@ -28,7 +28,7 @@ class Texts:
     bound: int
 
 
-class History:
+class TokenCounts:
     """Token counts of the sequences that need them.
 
     ``counting`` lists these P sequences of the batch. Each gets rows [V], which are computed once per step. The other
@@ -36,7 +36,7 @@ class History:
     """
 
     def __init__(
-        self, counting: Sequence[int], prompt_tokens_B: Tensor, texts: Texts, forest: Forest, vocab_size: int
+        self, counting: Sequence[int], prompt_tokens_B: Tensor, texts: BatchTokens, forest: Forest, vocab_size: int
     ) -> None:
         self._counting, self._prompt_tokens_B, self._size = counting, prompt_tokens_B, vocab_size
         self._texts, self._forest = texts, forest

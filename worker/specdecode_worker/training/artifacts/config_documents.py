@@ -11,7 +11,7 @@ from specdecode_worker.models.configs.target_config import BlockConfig
 from specdecode_worker.models.networks.rope import Scaling
 
 
-def eagle3(config: Eagle3Config) -> dict[str, Any]:
+def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
     """Return config.json of an EAGLE-3 head as SafeAILab, vLLM and SGLang read it."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -24,7 +24,7 @@ def eagle3(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def speculators(config: Eagle3Config) -> dict[str, Any]:
+def speculators_config(config: Eagle3Config) -> dict[str, Any]:
     """Return config.json of an EAGLE-3 head as speculators writes it.
 
     The fields of the layers are nested, the others are at the top level.
@@ -49,7 +49,7 @@ def speculators(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def eagle(config: EagleConfig) -> dict[str, Any]:
+def eagle_config(config: EagleConfig) -> dict[str, Any]:
     """Return config.json of an EAGLE-1 head as SafeAILab and vLLM read it."""
     return {
         "architectures": ["LlamaForCausalLMEagle"],
@@ -62,7 +62,7 @@ def eagle(config: EagleConfig) -> dict[str, Any]:
     }
 
 
-def medusa(config: MedusaConfig) -> dict[str, Any]:
+def medusa_config(config: MedusaConfig) -> dict[str, Any]:
     """Return config.json of Medusa heads as vLLM reads it."""
     return {
         "architectures": ["MedusaModel"],
@@ -77,7 +77,7 @@ def medusa(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def draft_model(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
     """Return config.json of a draft model: the target's own, with fewer layers."""
     return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
 

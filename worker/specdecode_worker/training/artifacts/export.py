@@ -38,7 +38,7 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
     tensors = _rounded(draft)
     if isinstance(draft, Llama):
         config = json.loads((target_folder / "config.json").read_text())
-        document = config_documents.draft_model(config, draft.config)
+        document = config_documents.draft_model_config(config, draft.config)
         if draft.config.tie_word_embeddings:
             tensors.pop("lm_head.weight")
         for name in _TOKENIZER:
@@ -46,9 +46,9 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
                 shutil.copy(target_folder / name, folder / name)
     else:
         document = (
-            config_documents.eagle(draft.config)
+            config_documents.eagle_config(draft.config)
             if isinstance(draft, EagleHead)
-            else config_documents.medusa(draft.config)
+            else config_documents.medusa_config(draft.config)
         )
     _save(tensors, folder)
     write_json(folder / "config.json", document)
@@ -65,7 +65,7 @@ def write_head(head: Eagle3Head, folder: Path, names: Names = "safeailab") -> No
     else:
         tensors.pop("d2t")
     _save({_renamed(name, names): tensor for name, tensor in tensors.items()}, folder)
-    document = config_documents.speculators if names == "speculators" else config_documents.eagle3
+    document = config_documents.speculators_config if names == "speculators" else config_documents.eagle3_config
     write_json(folder / "config.json", document(head.config))
 
 

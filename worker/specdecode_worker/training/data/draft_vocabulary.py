@@ -22,7 +22,7 @@ _STRENGTH = 8.0
 
 
 @torch.inference_mode()
-def domain_masses(shards: Iterable[Path], output_VE: Tensor, *, every: int = 8) -> dict[str, Tensor]:
+def domain_probabilities(shards: Iterable[Path], output_VE: Tensor, *, every: int = 8) -> dict[str, Tensor]:
     """Return for each domain the target's mean probability of each token, [V], over every ``every``-th answer token."""
     sums: dict[str, Tensor] = {}
     for path in shards:
@@ -33,12 +33,12 @@ def domain_masses(shards: Iterable[Path], output_VE: Tensor, *, every: int = 8) 
     return {domain: mass_V / mass_V.sum() for domain, mass_V in sorted(sums.items())}
 
 
-def choose(masses: dict[str, Tensor], size: int) -> Tensor:
+def choose(probabilities_by_domain: dict[str, Tensor], size: int) -> Tensor:
     """Return ``size`` token ids in ascending order, [size].
 
     Of the vocabularies of all rounds, it is the one with the least uncovered probability in its worst domain.
     """
-    mass_DV = torch.stack(list(masses.values()))
+    mass_DV = torch.stack(list(probabilities_by_domain.values()))
     weight_D = torch.full((len(mass_DV),), 1 / len(mass_DV), dtype=torch.float64)
     best, least = torch.arange(size), 2.0
     for past in range(_ROUNDS):
@@ -50,6 +50,6 @@ def choose(masses: dict[str, Tensor], size: int) -> Tensor:
     return best.sort().values
 
 
-def uncovered(masses: dict[str, Tensor], vocabulary: Tensor) -> dict[str, float]:
+def uncovered(probabilities_by_domain: dict[str, Tensor], vocabulary: Tensor) -> dict[str, float]:
     """Return by domain the probability of the tokens outside ``vocabulary``."""
-    return {domain: round(1 - float(mass_V[vocabulary].sum()), 4) for domain, mass_V in masses.items()}
+    return {domain: round(1 - float(mass_V[vocabulary].sum()), 4) for domain, mass_V in probabilities_by_domain.items()}

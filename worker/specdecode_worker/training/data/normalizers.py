@@ -25,7 +25,7 @@ At 0.3 nearly all probability is on the first token, but the distribution still 
 _ROWS = 256
 
 
-def normalise(folder: Path, output_VE: Tensor, tell: Callable[[str], None] = lambda _: None) -> None:
+def normalise(folder: Path, output_VE: Tensor, log: Callable[[str], None] = lambda _: None) -> None:
     """Compute missing normalizer files shard by shard. A killed run resumes with the next shard."""
     missing = [path for path in shard_paths(folder) if not normalisers_path(path).exists()]
     for done, path in enumerate(missing, start=1):
@@ -34,7 +34,7 @@ def normalise(folder: Path, output_VE: Tensor, tell: Callable[[str], None] = lam
         save_file({"normalisers": found}, partial)
         os.rename(partial, normalisers_path(path))
         if done % 8 == 0 or done == len(missing):
-            tell(f"normalisers: {done} of {len(missing)} shards")
+            log(f"normalisers: {done} of {len(missing)} shards")
 
 
 @torch.inference_mode()

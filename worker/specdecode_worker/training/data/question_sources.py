@@ -113,10 +113,10 @@ class TrainingQuestions:
             temperature = self._rng.choices([t for t, _ in TEMPERATURES], [share for _, share in TEMPERATURES])[0]
             if not self._own and self._rng.random() < SELF_ASKED:
                 yield Question(None, temperature, prompts.SELF_ASKED)
-            elif (ids := self._made_up()) is not None:
+            elif (ids := self._draw_prompt()) is not None:
                 yield Question(ids[0], temperature, ids[1])
 
-    def _made_up(self) -> tuple[tuple[int, ...], str] | None:
+    def _draw_prompt(self) -> tuple[tuple[int, ...], str] | None:
         """Return the token ids and domain of a random prompt, or None if it is too long or held out."""
         if self._own:
             line = self._rng.choice(self._own)
@@ -127,7 +127,7 @@ class TrainingQuestions:
         wanted = len(ids) <= LONGEST_PROMPT and not prompts.overlaps(line.text, self._held_out)
         return (ids, line.domain) if wanted else None
 
-    def refuse(self, question: list[int]) -> bool:
+    def is_refused(self, question: list[int]) -> bool:
         """Return whether a question that the target generated is shorter than three words or held out."""
         text = self._chat.tokenizer.decode(question)
         return len(text.split()) < 3 or prompts.overlaps(text, self._held_out)

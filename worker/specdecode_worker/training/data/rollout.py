@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.question_sources import Question
 from specdecode_worker.training.data.shards import Conversation
@@ -24,7 +24,7 @@ from specdecode_worker.training.heads.dense_attention import DenseCache
 
 LOOP_NGRAM, LOOP_COUNT = 10, 6
 SHORTEST_ANSWER = 12
-HOPELESS = 200
+MAX_CONSECUTIVE_DROPS = 200
 """Number of consecutively dropped answers after which the rollout fails."""
 
 
@@ -50,7 +50,7 @@ class Row:
     ngrams: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
-    def says_little(self) -> bool:
+    def is_too_short(self) -> bool:
         """True when the answer is short apart from its repeats."""
         assert self.answer_start is not None
         repeats = self.ngrams.total() - len(self.ngrams)
@@ -74,8 +74,8 @@ class Row:
 class Rollout:
     """Generator of conversations of one target, until the questions run out.
 
-    ``around`` are the tokens before and after a question that the target generates. ``refuse`` returns whether such a
-    question (as tokens) is to be discarded.
+    ``around`` are the tokens before and after a question that the target generates. ``is_refused`` returns whether such
+    a question (as tokens) is to be discarded.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Rollout:
         questions: Iterator[Question],
         *,
         around: tuple[list[int], list[int]] = ([], []),
-        refuse: Callable[[list[int]], bool] = lambda _: False,
+        is_refused: Callable[[list[int]], bool] = lambda _: False,
     ) -> None:
-        self.target, self.settings, self.questions, self.refuse = target, settings, questions, refuse
+        self.target, self.settings, self.questions, self.is_refused = target, settings, questions, is_refused
         self.before, self.after = around
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.dropped = 0  # answers dropped since the last one that was kept
@@ -103,13 +103,13 @@ class Rollout:
         """Yield the conversations as they end.
 
         Raises:
-            TrainingError: The last ``HOPELESS`` answers were loops or too short.
+            TrainingError: The last ``MAX_CONSECUTIVE_DROPS`` answers were loops or too short.
         """
         while any(self.rows):
             yield from self._step()
-            if self.dropped >= HOPELESS:
+            if self.dropped >= MAX_CONSECUTIVE_DROPS:
                 raise TrainingError(
-                    f"the last {HOPELESS} answers of the target were loops or shorter than "
+                    f"the last {MAX_CONSECUTIVE_DROPS} answers of the target were loops or shorter than "
                     f"{SHORTEST_ANSWER} tokens; is it a chat model, and are these its weights?"
                 )
 
@@ -128,8 +128,8 @@ class Rollout:
         ended: list[Conversation] = []
         if drawing:
             drawn = self._draw(drawing)
-            ended = [done for i, token in zip(drawing, drawn, strict=True) if (done := self._take(i, token))]
-        self._feed()
+            ended = [done for i, token in zip(drawing, drawn, strict=True) if (done := self._append_token(i, token))]
+        self._run_target()
         return ended
 
     def _draw(self, drawing: list[int]) -> list[int]:
@@ -145,7 +145,7 @@ class Rollout:
         result: list[int] = torch.where(temperature_R == 0, logits_RV.argmax(dim=-1), drawn_R).tolist()
         return result
 
-    def _take(self, index: int, token: int) -> Conversation | None:
+    def _append_token(self, index: int, token: int) -> Conversation | None:
         """Append a sampled token to its row.
 
         Return the conversation if it ends here, and start a new row in its place.
@@ -153,7 +153,7 @@ class Rollout:
         row = self.rows[index]
         assert row is not None
         if row.answer_start is None:
-            self._take_question(index, row, token)
+            self._append_question_token(index, row, token)
             return None
         looping = self.settings.for_training and row.repeats_with(token)
         full = len(row.tokens) - row.answer_start >= self.settings.answer_tokens - 1
@@ -166,7 +166,7 @@ class Rollout:
         self.rows[index] = self._new_row()
         return ended
 
-    def _take_question(self, index: int, row: Row, token: int) -> None:
+    def _append_question_token(self, index: int, row: Row, token: int) -> None:
         """Append a token to a question that the target generates.
 
         The question ends at an end-of-turn token or when its token budget is used up.
@@ -174,7 +174,7 @@ class Rollout:
         room = self.settings.question_tokens - len(self.after) - len(row.tokens)
         if token not in self.target.config.eos_token_ids and room > 1:
             row.forced.append(token)
-        elif self.refuse(row.tokens[len(self.before) :]):
+        elif self.is_refused(row.tokens[len(self.before) :]):
             self.rows[index] = self._new_row()
         else:
             row.forced.extend(self.after)
@@ -184,7 +184,7 @@ class Rollout:
         """Return the conversation of a finished row, or None if its answer is too short."""
         assert row.answer_start is not None
         n, width = len(row.tokens), self.target.config.hidden_size
-        if n <= row.answer_start or (self.settings.for_training and row.says_little):
+        if n <= row.answer_start or (self.settings.for_training and row.is_too_short):
             self.dropped += 1
             return None
         self.dropped = 0
@@ -197,7 +197,7 @@ class Rollout:
             domain=row.question.domain,
         )
 
-    def _feed(self) -> None:
+    def _run_target(self) -> None:
         """Run the target on one token of each row and store its states.
 
         Rows without a conversation idle at position 0.
@@ -210,6 +210,6 @@ class Rollout:
                 row.tokens.append(row.forced.pop(0))
                 tokens_B[i] = row.tokens[-1]
         self.cache.step(positions_B)
-        out = self.target(tokens_B, positions_B, self.cache, Reads(self.target.config.aux_layers))
+        out = self.target(tokens_B, positions_B, self.cache, TargetStates(self.target.config.aux_layers))
         assert isinstance(out.aux_TA, Tensor)
         self.states_BLS[torch.arange(len(self.rows)), positions_B] = torch.cat((out.aux_TA, out.hidden_TE), dim=-1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
@@ -25,7 +25,7 @@ def answer_tokens(folder: Path) -> int:
     return sum(len(c.tokens_N) - c.answer_start for path in shard_paths(folder) for c in read_shard(path))
 
 
-def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, tell: Callable[[str], None]) -> None:
+def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, log: Callable[[str], None]) -> None:
     """Write shards until ``folder`` holds about ``tokens`` answer tokens or the conversations end."""
     folder.mkdir(parents=True, exist_ok=True)
     already = total = answer_tokens(folder)
@@ -42,7 +42,7 @@ def record(conversations: Iterable[Conversation], folder: Path, *, tokens: int, 
             total, waiting = total + answers, []
             rate = (total - already) / (time.monotonic() - started)
             left = max(tokens - total, 0) / rate / 60
-            tell(f"recording: {total} of {tokens} answer tokens, {rate:.0f} tokens/s, {left:.1f} min left")
+            log(f"recording: {total} of {tokens} answer tokens, {rate:.0f} tokens/s, {left:.1f} min left")
         if conversation is None:
             return
 
@@ -69,7 +69,7 @@ def text_conversations(target: Llama, chat: Chat, path: Path, skip_tokens: int) 
 @torch.inference_mode()
 def read_states(target: Llama, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's layer states [N, 3E] and last hidden state [N, E] over one text, from one pass."""
-    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, Reads(target.config.aux_layers))
+    out = target(tokens_N, torch.arange(len(tokens_N)), _causal, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA, out.hidden_TE
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from specdecode_worker.training.data.batches import answer_length
 from specdecode_worker.training.data.shards import Conversation
 
-FALL = 0.01
+MAX_OLD_LOSS = 0.01
 """Relative loss of tokens per step against the deployed draft from which an old domain counts as degraded.
 
 The share of replay then grows.
@@ -25,7 +25,7 @@ LEAST_PROGRESS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RoundResult:
     """Validation after a round: tokens per step by domain, for captured and old domains. The first is before any round.
 
     ``old_mean`` is over all old texts together: a single domain may have few texts, and its tokens per step are then
@@ -38,47 +38,58 @@ class Line:
     old_mean: float = 1.0
 
 
-def mix_pace(line: Line, weights: Mapping[str, float]) -> float:
+def tokens_per_step_over_mix(result: RoundResult, weights: Mapping[str, float]) -> float:
     """Return the tokens per step over the traffic's mix, or 1 if nothing was captured.
 
     The weights are shares of tokens, so the steps per token of the domains add up and the mean is harmonic.
     """
-    steps = sum(weights.get(domain, 0.0) / pace for domain, pace in line.captured.items())
-    total = sum(weights.get(domain, 0.0) for domain in line.captured)
+    steps = sum(weights.get(domain, 0.0) / tokens_per_step for domain, tokens_per_step in result.captured.items())
+    total = sum(weights.get(domain, 0.0) for domain in result.captured)
     return total / steps if steps else 1.0
 
 
-def worst_fall(line: Line, first: Line) -> float:
+def worst_old_loss(result: RoundResult, first: RoundResult) -> float:
     """Return the largest relative loss of an old domain against the deployed draft, 0 if none lost."""
-    return max([0.0, *(1 - pace / first.old[domain] for domain, pace in line.old.items() if domain in first.old)])
+    return max(
+        [
+            0.0,
+            *(
+                1 - tokens_per_step / first.old[domain]
+                for domain, tokens_per_step in result.old.items()
+                if domain in first.old
+            ),
+        ]
+    )
 
 
-def replay_share(lines: Sequence[Line], start: float) -> float:
+def replay_share(results: Sequence[RoundResult], start: float) -> float:
     """Return the share of replayed tokens in the next round.
 
     It grows by ``REPLAY_STEP`` after each round that left an old domain degraded. A ``start`` of 0 disables replay.
     """
-    falls = sum(worst_fall(line, lines[0]) > FALL for line in lines[1:])
-    return min(max(MOST_REPLAY, start), start + REPLAY_STEP * falls) if start else 0.0
+    degraded_rounds = sum(worst_old_loss(result, results[0]) > MAX_OLD_LOSS for result in results[1:])
+    return min(max(MOST_REPLAY, start), start + REPLAY_STEP * degraded_rounds) if start else 0.0
 
 
-def best_of(lines: Sequence[Line], weights: Mapping[str, float]) -> int:
+def best_of(results: Sequence[RoundResult], weights: Mapping[str, float]) -> int:
     """Return the index of the validation whose draft is the candidate.
 
     It is the one with the most tokens per step on the mix among those where the mean over old texts has not degraded.
     Single domains are judged by the final verdict, which has enough texts for that.
     """
-    sound = [i for i, line in enumerate(lines) if line.old_mean >= lines[0].old_mean * (1 - FALL)]
+    sound = [i for i, result in enumerate(results) if result.old_mean >= results[0].old_mean * (1 - MAX_OLD_LOSS)]
     # The first line is the deployed draft's own, so the list is never empty.
-    return max(sound, key=lambda i: (mix_pace(lines[i], weights), -i))
+    return max(sound, key=lambda i: (tokens_per_step_over_mix(results[i], weights), -i))
 
 
-def has_stalled(lines: Sequence[Line], weights: Mapping[str, float], patience: int) -> bool:
+def has_stalled(results: Sequence[RoundResult], weights: Mapping[str, float], patience: int) -> bool:
     """Return whether the last ``patience`` rounds brought no progress on the mix."""
-    if len(lines) <= patience:
+    if len(results) <= patience:
         return False
-    before = max(mix_pace(line, weights) for line in lines[:-patience])
-    return max(mix_pace(line, weights) for line in lines[-patience:]) < before * (1 + LEAST_PROGRESS)
+    before = max(tokens_per_step_over_mix(result, weights) for result in results[:-patience])
+    return max(tokens_per_step_over_mix(result, weights) for result in results[-patience:]) < before * (
+        1 + LEAST_PROGRESS
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specdecode_worker.capture import Record
 from specdecode_worker.engine.ipc.messages import Submit
-from specdecode_worker.engine.sampling_params import check_tokens, law_of
+from specdecode_worker.engine.sampling_params import check_tokens, sampling_params_of
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.speculation.sampling.coupling import Coupling
-from specdecode_worker.speculation.sampling.params import Law
-from specdecode_worker.speculation.sampling.token_counts import Texts
+from specdecode_worker.speculation.sampling.params import SamplingParams
+from specdecode_worker.speculation.sampling.token_counts import BatchTokens
 from specdecode_worker.speculation.trees import PLAIN, forest_of
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.data.state_recording import read_states
@@ -35,7 +35,7 @@ Other batch sizes and other kernels round differently.
 _ROWS = 64
 
 
-class Unfit(StrEnum):
+class DropReason(StrEnum):
     """Reason for which a record is not used."""
 
     other_target = "other_target"
@@ -60,29 +60,29 @@ class Replayed:
     ties: int
 
 
-def misfit(record: Record, target: str, vocab_size: int, positions: int) -> Unfit | None:
+def static_drop_reason(record: Record, target: str, vocab_size: int, positions: int) -> DropReason | None:
     """Return why a record cannot be used, as far as that is known without a pass of the target, or None."""
     if record.target != target:
-        return Unfit.other_target
+        return DropReason.other_target
     inside = 0 < record.prompt_length < len(record.tokens) and all(0 <= t < vocab_size for t in record.tokens)
-    if not inside or not _lawful(record, vocab_size):
-        return Unfit.malformed
+    if not inside or not _has_valid_sampling(record, vocab_size):
+        return DropReason.malformed
     if record.output_length < SHORTEST_OUTPUT:
-        return Unfit.too_short
-    return Unfit.too_long if len(record.tokens) > positions else None
+        return DropReason.too_short
+    return DropReason.too_long if len(record.tokens) > positions else None
 
 
-def _lawful(record: Record, vocab_size: int) -> bool:
+def _has_valid_sampling(record: Record, vocab_size: int) -> bool:
     """Return whether the record's sampling parameters are valid."""
     try:
-        check_tokens(_law(record, ()), vocab_size)
+        check_tokens(_sampling_params(record, ()), vocab_size)
     except ValueError:
         return False
     return record.sampling.temperature >= 0 and 0 <= record.sampling.seed < 2**63
 
 
 @torch.inference_mode()
-def replay(target: Llama, record: Record) -> Replayed | Unfit:
+def replay(target: Llama, record: Record) -> Replayed | DropReason:
     """Return the record as a conversation with the target's states, or the reason why it is dropped.
 
     The conversation leaves out the record's last token: no slot reads it, and the slot before it predicts it.
@@ -91,7 +91,7 @@ def replay(target: Llama, record: Record) -> Replayed | Unfit:
     aux_NA, hidden_NE = read_states(target, tokens_N[:-1])
     ties = near_ties(target, record, hidden_NE[record.prompt_length - 1 :])
     if ties is None:
-        return Unfit.not_reproduced
+        return DropReason.not_reproduced
     conversation = Conversation(
         tokens_N=tokens_N[:-1].int(),
         aux_NA=aux_NA,
@@ -114,8 +114,8 @@ def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
     ties = 0
     for start in range(0, len(wanted_O), _ROWS):
         here = slice(start, start + _ROWS)
-        rows = Rows(record, record.prompt_length - 1 + start, len(wanted_O[here]), target.config.eos_token_ids,
-                    target.config.vocab_size)  # fmt: skip
+        rows = RecordPositions(record, record.prompt_length - 1 + start, len(wanted_O[here]),
+                               target.config.eos_token_ids, target.config.vocab_size)  # fmt: skip
         logits_RV = target.logits(hidden_OE[here]).float()
         missed_R = rows.choose(logits_RV) != wanted_O[here]
         if missed_R.any():
@@ -126,7 +126,7 @@ def near_ties(target: Llama, record: Record, hidden_OE: Tensor) -> int | None:
     return ties
 
 
-class Rows:
+class RecordPositions:
     """Consecutive positions of a record's text, each as a decoding step of one token.
 
     There are ``count`` positions; the root of the first is the token at index ``first``. The sampling noise is drawn
@@ -135,9 +135,9 @@ class Rows:
 
     def __init__(self, record: Record, first: int, count: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         roots_B = first + torch.arange(count)
-        texts = Texts(torch.tensor([record.tokens]), torch.zeros_like(roots_B), roots_B, len(record.tokens))
-        laws = [_law(record, eos_token_ids)] * count
-        self._coupling = Coupling(laws, texts, forest_of((PLAIN,) * count, torch.device("cpu")), vocab_size)
+        texts = BatchTokens(torch.tensor([record.tokens]), torch.zeros_like(roots_B), roots_B, len(record.tokens))
+        batch_params = [_sampling_params(record, eos_token_ids)] * count
+        self._coupling = Coupling(batch_params, texts, forest_of((PLAIN,) * count, torch.device("cpu")), vocab_size)
         self._row_R, self._node_R = torch.arange(count), torch.zeros(count, dtype=torch.int64)
 
     def choose(self, logits_RV: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Rows:
         return self._coupling.propose(logits_RV, target_ids_V, *at, sharpness, k)
 
 
-def _law(record: Record, eos_token_ids: tuple[int, ...]) -> Law:
+def _sampling_params(record: Record, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return the sampling parameters of the record."""
     prompt = record.tokens[: record.prompt_length]
-    return law_of(Submit(request_id="", prompt=prompt, sampling=record.sampling), eos_token_ids)
+    return sampling_params_of(Submit(request_id="", prompt=prompt, sampling=record.sampling), eos_token_ids)

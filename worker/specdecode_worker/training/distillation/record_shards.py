@@ -22,10 +22,10 @@ from typing import get_args
 
 import msgspec
 
-from specdecode_worker.capture import Reading, Record, read_records
+from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
-from specdecode_worker.training.distillation.record_replay import Replayed, Unfit, misfit, replay
+from specdecode_worker.training.distillation.record_replay import DropReason, Replayed, replay, static_drop_reason
 from specdecode_worker.training.distillation.splits import Runs, Split, Text, overlapping, runs_of, split_of
 from specdecode_worker.training.evaluation.paired_steps import Sample
 
@@ -61,7 +61,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CaptureSelection:
     """Folders of captured records and the conditions that records must meet. Times are Unix seconds.
 
     ``target`` is the hash of the target that must have served the records. ``positions`` is the longest text that the
@@ -81,7 +81,9 @@ class Source:
     """
 
 
-def prepare(target: Llama, source: Source, folder: Path, tell: Callable[[str], None], stopped: Stopped) -> Summary:
+def prepare_shards(
+    target: Llama, source: CaptureSelection, folder: Path, log: Callable[[str], None], stopped: Stopped
+) -> Summary:
     """Select, replay and write the records of ``source`` to ``folder``, and return their summary.
 
     Raises:
@@ -99,29 +101,31 @@ def prepare(target: Llama, source: Source, folder: Path, tell: Callable[[str], N
             if stopped():
                 raise Interrupted
             _replay_chunk(target, chunk, folder, number)
-            tell(f"distill: {min((number + 1) * _CHUNK, len(records))} of {len(records)} records replayed")
+            log(f"distill: {min((number + 1) * _CHUNK, len(records))} of {len(records)} records replayed")
     _add_up(summary, folder)
     _write_json(path, asdict(summary))
     return summary
 
 
-def _selected(source: Source, folder: Path, vocab_size: int) -> tuple[Summary, list[Record]]:
+def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[Summary, list[Record]]:
     """Return the selected records and their summary.
 
     The selection is stored in a file, so that a resumed run uses the same records while workers continue to capture.
     """
     kept, noted = folder / "selected.records", folder / "selected.json"
     if not noted.exists():
-        reading = Reading()
-        summary, chosen = select(read_records(source.folders, reading), source, vocab_size)
-        summary.torn_segments, summary.unreadable = reading.torn, reading.unreadable
+        stats = ReadStats()
+        summary, chosen = select_records(read_records(source.folders, stats), source, vocab_size)
+        summary.torn_segments, summary.unreadable = stats.torn, stats.unreadable
         kept.write_bytes(msgspec.msgpack.encode(chosen))
         _write_json(noted, asdict(summary))
     found = msgspec.msgpack.decode(kept.read_bytes(), type=list[Record])
     return msgspec.convert(json.loads(noted.read_text()), Summary), found
 
 
-def select(records: Iterable[Record], source: Source, vocab_size: int) -> tuple[Summary, list[Record]]:
+def select_records(
+    records: Iterable[Record], source: CaptureSelection, vocab_size: int
+) -> tuple[Summary, list[Record]]:
     """Select the newest usable records such that no run of 13 tokens occurs in two splits.
 
     Return a summary that counts the dropped records by reason, and the selected records. Memory holds no more records
@@ -131,16 +135,16 @@ def select(records: Iterable[Record], source: Source, vocab_size: int) -> tuple[
     newest = {split: _Newest(source.most_tokens * part) for split, part in _LIMITS.items()}
     count = 0
     for count, record in enumerate(records, start=1):
-        old = Unfit.too_old if record.time_seconds < source.oldest_seconds else None
-        unfit = old or misfit(record, source.target, vocab_size, source.positions)
+        old = DropReason.too_old if record.time_seconds < source.oldest_seconds else None
+        unfit = old or static_drop_reason(record, source.target, vocab_size, source.positions)
         if unfit is None:
             newest[split_of(record.opening)].add(record, count)
         else:
             dropped[unfit] += 1
     fit = [record for _, _, record in sorted(one for split in newest.values() for one in split.heap)]
-    dropped[Unfit.superseded] = count - dropped.total() - len(fit)
+    dropped[DropReason.superseded] = count - dropped.total() - len(fit)
     overlap = overlapping([_text(one) for one in fit], [split_of(one.opening) for one in fit], source.judged)
-    dropped[Unfit.overlaps] = sum(overlap)
+    dropped[DropReason.overlaps] = sum(overlap)
     chosen = [record for record, drop in zip(fit, overlap, strict=True) if not drop]
     return _summary(count, dropped, chosen), chosen
 

@@ -32,7 +32,7 @@ Runs = NDArray[np.uint64]
 
 
 def split_of(opening: str) -> Split:
-    """Return the split of a conversation by the hash of its opening (``capture.opening_of``)."""
+    """Return the split of a conversation by the hash of its opening (``capture.opening_hash``)."""
     # The opening is hashed again, so that the split is independent of any other decision made by its digits.
     drawn = int.from_bytes(hashlib.sha256(f"split/{opening}".encode()).digest()[:8]) / 2**64
     for split, share in SHARES:
@@ -89,7 +89,7 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
     return found
 
 
-def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
+def exclusive_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
     """Return the runs of a text that must occur in one split only.
 
     They are the runs of the answer, the prompt as a whole, and the runs of the prompt's parts outside its frame. Runs
@@ -101,7 +101,7 @@ def own_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:
         framed_N[at : at + NGRAM_TOKENS] = True
     left = [[text.prompt[i] for i in piece] for piece in _stretches(np.flatnonzero(~framed_N))]
     parts = [runs_of(piece) for piece in left if len(piece) >= NGRAM_TOKENS]
-    return united([text.answer, runs_of(text.prompt, len(text.prompt)), *parts])
+    return union_of_runs([text.answer, runs_of(text.prompt, len(text.prompt)), *parts])
 
 
 def _stretches(places: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -116,18 +116,18 @@ def overlapping(texts: Sequence[Text], splits: Sequence[Split], judged: Runs | N
     texts, training texts for both.
     """
     frame = frames(texts)
-    own = [own_runs(text, frame) for text in texts]
+    own = [exclusive_runs(text, frame) for text in texts]
     taken = np.empty(0, np.uint64) if judged is None else judged
     dropped = [False] * len(texts)
     for split, _ in SHARES:
         here = [i for i, other in enumerate(splits) if other == split]
         for i in here:
             dropped[i] = shares_run(own[i], taken)
-        taken = united([taken, *(own[i] for i in here if not dropped[i])])
+        taken = union_of_runs([taken, *(own[i] for i in here if not dropped[i])])
     return dropped
 
 
-def united(parts: Sequence[Runs]) -> Runs:
+def union_of_runs(parts: Sequence[Runs]) -> Runs:
     """Return the union of ``parts``."""
     return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
 

@@ -17,17 +17,24 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.training.artifacts.export import write_head
 from specdecode_worker.training.data.batches import DataSet, batches
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.distillation.mixture import Line, Weighted, best_of, compose, has_stalled, replay_share
+from specdecode_worker.training.distillation.mixture import (
+    RoundResult,
+    Weighted,
+    best_of,
+    compose,
+    has_stalled,
+    replay_share,
+)
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
-from specdecode_worker.training.evaluation.acceptance_replay import Tally, ranks
-from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+from specdecode_worker.training.evaluation.acceptance_replay import StepCounts, target_token_ranks
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 from specdecode_worker.training.optimization.trainer import Trainer, TrainSettings
 
-_TELL_SECONDS = 15.0
+_PROGRESS_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudySettings:
+class StudentSettings:
     """Settings of a distillation. Training ends after ``steps`` or ``minutes``, or when validation has stalled."""
 
     steps: int = 2000
@@ -44,7 +51,7 @@ class StudySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class StudentData:
     """Texts for training and validation. ``weights`` are the shares of the traffic by captured domain."""
 
     captured: Sequence[Weighted]
@@ -54,7 +61,7 @@ class Lessons:
     weights: Mapping[str, float]
 
 
-class _Student(Trainer):
+class _BoundedTrainer(Trainer):
     """Trainer that ends at the step limit or the time limit, whichever comes first."""
 
     @property
@@ -64,22 +71,24 @@ class _Student(Trainer):
         return max(at.step / limits.steps, at.seconds / (60 * limits.minutes))
 
 
-class Study:
+class StudentTraining:
     """Training of one draft over rounds. All files go to ``out``; the best draft so far is in out/best."""
 
     def __init__(
-        self, head: Eagle3Head, output_VE: Tensor, lessons: Lessons, settings: StudySettings, out: Path,
+        self, head: Eagle3Head, output_VE: Tensor, data: StudentData, settings: StudentSettings, out: Path,
         eos_token_ids: tuple[int, ...],
     ) -> None:  # fmt: skip
-        self.settings, self._lessons, self._out = settings, lessons, out
+        self.settings, self._data, self._out = settings, data, out
         self._eos, self._vocab_size = eos_token_ids, len(output_VE)
-        self._trainer = _Student(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
-        self._told = 0.0
+        self._trainer = _BoundedTrainer(
+            head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings)
+        )
+        self._last_progress_seconds = 0.0
 
     @property
-    def lines(self) -> list[Line]:
+    def round_results(self) -> list[RoundResult]:
         """Validation results so far, as the checkpoint stores them."""
-        return [Line(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
+        return [RoundResult(one["step"], one["captured"], one["old"], one["old_mean"]) for one in self.history]
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -89,15 +98,15 @@ class Study:
     @property
     def best(self) -> int:
         """Index of the best validation so far, see ``mixture.best_of``."""
-        return best_of(self.lines, self._lessons.weights)
+        return best_of(self.round_results, self._data.weights)
 
     @property
     def is_over(self) -> bool:
         """True when the limits are reached or validation has stalled."""
-        stalled = has_stalled(self.lines, self._lessons.weights, self.settings.patience)
+        stalled = has_stalled(self.round_results, self._data.weights, self.settings.patience)
         return bool(self.history) and (stalled or self._trainer.share_done >= 1)
 
-    def run(self, tell: Callable[[str], None], stopped: Stopped) -> None:
+    def run(self, log: Callable[[str], None], stopped: Stopped) -> None:
         """Train to the end, from the checkpoint of an earlier run if there is one.
 
         Raises:
@@ -105,17 +114,17 @@ class Study:
             ResumeMismatch: The checkpoint was made with other settings.
         """
         if self._trainer.restore(self._out):
-            tell(f"distill: going on from step {self._trainer.progress.step}")
+            log(f"distill: going on from step {self._trainer.progress.step}")
         if not self.history:
-            self._look(0.0, tell)
+            self._validate_and_save(0.0, log)
         while not self.is_over:
-            self._look(self._round(tell, stopped), tell)
+            self._validate_and_save(self._round(log, stopped), log)
 
-    def _round(self, tell: Callable[[str], None], stopped: Stopped) -> float:
+    def _round(self, log: Callable[[str], None], stopped: Stopped) -> float:
         """Train one round, or the rest of an interrupted one, and return the mean loss."""
         settings, at = self.settings, self._trainer.progress
         texts = compose(
-            self._lessons.captured, self._lessons.replay, share=self.share, seed=settings.seed, number=at.epoch,
+            self._data.captured, self._data.replay, share=self.share, seed=settings.seed, number=at.epoch,
             tokens=settings.round_steps * settings.batch_tokens,
         )  # fmt: skip
         groups = batches(texts, tokens=settings.batch_tokens, seed=settings.seed, epoch=at.epoch)
@@ -126,76 +135,80 @@ class Study:
                 raise Interrupted
             losses.append(self._trainer.step([groups[at.batch]]))
             at.batch += 1
-            self._tell(losses[-1], tell)
+            self._log(losses[-1], log)
         at.epoch, at.batch = at.epoch + 1, 0
         return sum(losses) / max(len(losses) - 1, 1)
 
     @property
     def share(self) -> float:
         """Share of replayed tokens in the current or next round."""
-        return replay_share(self.lines, self.settings.replay_share)
+        return replay_share(self.round_results, self.settings.replay_share)
 
-    def _look(self, loss: float, tell: Callable[[str], None]) -> None:
+    def _validate_and_save(self, loss: float, log: Callable[[str], None]) -> None:
         """Validate, save the draft if it is the best, and write the checkpoint."""
         at = self._trainer.progress
-        old = self._old_tallies()
+        old = self._old_step_counts()
         at.history.append(
             {
                 "step": at.step,
                 "minutes": round(at.seconds / 60, 2),
                 "loss": round(loss, 4),
                 "replay_share": round(self.share, 3) if at.history else 0.0,
-                "captured": self._captured_pace(),
-                "old": {domain: round(tally.tokens_per_step, 4) for domain, tally in old.items()},
-                "old_mean": round(_pace(list(old.values())), 4),
+                "captured": self._captured_tokens_per_step(),
+                "old": {domain: round(counts.tokens_per_step, 4) for domain, counts in old.items()},
+                "old_mean": round(_mean_tokens_per_step(list(old.values())), 4),
             }
         )
         if self.best == len(at.history) - 1:
             write_head(_eagle3(self._trainer.master), self._out / "best")
         self._trainer.save(self._out)
-        tell(f"distill: validation {at.history[-1]}")
+        log(f"distill: validation {at.history[-1]}")
 
-    def _captured_pace(self) -> dict[str, float]:
+    def _captured_tokens_per_step(self) -> dict[str, float]:
         """Return the tokens per step of the trained chain by captured domain."""
-        tallies: dict[str, Tally] = defaultdict(Tally)
-        draft, shape = Drafted(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
-        for sample in self._lessons.validation:
-            (walked,) = steps_of([draft], sample, shape, self._eos, self._vocab_size)
-            tally = tallies[sample.record.task]
-            tally.steps, tally.tokens = tally.steps + walked.steps, tally.tokens + walked.tokens
-        return {domain: round(tally.tokens_per_step, 4) for domain, tally in sorted(tallies.items())}
+        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+        draft, shape = CalibratedDraft(_eagle3(self._trainer.head)), TreeShape.chain(self.settings.depth)
+        for sample in self._data.validation:
+            (sample_counts,) = count_steps([draft], sample, shape, self._eos, self._vocab_size)
+            counts = counts_by_domain[sample.record.task]
+            counts.steps, counts.tokens = counts.steps + sample_counts.steps, counts.tokens + sample_counts.tokens
+        return {domain: round(counts.tokens_per_step, 4) for domain, counts in sorted(counts_by_domain.items())}
 
-    def _old_tallies(self) -> dict[str, Tally]:
+    def _old_step_counts(self) -> dict[str, StepCounts]:
         """Return the step counts of the trained chain by old domain."""
-        tallies: dict[str, Tally] = defaultdict(Tally)
-        texts = sorted(self._lessons.old_validation, key=lambda c: len(c.tokens_N))
+        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+        texts = sorted(self._data.old_validation, key=lambda c: len(c.tokens_N))
         head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
         for start in range(0, len(texts), 8):
             part = texts[start : start + 8]
-            for text, found in zip(part, ranks(head, part, output_VE, depth), strict=True):
-                tallies[text.domain].walk(found, TreeShape.chain(depth))
-        return dict(sorted(tallies.items()))
+            for text, found in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
+                counts_by_domain[text.domain].walk(found, TreeShape.chain(depth))
+        return dict(sorted(counts_by_domain.items()))
 
-    def _tell(self, loss: float, tell: Callable[[str], None]) -> None:
+    def _log(self, loss: float, log: Callable[[str], None]) -> None:
         """Report progress, at most every 15 seconds."""
         now = time.monotonic()
-        if now < self._told + _TELL_SECONDS:
+        if now < self._last_progress_seconds + _PROGRESS_SECONDS:
             return
-        self._told = now
+        self._last_progress_seconds = now
         at, share = self._trainer.progress, max(self._trainer.share_done, 1e-6)
         left = at.seconds / share * (1 - share) / 60
-        tell(
+        log(
             f"distill: round {at.epoch + 1}, step {at.step} of {self.settings.steps}, loss {loss:.3f}, "
             f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min of training left"
         )
 
 
-def _pace(tallies: Sequence[Tally]) -> float:
-    """Return the tokens per step over all ``tallies``, 1 if there are none."""
-    return sum(t.tokens for t in tallies) / max(sum(t.steps for t in tallies), 1) if tallies else 1.0
+def _mean_tokens_per_step(counts_by_domain: Sequence[StepCounts]) -> float:
+    """Return the tokens per step over all ``counts_by_domain``, 1 if there are none."""
+    return (
+        sum(t.tokens for t in counts_by_domain) / max(sum(t.steps for t in counts_by_domain), 1)
+        if counts_by_domain
+        else 1.0
+    )
 
 
-def train_settings(settings: StudySettings) -> TrainSettings:
+def train_settings(settings: StudentSettings) -> TrainSettings:
     """Return the settings of the ``Trainer``."""
     return TrainSettings(
         steps=settings.steps,

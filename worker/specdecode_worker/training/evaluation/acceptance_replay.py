@@ -24,7 +24,9 @@ RANKS = 8  # ranks 0-7 are distinguished; the value RANKS means a miss
 
 
 @torch.inference_mode()
-def ranks(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int) -> list[Tensor]:
+def target_token_ranks(
+    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int
+) -> list[Tensor]:
     """Return the rank of the target's token by root and depth, [answer slots, depth], for each greedy conversation.
 
     Entry [i, k] is the rank of the token after slot i + k in a draft of depth k from a root at slot i. Beyond the end
@@ -67,7 +69,7 @@ def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounts:
     """Counts of steps and tokens over conversations, for one draft shape.
 
     ``reached[k]`` is the number of steps that drafted at depth k after accepted parents; ``hits[k]`` of them were

@@ -11,21 +11,21 @@ import numpy as np
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
-from specdecode_worker.training.evaluation.draft_verdict import Domain, Gain, StepCosts, Verdict, judge
+from specdecode_worker.training.evaluation.draft_verdict import Domain, Gain, StepCosts, Verdict, compute_verdict
 from specdecode_worker.training.evaluation.golden_set import by_conversation
 from specdecode_worker.training.evaluation.paired_step_times import step_costs
-from specdecode_worker.training.evaluation.paired_steps import Drafted, Sample, steps_of
+from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Comparison:
     """Drafts to compare and the texts to compare them on.
 
     ``weights`` are the traffic's shares by captured domain. Domains without a weight are golden ones.
     """
 
-    deployed: Drafted
-    candidate: Drafted
+    deployed: CalibratedDraft
+    candidate: CalibratedDraft
     samples: Sequence[Sample]
     weights: Mapping[str, float]
     shape: TreeShape
@@ -33,53 +33,61 @@ class Trial:
     seed: int = 0
 
 
-def decide(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> dict[str, Any]:
+def compare_drafts(
+    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+) -> dict[str, Any]:
     """Compare the two drafts and return the document of the verdict.
 
     Raises:
         Interrupted: ``stopped`` returned True.
     """
-    domains = _walk(target, trial, tell, stopped)
-    missing = [name for name in trial.weights if name not in {domain.name for domain in domains}]
+    domains = _count_domain_steps(target, comparison, log, stopped)
+    missing = [name for name in comparison.weights if name not in {domain.name for domain in domains}]
     nothing = np.empty(0)
-    domains += [Domain(name, trial.weights[name], nothing, nothing, nothing) for name in missing]
-    costs = step_costs(target, trial.deployed.head, trial.candidate.head, trial.shape)
-    verdict = judge(domains, costs, wanted_gain=trial.wanted_gain, seed=trial.seed)
-    return _document(verdict, domains, costs, trial)
+    domains += [Domain(name, comparison.weights[name], nothing, nothing, nothing) for name in missing]
+    costs = step_costs(target, comparison.deployed.head, comparison.candidate.head, comparison.shape)
+    verdict = compute_verdict(domains, costs, wanted_gain=comparison.wanted_gain, seed=comparison.seed)
+    return _document(verdict, domains, costs, comparison)
 
 
-def _walk(target: Llama, trial: Trial, tell: Callable[[str], None], stopped: Stopped) -> list[Domain]:
+def _count_domain_steps(
+    target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
+) -> list[Domain]:
     """Return the token and step counts of both drafts by domain."""
     found = []
     config = target.config
-    for name, conversations in sorted(by_conversation(trial.samples).items()):
+    for name, conversations in sorted(by_conversation(comparison.samples).items()):
         sums = []
         for samples in conversations.values():
             if stopped():
                 raise Interrupted
             pairs = [
-                steps_of(
-                    (trial.deployed, trial.candidate), sample, trial.shape, config.eos_token_ids, config.vocab_size
+                count_steps(
+                    (comparison.deployed, comparison.candidate),
+                    sample,
+                    comparison.shape,
+                    config.eos_token_ids,
+                    config.vocab_size,
                 )
                 for sample in samples
             ]
             sums.append([sum(a.tokens for a, _ in pairs), *(sum(pair[i].steps for pair in pairs) for i in (0, 1))])
         tokens_C, deployed_C, candidate_C = np.array(sums, np.float64).T
-        found.append(Domain(name, trial.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
-        tell(f"distill: {name}: {len(sums)} conversations walked with both drafts")
+        found.append(Domain(name, comparison.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
+        log(f"distill: {name}: {len(sums)} conversations walked with both drafts")
     return found
 
 
-def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, trial: Trial) -> dict[str, Any]:
+def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, comparison: Comparison) -> dict[str, Any]:
     """Return the content of verdict.json."""
     return {
         "verdict": verdict.finding,
         "exit_code": verdict.exit_code,
         "reasons": list(verdict.reasons),
-        "wanted_gain": trial.wanted_gain,
+        "wanted_gain": comparison.wanted_gain,
         "gain": _gain(verdict.mix),
         "domains": {domain.name: _domain(domain, verdict.domains.get(domain.name)) for domain in domains},
-        "shape": str(trial.shape),
+        "shape": str(comparison.shape),
         "step_milliseconds": {
             "deployed": round(float(np.median(costs.deployed_R)) * 1e3, 3),
             "candidate": round(float(np.median(costs.candidate_R)) * 1e3, 3),
@@ -90,13 +98,15 @@ def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, tri
 
 def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
     tokens = domain.tokens_C.sum()
-    pace = {"deployed": domain.deployed_C, "candidate": domain.candidate_C}
+    steps_by_draft = {"deployed": domain.deployed_C, "candidate": domain.candidate_C}
     return {
         "kind": "captured" if domain.weight > 0 else "golden",
         "share_of_traffic": round(domain.weight, 4),
         "conversations": len(domain.tokens_C),
         "tokens": int(tokens),
-        "tokens_per_step": {name: round(float(tokens / max(steps.sum(), 1)), 4) for name, steps in pace.items()},
+        "tokens_per_step": {
+            name: round(float(tokens / max(steps.sum(), 1)), 4) for name, steps in steps_by_draft.items()
+        },
         "gain": _gain(gain),
     }
 

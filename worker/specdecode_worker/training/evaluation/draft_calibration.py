@@ -19,7 +19,7 @@ from torch import Tensor
 from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.artifacts.atomic_files import write_json
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.trainable_drafts import batch_for, deepest, logits_of, unrolled, vocabulary_of
+from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, max_depth, unrolled, vocabulary_of
 
 FACTORS = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.4, 2.8)
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
@@ -63,7 +63,7 @@ def write_calibration(
     head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, folder: Path, *, depth: int
 ) -> list[float]:
     """Write ``folder``/calibration.json and return the common factors by depth."""
-    found = agreement(head, conversations, output_VE, depth=deepest(head, depth))
+    found = agreement(head, conversations, output_VE, depth=max_depth(head, depth))
     pooled = found[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
     document = {
         **_best(pooled),

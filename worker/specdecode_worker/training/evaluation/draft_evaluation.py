@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.evaluation.acceptance_replay import Tally, distinct_ngrams, ranks
+from specdecode_worker.training.evaluation.acceptance_replay import StepCounts, distinct_ngrams, target_token_ranks
 
 CONTEXT = 256  # tokens of context at which steps are timed
 _TIMED = 15
@@ -33,14 +33,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the document of ``eval``: results for ``shape`` overall and by domain, and the best chain."""
     depth = max(shape.depths)
-    found = _all_ranks(target, head, conversations, depth)
+    ranks = _all_ranks(target, head, conversations, depth)
     times = StepTimes(target, head)
     domains: dict[str, list[int]] = defaultdict(list)
     for i, conversation in enumerate(conversations):
         domains[conversation.domain].append(i)
     parts = {"overall": list(range(len(conversations))), **dict(sorted(domains.items()))}
     figures = {
-        name: _figures([conversations[i] for i in which], [found[i] for i in which], shape, times)
+        name: _figures([conversations[i] for i in which], [ranks[i] for i in which], shape, times)
         for name, which in parts.items()
     }
     overall = figures.pop("overall")
@@ -59,35 +59,37 @@ def evaluate(
 
 
 def _figures(
-    conversations: Sequence[Conversation], found: Sequence[Tensor], shape: TreeShape, times: StepTimes
+    conversations: Sequence[Conversation], ranks: Sequence[Tensor], shape: TreeShape, times: StepTimes
 ) -> dict[str, Any]:
     """Return the results of some conversations: acceptance, tokens per step, speedup and the best chain."""
-    tally = walked(found, shape)
-    chains = {d: TreeShape.chain(d) for d in range(1, found[0].shape[1] + 1)}
-    speedups = {d: times.speedup(walked(found, chain).tokens_per_step, chain) for d, chain in chains.items()}
+    counts = count_steps_of_ranks(ranks, shape)
+    chains = {d: TreeShape.chain(d) for d in range(1, ranks[0].shape[1] + 1)}
+    speedups = {
+        d: times.speedup(count_steps_of_ranks(ranks, chain).tokens_per_step, chain) for d, chain in chains.items()
+    }
     best = max(speedups, key=lambda d: speedups[d])
     return {
-        "tokens_per_step": round(tally.tokens_per_step, 4),
-        "acceptance": [round(a, 4) for a in tally.acceptance],
+        "tokens_per_step": round(counts.tokens_per_step, 4),
+        "acceptance": [round(a, 4) for a in counts.acceptance],
         "distinct_4grams": round(distinct_ngrams([c.tokens_N[c.answer_start :].tolist() for c in conversations]), 4),
-        "speedup": round(times.speedup(tally.tokens_per_step, shape), 3),
+        "speedup": round(times.speedup(counts.tokens_per_step, shape), 3),
         "advice": f"chain:{best}, {speedups[best]:.2f} times plain" if speedups[best] > 1 else "none: plain is faster",
     }
 
 
-def walked(found: Sequence[Tensor], shape: TreeShape) -> Tally:
+def count_steps_of_ranks(ranks: Sequence[Tensor], shape: TreeShape) -> StepCounts:
     """Return the step counts of ``shape`` over the ranks of several conversations."""
-    tally = Tally()
-    for ranks_IK in found:
-        tally.walk(ranks_IK, shape)
-    return tally
+    counts = StepCounts()
+    for ranks_IK in ranks:
+        counts.walk(ranks_IK, shape)
+    return counts
 
 
 def _all_ranks(target: Llama, head: Eagle3Head, conversations: Sequence[Conversation], depth: int) -> list[Tensor]:
-    found = []
+    ranks = []
     for start in range(0, len(conversations), 8):
-        found += ranks(head, conversations[start : start + 8], target.lm_head.weight, depth)
-    return found
+        ranks += target_token_ranks(head, conversations[start : start + 8], target.lm_head.weight, depth)
+    return ranks
 
 
 def _answer_length(conversation: Conversation) -> int:
@@ -129,17 +131,19 @@ class StepTimes:
 
     def _target_once(self, tokens: int) -> None:
         positions = torch.arange(CONTEXT, CONTEXT + tokens)
-        out = self._target(torch.ones_like(positions), positions, PastZeros(), Reads(self._target.config.aux_layers))
+        out = self._target(
+            torch.ones_like(positions), positions, ZeroContextAttention(), TargetStates(self._target.config.aux_layers)
+        )
         self._target.logits(out.hidden_TE).argmax(dim=-1)
 
     def _draft_once(self) -> None:
         hidden = torch.zeros(1, self._head.config.hidden_size, dtype=self._head.fc.weight.dtype)
         self._head.logits(
-            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([CONTEXT]), PastZeros())
+            self._head(hidden, torch.ones(1, dtype=torch.int64), torch.tensor([CONTEXT]), ZeroContextAttention())
         ).topk(1)
 
 
-class PastZeros(Attend):
+class ZeroContextAttention(Attend):
     """Attention over a context of zeros and the new tokens, to time a pass behind a context."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

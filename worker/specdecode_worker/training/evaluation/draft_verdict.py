@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Finding = Literal["better", "worse", "inconclusive"]
 EXIT_CODES: Mapping[Finding, int] = {"better": 0, "worse": 2, "inconclusive": 3}
-FEWEST_CONVERSATIONS = 64
+MIN_CONVERSATIONS = 64
 """Fewest conversations of a domain; with fewer the verdict is inconclusive."""
 TOLERATED_LOSS = -0.02
 """Lowest gain that a single domain may have."""
@@ -76,20 +76,20 @@ class Verdict:
         return EXIT_CODES[self.finding]
 
 
-def judge(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
+def compute_verdict(domains: Sequence[Domain], costs: StepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
     """Compare the drafts and return the verdict.
 
     ``better``: the lower bound of the mix exceeds ``wanted_gain``, and the lower bound of every domain exceeds
     ``TOLERATED_LOSS``. ``worse``: the upper bound of a domain is below ``TOLERATED_LOSS``, or that of the mix is below
     zero. The bounds leave out 2.5 % on each side.
     """
-    few = [f"{d.name}: {len(d.tokens_C)} conversations" for d in domains if len(d.tokens_C) < FEWEST_CONVERSATIONS]
+    few = [f"{d.name}: {len(d.tokens_C)} conversations" for d in domains if len(d.tokens_C) < MIN_CONVERSATIONS]
     judged = [d for d in domains if len(d.tokens_C)]
     if not any(d.weight > 0 for d in judged):
         return Verdict("inconclusive", ("no captured conversation to judge by",), None, {})
     mix, gains = _gains(judged, costs, seed)
     if few:
-        reason = f"fewer than {FEWEST_CONVERSATIONS} conversations in a domain"
+        reason = f"fewer than {MIN_CONVERSATIONS} conversations in a domain"
         return Verdict("inconclusive", (reason, *few), mix, gains)
     finding, reasons = _finding(mix, gains, wanted_gain)
     return Verdict(finding, reasons, mix, gains)

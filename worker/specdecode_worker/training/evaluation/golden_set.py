@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from specdecode_worker.capture import Record, opening_of
+from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.chat_tokens import Chat
@@ -22,7 +22,15 @@ from specdecode_worker.training.data.question_sources import greedy, read_prompt
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
 from specdecode_worker.training.data.shards import Conversation, shard_paths, write_shard
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped, read_samples
-from specdecode_worker.training.distillation.splits import Runs, Text, frames, own_runs, runs_of, shares_run, united
+from specdecode_worker.training.distillation.splits import (
+    Runs,
+    Text,
+    exclusive_runs,
+    frames,
+    runs_of,
+    shares_run,
+    union_of_runs,
+)
 from specdecode_worker.training.evaluation.paired_steps import Sample
 
 PREFIX = "golden/"
@@ -88,7 +96,7 @@ def _record(target: Llama, conversation: Conversation) -> Record:
         target="",
         task=PREFIX + conversation.domain,
         time_seconds=0.0,
-        opening=opening_of(" ".join(map(str, prompt))),
+        opening=opening_hash(" ".join(map(str, prompt))),
     )
 
 
@@ -96,15 +104,15 @@ def runs_of_samples(samples: Sequence[Sample]) -> Runs:
     """Return all runs of tokens of the samples except the frames of their domains."""
     texts = [text_of(sample.record.opening, sample.conversation) for sample in samples]
     frame = frames(texts)
-    return united([own_runs(text, frame) for text in texts])
+    return union_of_runs([exclusive_runs(text, frame) for text in texts])
 
 
-def apart_from(conversations: Sequence[Conversation], judged: Runs) -> list[Conversation]:
+def exclude_overlapping(conversations: Sequence[Conversation], judged: Runs) -> list[Conversation]:
     """Return the conversations that share no run of tokens with ``judged``."""
     texts = [text_of(str(i), conversation) for i, conversation in enumerate(conversations)]
     frame = frames(texts)
     pairs = zip(conversations, texts, strict=True)
-    return [conversation for conversation, text in pairs if not shares_run(own_runs(text, frame), judged)]
+    return [conversation for conversation, text in pairs if not shares_run(exclusive_runs(text, frame), judged)]
 
 
 def text_of(name: str, conversation: Conversation) -> Text:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
-from specdecode_worker.training.evaluation.draft_evaluation import CONTEXT, PastZeros
+from specdecode_worker.training.evaluation.draft_evaluation import CONTEXT, ZeroContextAttention
 from specdecode_worker.training.evaluation.draft_verdict import StepCosts
 
 ROUNDS = 40
@@ -54,7 +54,9 @@ def _verification(target: Llama, tokens: int) -> Callable[[], object]:
     positions = min(CONTEXT, target.config.max_position_embeddings - tokens) + torch.arange(tokens)
 
     def verify() -> object:
-        out = target(torch.ones_like(positions), positions, PastZeros(), Reads(target.config.aux_layers))
+        out = target(
+            torch.ones_like(positions), positions, ZeroContextAttention(), TargetStates(target.config.aux_layers)
+        )
         return target.logits(out.hidden_TE).argmax(dim=-1)
 
     return verify
@@ -67,4 +69,4 @@ def _draft_pass(head: Eagle3Head) -> Callable[[], object]:
         torch.ones(1, dtype=torch.int64),
         torch.tensor([min(CONTEXT, head.config.max_position_embeddings - 1)]),
     )
-    return lambda: head.logits(head(hidden, token, position, PastZeros())).topk(1)
+    return lambda: head.logits(head(hidden, token, position, ZeroContextAttention())).topk(1)

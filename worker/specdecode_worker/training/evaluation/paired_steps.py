@@ -18,8 +18,8 @@ from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.distillation.record_replay import Rows
-from specdecode_worker.training.evaluation.acceptance_replay import RANKS, Tally
+from specdecode_worker.training.distillation.record_replay import RecordPositions
+from specdecode_worker.training.evaluation.acceptance_replay import RANKS, StepCounts
 from specdecode_worker.training.heads.unroll import make_batch, unroll
 
 _ROWS = 64
@@ -34,7 +34,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class CalibratedDraft:
     """Draft head and the factors on its logits by depth for sampled text.
 
     The last factor applies to all deeper depths; without factors it is 1.
@@ -49,25 +49,25 @@ class Drafted:
 
 
 @torch.inference_mode()
-def steps_of(
-    drafts: Sequence[Drafted], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
-) -> list[Tally]:
+def count_steps(
+    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> list[StepCounts]:
     """Return for each draft the step counts of ``shape`` through one answer.
 
-    ``Tally.tokens`` excludes the first token of the answer.
+    ``StepCounts.tokens`` excludes the first token of the answer.
     """
     first = sample.record.prompt_length
     count = len(sample.conversation.tokens_N) - first
     states = [_states(draft.head, sample.conversation, max(shape.depths)) for draft in drafts]
-    found: list[list[Tensor]] = [[] for _ in drafts]
+    ranks_by_draft: list[list[Tensor]] = [[] for _ in drafts]
     for start in range(0, count, _ROWS):
         here = slice(start, min(start + _ROWS, count))
-        rows = Rows(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
+        rows = RecordPositions(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
         wanted_R = torch.tensor(sample.record.tokens[first + start + 1 : first + here.stop + 1])
-        for ranks, draft, states_KAE in zip(found, drafts, states, strict=True):
+        for ranks, draft, states_KAE in zip(ranks_by_draft, drafts, states, strict=True):
             by_depth = [_ranks(draft, rows, state_AE[here], k, wanted_R) for k, state_AE in enumerate(states_KAE)]
             ranks.append(torch.stack(by_depth, dim=1))
-    return [_walked(_by_root(torch.cat(ranks)), shape) for ranks in found]
+    return [_count_steps_of_ranks(_by_root(torch.cat(ranks)), shape) for ranks in ranks_by_draft]
 
 
 def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Tensor]:
@@ -76,7 +76,7 @@ def _states(head: Eagle3Head, conversation: Conversation, depth: int) -> list[Te
     return [state_BAE[0] for state_BAE, _ in unroll(head, batch, depth)]
 
 
-def _ranks(draft: Drafted, rows: Rows, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
+def _ranks(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
     """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
     logits_RV = draft.head.logits(state_RE)
     k = min(RANKS, logits_RV.shape[-1])
@@ -90,16 +90,16 @@ def _by_root(by_slot_AK: Tensor) -> Tensor:
 
     Depth k of root i was computed at slot i + k. Beyond the end of the answer every entry is a miss.
     """
-    found = torch.full_like(by_slot_AK, RANKS)
+    ranks_by_draft = torch.full_like(by_slot_AK, RANKS)
     for k in range(by_slot_AK.shape[1]):
-        found[: len(found) - k, k] = by_slot_AK[k:, k]
-    return found
+        ranks_by_draft[: len(ranks_by_draft) - k, k] = by_slot_AK[k:, k]
+    return ranks_by_draft
 
 
-def _walked(ranks_IK: Tensor, shape: TreeShape) -> Tally:
+def _count_steps_of_ranks(ranks_IK: Tensor, shape: TreeShape) -> StepCounts:
     """Return the step counts of ``shape`` through one answer."""
-    tally = Tally()
-    tally.walk(ranks_IK, shape)
+    counts = StepCounts()
+    counts.walk(ranks_IK, shape)
     # The last step may emit a token beyond the end of the answer, which no client receives.
-    tally.tokens = len(ranks_IK)
-    return tally
+    counts.tokens = len(ranks_IK)
+    return counts

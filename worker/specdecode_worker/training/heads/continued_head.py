@@ -12,38 +12,38 @@ from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.layers import Block
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
-from specdecode_worker.training.errors import CannotContinue
-from specdecode_worker.training.heads.initialization import start_silent
+from specdecode_worker.training.errors import DraftNotTrainable
+from specdecode_worker.training.heads.initialization import zero_block_output
 
 
-def continued(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
+def prepare_draft(origin: Draft, target: Llama, vocabulary: Tensor, layers: int = 1) -> Draft:
     """Return ``origin`` ready for further training.
 
     Raises:
-        CannotContinue: The draft cannot be trained further; the message names the reason.
+        DraftNotTrainable: The draft cannot be trained further; the message names the reason.
     """
     if isinstance(origin, Eagle3Head):
-        return continued_head(origin, target, vocabulary, layers)
+        return prepare_eagle3_head(origin, target, vocabulary, layers)
     known = origin.target_ids if isinstance(origin, MedusaHeads) else None
     if known is not None and not torch.equal(known, vocabulary):
-        raise CannotContinue("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")
+        raise DraftNotTrainable("Medusa heads keep their draft vocabulary; name an --out without vocabulary.json")
     return origin.float()
 
 
 @torch.no_grad()
-def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
+def prepare_eagle3_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
     """Return an EAGLE-3 head like ``origin`` with the draft vocabulary ``vocabulary``.
 
     Output rows of tokens that are new to the head are copied from the target. Norms of its inputs, further layers and
     its own embedding are kept. Layers are appended up to ``layers``; their outputs start at zero.
 
     Raises:
-        CannotContinue: The head reads other states than training records, or its width rules out the change.
+        DraftNotTrainable: The head reads other states than training records, or its width rules out the change.
     """
     _check_states(origin, target)
     layers = max(layers, origin.config.num_hidden_layers)
     if layers > origin.config.num_hidden_layers and origin.config.hidden_size != target.config.hidden_size:
-        raise CannotContinue(
+        raise DraftNotTrainable(
             f"further layers start as the target's last, which is {target.config.hidden_size} wide and not "
             f"{origin.config.hidden_size} as this head is; leave --layers out"
         )
@@ -52,7 +52,7 @@ def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers
     head = Eagle3Head(config, embedding, own_embedding=origin.embed_tokens is not None).float()
     for block in list(head.layers.values())[origin.config.num_hidden_layers - 1 :]:
         assert isinstance(block, Block)
-        start_silent(block, target)
+        zero_block_output(block, target)
     own = head.state_dict() | origin.float().state_dict()
     own |= {
         "lm_head.weight": _output_rows(origin, target, vocabulary),
@@ -63,10 +63,10 @@ def continued_head(origin: Eagle3Head, target: Llama, vocabulary: Tensor, layers
 
 
 def _check_states(origin: Eagle3Head, target: Llama) -> None:
-    """Raise CannotContinue if the head reads other layers of the target than training records."""
+    """Raise DraftNotTrainable if the head reads other layers of the target than training records."""
     reads = origin.config.aux_layers
     if reads and reads != target.config.aux_layers:
-        raise CannotContinue(
+        raise DraftNotTrainable(
             f"the head reads the inputs of the target's layers {list(reads)}, training records those of "
             f"{list(target.config.aux_layers)}: a head like that cannot be trained on"
         )
@@ -78,7 +78,7 @@ def _output_rows(origin: Eagle3Head, target: Llama, vocabulary: Tensor) -> Tenso
     if torch.equal(origin.target_ids, vocabulary):
         return mine
     if origin.config.hidden_size != target.config.hidden_size:
-        raise CannotContinue(
+        raise DraftNotTrainable(
             f"a head of hidden_size {origin.config.hidden_size} has no output rows for tokens that are new to it (the "
             f"target's are {target.config.hidden_size} wide); it can only keep its own vocabulary"
         )

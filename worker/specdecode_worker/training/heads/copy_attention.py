@@ -26,7 +26,7 @@ from torch import Tensor
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.errors import CannotContinue
+from specdecode_worker.training.errors import DraftNotTrainable
 
 MOST_TOKENS = 30_000
 """Most tokens of recorded text that the match is fitted on."""
@@ -47,7 +47,7 @@ class _Text:
         """Return the text of ``conversations``, up to ``MOST_TOKENS`` tokens.
 
         Raises:
-            CannotContinue: There is no recorded text.
+            DraftNotTrainable: There is no recorded text.
         """
         tokens, states, count = [], [], 0
         for conversation in conversations:
@@ -58,18 +58,18 @@ class _Text:
                 states.append(conversation.aux_NA[lags - 1 :].float())
                 count += length
         if not tokens:
-            raise CannotContinue("copiers are fitted on recorded text, and there is none yet")
+            raise DraftNotTrainable("copiers are fitted on recorded text, and there is none yet")
         return cls(torch.cat(tokens, dim=1), torch.cat(states))
 
 
 @torch.no_grad()
-def with_copiers(origin: Eagle3Head, target: Llama, conversations: Sequence[Conversation], groups: int) -> Eagle3Head:
+def add_copy_heads(origin: Eagle3Head, target: Llama, conversations: Sequence[Conversation], groups: int) -> Eagle3Head:
     """Return ``origin`` in fp32 with ``groups`` more key-value heads and their queries.
 
     The heads of group g match the last g + 1 tokens.
 
     Raises:
-        CannotContinue: The head has norms or biases at its queries or inputs, or a width of its own.
+        DraftNotTrainable: The head has norms or biases at its queries or inputs, or a width of its own.
     """
     _check(origin)
     config, text = origin.config, _Text.of(conversations, groups)
@@ -93,15 +93,15 @@ def with_copiers(origin: Eagle3Head, target: Llama, conversations: Sequence[Conv
     ]
     own["fc.weight"] = _carrying(own["fc.weight"], text.aux_NA, torch.cat(wanted, dim=1))
     states_NE = origin.midlayer.hidden_norm(text.aux_NA @ own["fc.weight"].T)
-    told = [_fitted(states_NE, code) for code in wanted]
+    key_projections = [_fitted(states_NE, code) for code in wanted]
     for group in range(groups):
-        _add_group(own, codes, told, slow, group, queries)
+        _add_group(own, codes, key_projections, slow, group, queries)
     head.load_state_dict(own)
     return head
 
 
 def _check(origin: Eagle3Head) -> None:
-    """Raise CannotContinue if the architecture of ``origin`` does not allow copy heads."""
+    """Raise DraftNotTrainable if the architecture of ``origin`` does not allow copy heads."""
     config = origin.config
     odd = {
         "norms of its queries": config.qk_norm,
@@ -111,7 +111,7 @@ def _check(origin: Eagle3Head) -> None:
         "a width of its own": config.hidden_size != config.target_hidden_size,
     }
     if found := [what for what, is_so in odd.items() if is_so]:
-        raise CannotContinue(f"copiers cannot be added to a head with {', '.join(found)}; leave --copiers out")
+        raise DraftNotTrainable(f"copiers cannot be added to a head with {', '.join(found)}; leave --copiers out")
 
 
 def _slow_dims(head_dim: int) -> Tensor:
@@ -169,7 +169,7 @@ def _fitted(inputs_NE: Tensor, wanted_NC: Tensor) -> Tensor:
 
 
 def _add_group(
-    own: dict[str, Tensor], codes: _Codes, told: Sequence[Tensor], slow: Tensor, group: int, queries: int
+    own: dict[str, Tensor], codes: _Codes, key_projections: Sequence[Tensor], slow: Tensor, group: int, queries: int
 ) -> None:
     """Add the weights of group ``group`` to the state dict ``own``.
 
@@ -182,11 +182,11 @@ def _add_group(
     query_DP, key_DP, value_DP = torch.zeros(3, head_dim, 2 * width)
     for lag in range(group + 1):
         dims = slow[lag * size : (lag + 1) * size]
-        key_DP[dims, width:] = told[lag][:size]
+        key_DP[dims, width:] = key_projections[lag][:size]
         if lag == 0:
             query_DP[dims, :width] = codes.parts_CE[:size]
         else:
-            query_DP[dims, width:] = told[lag - 1][:size]
+            query_DP[dims, width:] = key_projections[lag - 1][:size]
     value_DP[:, :width] = codes.parts_CE[:head_dim]
     sharp = [query_DP * (SHARPNESS * 2**index * math.sqrt(head_dim)) for index in range(queries)]
     own[names["q"]] = torch.cat((own[names["q"]], *sharp))

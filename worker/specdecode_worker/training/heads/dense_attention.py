@@ -42,7 +42,7 @@ class DenseCache:
             self._sort(
                 int(longer[self._positions_P[longer].argmin()]), int(shorter[self._positions_P[shorter].argmax()])
             )
-        self._masks = [_seen(self._positions_P[group], self.keys.dtype) for group in self._groups]
+        self._masks = [_additive_mask(self._positions_P[group], self.keys.dtype) for group in self._groups]
 
     def _sort(self, first: int, second: int) -> None:
         """Swap two places unless the first holds the longer row already."""
@@ -73,7 +73,7 @@ class DenseCache:
         return torch.cat(outs)[self._place_of_B].flatten(1, 2)
 
 
-def _seen(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(positions_P: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an additive mask, [P, 1, 1, L]. With a boolean mask the processor's attention is many times slower."""
     beyond = torch.arange(int(positions_P.max()) + 1) > positions_P[:, None]
     return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]

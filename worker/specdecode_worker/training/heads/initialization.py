@@ -43,7 +43,7 @@ def new_head(target: Llama, vocabulary: Tensor, layers: int = 1) -> Eagle3Head:
         _copy_weights(head, target, vocabulary)
         for block in head.layers.values():
             assert isinstance(block, Block)
-            start_silent(block, target)
+            zero_block_output(block, target)
     return head
 
 
@@ -57,7 +57,7 @@ def new_eagle(target: Llama, layers: int = 1) -> EagleHead:
         head.fc.weight[:, width:].copy_(torch.eye(width))
         for block in head.layers:
             assert isinstance(block, Block)
-            start_silent(block, target)
+            zero_block_output(block, target)
     return head
 
 
@@ -103,7 +103,7 @@ def _blocks(target: LlamaConfig) -> dict[str, Any]:
     return {name: getattr(target, name) for name in names}
 
 
-def start_silent(block: Block, target: Llama) -> None:
+def zero_block_output(block: Block, target: Llama) -> None:
     """Load the target's last layer into ``block``, with zero output matrices so that it adds nothing at first."""
     last = target.model.layers[-1].state_dict()
     known = {name: tensor for name, tensor in last.items() if name in block.state_dict()}

@@ -20,7 +20,7 @@ from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.training.data.shards import Conversation
-from specdecode_worker.training.heads.unroll import Batch, make_batch, pick, shifted, unroll
+from specdecode_worker.training.heads.unroll import Batch, gather_rows, make_batch, shifted, unroll
 
 
 def batch_for(draft: Draft, conversations: Sequence[Conversation], dtype: torch.dtype) -> Batch:
@@ -34,7 +34,7 @@ def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, T
         case Eagle3Head() | EagleHead():
             yield from unroll(draft, batch, depth)
         case MedusaHeads():
-            states_BAE = pick(batch.aux_BLA, batch.answers_BA)
+            states_BAE = gather_rows(batch.aux_BLA, batch.answers_BA)
             yield from ((shifted(states_BAE, k), _rooted(batch, k)) for k in range(depth))
         case Llama():
             states_BAE = _teacher_forced(draft, batch)
@@ -55,7 +55,7 @@ def vocabulary_of(draft: Draft, size: int) -> Tensor:
     return torch.arange(size) if ids is None else ids
 
 
-def deepest(draft: Draft, wanted: int) -> int:
+def max_depth(draft: Draft, wanted: int) -> int:
     """Return the number of depths to unroll, at most ``wanted``: Medusa has one head per depth."""
     return min(wanted, draft.count) if isinstance(draft, MedusaHeads) else wanted
 
@@ -81,7 +81,7 @@ def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1]).expand(tokens_BN.shape)
     found = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
-    return pick(found.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
+    return gather_rows(found.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
 
 
 class _Causal(Attend):

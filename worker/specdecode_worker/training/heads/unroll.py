@@ -75,7 +75,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
     positions_BL = (torch.arange(shape_BL[1]) + 1).expand(shape_BL)
     fused = head.fuse(batch.aux_BLA).flatten(0, 1)
     state = head(fused, batch.tokens_BL.flatten(), positions_BL.flatten(), attend).unflatten(0, shape_BL)
-    state_BAE = pick(state, answers_BA)
+    state_BAE = gather_rows(state, answers_BA)
     yield state_BAE, batch.valid_BA
     tokens_T = batch.tokens_BL.gather(1, answers_BA).flatten()
     positions_T = (answers_BA + 1).flatten()
@@ -86,7 +86,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: Batch, depth: int) -> Iterator[t
         yield state_BAE, batch.valid_BA & (torch.arange(answers_BA.shape[1]) >= k)
 
 
-def pick(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
+def gather_rows(x_BLE: Tensor, index_BA: Tensor) -> Tensor:
     """Return the rows ``index_BA`` of dimension 1."""
     picked: Tensor = x_BLE.gather(1, index_BA[:, :, None].expand(-1, -1, x_BLE.shape[-1]))
     return picked
@@ -103,7 +103,7 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _LayerCache:
     """Keys and values of one layer: true slots [B, K, L, D], and branches [B, A, K, D] for each depth from 1."""
 
     true: tuple[Tensor, Tensor] | None = None
@@ -126,12 +126,12 @@ class UnrolledAttention:
     def __init__(self, answers_BA: Tensor, *, layers: int = 1) -> None:
         self._answers_BA = answers_BA
         self._depth = 0
-        self._kept = [_Kept() for _ in range(layers)]
+        self._caches = [_LayerCache() for _ in range(layers)]
         self._hidden_BAL = torch.empty(0)
 
     def deepen(self) -> None:
         """Advance to the next depth."""
-        true = self._kept[0].true
+        true = self._caches[0].true
         assert true is not None, "depth 0 comes first"
         self._depth += 1
         roots_BA1 = self._answers_BA[:, :, None] - self._depth
@@ -144,24 +144,24 @@ class UnrolledAttention:
         q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
         if self._depth == 0:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
-            self._kept[layer].true = (keys, values)
+            self._caches[layer].true = (keys, values)
             out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
-        self._kept[layer].branch.append((k, v))
+        self._caches[layer].branch.append((k, v))
         q_BAKGD = q.view(*k.shape[:3], -1, q.shape[-1])
-        return self._along_branch(q_BAKGD, self._kept[layer]).flatten(0, 1).flatten(1, 2)
+        return self._along_branch(q_BAKGD, self._caches[layer]).flatten(0, 1).flatten(1, 2)
 
-    def _along_branch(self, q_BAKGD: Tensor, kept: _Kept) -> Tensor:
+    def _along_branch(self, q_BAKGD: Tensor, cache: _LayerCache) -> Tensor:
         """Return the attention of branch queries over the true slots up to their root and their own branch."""
-        assert kept.true is not None
-        keys_BKLD, values_BKLD = kept.true
+        assert cache.true is not None
+        keys_BKLD, values_BKLD = cache.true
         answers, kv_heads, groups = q_BAKGD.shape[1:4]
         grouped = (len(q_BAKGD), kv_heads, groups, answers)
         q_BKXD = (q_BAKGD * q_BAKGD.shape[-1] ** -0.5).permute(0, 2, 3, 1, 4).flatten(2, 3)  # X is G times A
         true = (q_BKXD @ keys_BKLD.transpose(2, 3)).view(*grouped, -1)
         true = true.masked_fill(self._hidden_BAL[:, None, None], float("-inf"))
         q_BKGAD = q_BKXD.view(*grouped, -1)
-        mine = [(shifted(k, self._depth - j), shifted(v, self._depth - j)) for j, (k, v) in enumerate(kept.branch, 1)]
+        mine = [(shifted(k, self._depth - j), shifted(v, self._depth - j)) for j, (k, v) in enumerate(cache.branch, 1)]
         own = [(q_BKGAD * k.transpose(1, 2)[:, :, None]).sum(dim=-1, keepdim=True) for k, _ in mine]
         weights = torch.softmax(torch.cat((true, *own), dim=-1), dim=-1)
         split = true.shape[-1]

@@ -18,19 +18,19 @@ from torch import Tensor
 Item = TypeVar("Item")
 
 
-class Peers:
+class ProcessGroup:
     """Single-process run: every collective operation is a no-op."""
 
     rank, count = 0, 1
 
-    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+    def take_rank_items(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return the part of ``items`` that this rank processes."""
         return items[self.rank :: self.count]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place."""
 
-    def agree(self, seconds: float) -> float:
+    def broadcast_seconds(self, seconds: float) -> float:
         """Return rank 0's value of ``seconds`` on every rank."""
         return seconds
 
@@ -38,7 +38,7 @@ class Peers:
         """Block until all ranks have reached this call."""
 
 
-class Gloo(Peers):
+class GlooProcessGroup(ProcessGroup):
     """One rank of a multi-process run over ``torch.distributed`` with the gloo backend."""
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Gloo(Peers):
         for tensor, summed in zip(tensors, parts, strict=True):
             tensor.copy_(summed.view_as(tensor))
 
-    def agree(self, seconds: float) -> float:
+    def broadcast_seconds(self, seconds: float) -> float:
         """Return rank 0's value of ``seconds`` on every rank."""
-        said = torch.tensor([seconds], dtype=torch.float64)
-        dist.broadcast(said, src=0)
-        return float(said)
+        rank_0_seconds = torch.tensor([seconds], dtype=torch.float64)
+        dist.broadcast(rank_0_seconds, src=0)
+        return float(rank_0_seconds)
 
     def wait(self) -> None:
         """Block until all ranks have reached this call."""
         dist.barrier()
 
 
-def join() -> Peers:
-    """Return this run's process group: ``Gloo`` if ``WORLD_SIZE`` (set by torchrun) is above 1, else ``Peers``."""
-    return Gloo() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Peers()
+def join() -> ProcessGroup:
+    """Return this run's process group: over gloo if ``WORLD_SIZE`` (set by torchrun) is above 1, else of one rank."""
+    return GlooProcessGroup() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ProcessGroup()

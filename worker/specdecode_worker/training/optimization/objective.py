@@ -28,7 +28,7 @@ _ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
+class LossSettings:
     """Parameters of the loss of one training step.
 
     ``divergence`` is the weight of the divergence term, 0 to 1. The acceptance term gets the rest. ``decay`` is the
@@ -78,7 +78,9 @@ def target_distribution(
     return torch.cat(parts)
 
 
-def loss_of(draft: Draft, batch: Batch, output_VE: Tensor, aim: Aim, counts: Sequence[int] | None = None) -> Tensor:
+def loss_of(
+    draft: Draft, batch: Batch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
+) -> Tensor:
     """Return the scalar loss of one batch, averaged over ``counts``.
 
     Args:
@@ -117,7 +119,11 @@ def _target(batch: Batch, output_VE: Tensor, vocabulary: Tensor, temperature: fl
 
 
 def _divergence(
-    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_R: Tensor, aim: Aim, counts: Sequence[int]
+    unrolls: Sequence[tuple[Tensor, Tensor]],
+    target_RV: Tensor,
+    valid_R: Tensor,
+    aim: LossSettings,
+    counts: Sequence[int],
 ) -> Tensor:
     """Return the cross entropy per answer token, averaged over the depths with weights that sum to one."""
     weights = [aim.decay**k for k in range(aim.depth)]
@@ -129,7 +135,11 @@ def _divergence(
 
 
 def _acceptance(
-    unrolls: Sequence[tuple[Tensor, Tensor]], target_RV: Tensor, valid_BA: Tensor, aim: Aim, counts: Sequence[int]
+    unrolls: Sequence[tuple[Tensor, Tensor]],
+    target_RV: Tensor,
+    valid_BA: Tensor,
+    aim: LossSettings,
+    counts: Sequence[int],
 ) -> Tensor:
     """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)

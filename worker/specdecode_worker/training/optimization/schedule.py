@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from specdecode_worker.training.optimization.objective import Aim
+from specdecode_worker.training.optimization.objective import LossSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class TrainSettings:
     validate_steps: int = 0
 
 
-def rate_at(share: float, settings: TrainSettings) -> float:
+def learning_rate_factor(share: float, settings: TrainSettings) -> float:
     """Return the learning rate factor: a linear warmup, then half a cosine down to ``final_rate``."""
     if share < settings.warmup:
         return (share + 1e-3) / (settings.warmup + 1e-3)
@@ -66,7 +66,7 @@ def depth_at(share: float, settings: TrainSettings) -> int:
     return min(settings.depth, 1 + sum(share >= start for start in settings.deepen_at))
 
 
-def aim_at(share: float, step: int, settings: TrainSettings) -> Aim:
+def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSettings:
     """Return the loss parameters of ``step``.
 
     The temperature is drawn from the mix by a generator seeded with (seed, step), so a repeated step gets the same one.
@@ -76,4 +76,4 @@ def aim_at(share: float, step: int, settings: TrainSettings) -> Aim:
     blend = max(1e-9, settings.acceptance_from - settings.divergence_until)
     along = min(1.0, max(0.0, (share - settings.divergence_until) / blend))
     divergence = 1 - along * (1 - settings.divergence_floor)
-    return Aim(depth=depth_at(share, settings), decay=settings.decay, divergence=divergence, temperature=drawn)
+    return LossSettings(depth=depth_at(share, settings), decay=settings.decay, divergence=divergence, temperature=drawn)

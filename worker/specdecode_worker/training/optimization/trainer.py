@@ -21,15 +21,20 @@ from specdecode_worker.models.checkpoints.draft_weights import Draft
 from specdecode_worker.training.data.batches import DataSet, batches
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.heads.trainable_drafts import batch_for, deepest, working_copy
+from specdecode_worker.training.heads.trainable_drafts import batch_for, max_depth, working_copy
 from specdecode_worker.training.optimization import checkpoint
 from specdecode_worker.training.optimization.checkpoint import Progress
-from specdecode_worker.training.optimization.data_parallel import Peers
-from specdecode_worker.training.optimization.objective import Aim, loss_of, root_counts
-from specdecode_worker.training.optimization.schedule import TrainSettings, aim_at, depth_at, rate_at
+from specdecode_worker.training.optimization.data_parallel import ProcessGroup
+from specdecode_worker.training.optimization.objective import LossSettings, loss_of, root_counts
+from specdecode_worker.training.optimization.schedule import (
+    TrainSettings,
+    depth_at,
+    learning_rate_factor,
+    loss_settings_at,
+)
 from specdecode_worker.training.optimization.validation import validation_line
 
-__all__ = ["Progress", "TrainSettings", "Trainer", "rate_at"]
+__all__ = ["Progress", "TrainSettings", "Trainer", "learning_rate_factor"]
 
 _LONGEST_STEP, _FEW_STEPS = 10, 20
 """Longest time counted for a step, in mean step times, and the number of steps from which the mean is used."""
@@ -45,10 +50,10 @@ class Trainer:
     """
 
     def __init__(
-        self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: Peers | None = None
+        self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: ProcessGroup | None = None
     ) -> None:
         self.master, self.output_VE, self.data, self.settings = head, output_VE, data, settings
-        self.peers = peers or Peers()
+        self.peers = peers or ProcessGroup()
         self.head = working_copy(head, output_VE.dtype)
         self.master.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(
@@ -70,58 +75,58 @@ class Trainer:
     @property
     def depth(self) -> int:
         """Number of depths that the current step unrolls."""
-        return deepest(self.head, depth_at(self.share_done, self.settings))
+        return max_depth(self.head, depth_at(self.share_done, self.settings))
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True when the run is complete or validation has been below its best ``patience`` times in a row."""
         patience = self.settings.patience
         return self.share_done >= 1 or 0 < patience <= self.progress.worse
 
-    def run(self, folder: Path, tell: Callable[[str], None], keep: Callable[[Draft], None]) -> None:
+    def run(self, folder: Path, log: Callable[[str], None], save_draft: Callable[[Draft], None]) -> None:
         """Train until the run is over, then load the best weights into ``master``.
 
         Every ``validate_every`` seconds (or ``validate_steps`` steps): validate, and on rank 0 pass the draft to
-        ``keep`` if it is the best so far and write a checkpoint.
+        ``save_draft`` if it is the best so far and write a checkpoint.
 
         Args:
             folder: Folder of the checkpoint.
-            tell: Receives progress lines.
-            keep: Saves the draft.
+            log: Receives progress lines.
+            save_draft: Saves the draft.
         """
         shown = due = self.progress.seconds
         due += self.settings.validate_every
         losses: list[float] = []
-        for group in self._batches() if not self.over else ():
+        for group in self._batches() if not self.is_over else ():
             losses.append(self.step(group))
             if self.progress.seconds >= shown + 15:
-                tell(self._line(losses))
+                log(self._line(losses))
                 shown, losses = self.progress.seconds, losses[-20:]
             if self._due(due):
                 due = self.progress.seconds + self.settings.validate_every
-                self._look(folder, losses, tell, keep)
-            if self.over:
+                self._validate_and_save(folder, losses, log, save_draft)
+            if self.is_over:
                 break
         if self.best:
             self.master.load_state_dict(self.best)
-            self._refresh()
+            self._sync_working_copy()
 
     def _due(self, seconds: float) -> bool:
         """Return whether validation is due after this step."""
         every = self.settings.validate_steps
-        by_pace = self.progress.step % every == 0 if every else self.progress.seconds >= seconds
-        return by_pace or self.share_done >= 1
+        interval_reached = self.progress.step % every == 0 if every else self.progress.seconds >= seconds
+        return interval_reached or self.share_done >= 1
 
-    def _look(
-        self, folder: Path, losses: list[float], tell: Callable[[str], None], keep: Callable[[Draft], None]
+    def _validate_and_save(
+        self, folder: Path, losses: list[float], log: Callable[[str], None], save_draft: Callable[[Draft], None]
     ) -> None:
         """Validate, save the draft if it is the best so far, and write a checkpoint."""
-        tell(self.validate(sum(losses) / len(losses)))
+        log(self.validate(sum(losses) / len(losses)))
         if self.progress.worse == 0:
             self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
         if self.peers.rank == 0:
             if self.progress.worse == 0:
-                keep(self.master)  # before the checkpoint, so that a kill in between loses no draft
+                save_draft(self.master)  # before the checkpoint, so that a kill in between loses no draft
             self.save(folder)
         self.peers.wait()
 
@@ -144,21 +149,30 @@ class Trainer:
         """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
-        aim = aim_at(share, self.progress.step, self.settings)
-        aim = Aim(depth=self.depth, decay=aim.decay, divergence=aim.divergence, temperature=aim.temperature)
-        counts = root_counts([conversation for batch in group for conversation in batch], aim.depth)
-        loss = self._add_gradients(group, aim, counts)
+        loss_settings = loss_settings_at(share, self.progress.step, self.settings)
+        loss_settings = LossSettings(
+            depth=self.depth,
+            decay=loss_settings.decay,
+            divergence=loss_settings.divergence,
+            temperature=loss_settings.temperature,
+        )
+        counts = root_counts([conversation for batch in group for conversation in batch], loss_settings.depth)
+        loss = self._add_gradients(group, loss_settings, counts)
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self.settings.learning_rate * parameters["share"] * rate_at(share, self.settings)
+            parameters["lr"] = (
+                self.settings.learning_rate * parameters["share"] * learning_rate_factor(share, self.settings)
+            )
         torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.settings.clip)
         self.optimizer.step()
-        self._refresh()
-        self.progress.seconds = self.peers.agree(self.progress.seconds + self._counted(time.monotonic() - started))
+        self._sync_working_copy()
+        self.progress.seconds = self.peers.broadcast_seconds(
+            self.progress.seconds + self._capped_step_seconds(time.monotonic() - started)
+        )
         self.progress.step += 1
         self.progress.tokens += counts[0]
         return loss
 
-    def _counted(self, seconds: float) -> float:
+    def _capped_step_seconds(self, seconds: float) -> float:
         """Return the seconds that a step adds to the run's training time.
 
         A step longer than 10 mean steps is counted as 10: the machine was suspended or stalled meanwhile.
@@ -166,30 +180,30 @@ class Trainer:
         at = self.progress
         return min(seconds, _LONGEST_STEP * at.seconds / at.step) if at.step >= _FEW_STEPS else seconds
 
-    def _add_gradients(self, group: Batches, aim: Aim, counts: list[int]) -> float:
+    def _add_gradients(self, group: Batches, loss_settings: LossSettings, counts: list[int]) -> float:
         """Sum the gradients of all batches over all ranks, in fp32 on the master weights, and return the loss."""
         pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
-        for mine, _ in pairs:
-            mine.grad = torch.zeros_like(mine)
+        for master, _ in pairs:
+            master.grad = torch.zeros_like(master)
         total = torch.zeros(())
-        for conversations in self.peers.share(group):
+        for conversations in self.peers.take_rank_items(group):
             batch = batch_for(self.head, conversations, self.output_VE.dtype)
-            loss = loss_of(self.head, batch, self.output_VE, aim, counts)
+            loss = loss_of(self.head, batch, self.output_VE, loss_settings, counts)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-            for mine, worked in pairs:
-                if worked.grad is not None:  # Medusa heads beyond the current depth have no gradient
-                    assert mine.grad is not None
-                    mine.grad += worked.grad
-                    worked.grad = None
-        self.peers.add([mine.grad for mine, _ in pairs if mine.grad is not None] + [total])
+            for master, working in pairs:
+                if working.grad is not None:  # Medusa heads beyond the current depth have no gradient
+                    assert master.grad is not None
+                    master.grad += working.grad
+                    working.grad = None
+        self.peers.add([master.grad for master, _ in pairs if master.grad is not None] + [total])
         return float(total)
 
     @torch.no_grad()
-    def _refresh(self) -> None:
+    def _sync_working_copy(self) -> None:
         """Copy the fp32 master weights to the working copy."""
-        for mine, worked in zip(self.master.parameters(), self.head.parameters(), strict=True):
-            worked.copy_(mine)
+        for master, working in zip(self.master.parameters(), self.head.parameters(), strict=True):
+            working.copy_(master)
 
     def validate(self, loss: float) -> str:
         """Validate the draft, append the result to the history and return it as a progress line.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdecode_worker.capture import Record, opening_of
+from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.weights import weights_hash
 
-LAWS = (
+SAMPLING_PARAMS = (
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -32,22 +32,22 @@ def engine_of(model: Path, draft: Path) -> LocalEngine:
 
 
 def records_of(model: Path, draft: Path, count: int) -> list[Record]:
-    """Return ``count`` records of two tasks in alternation, with the sampling parameters of ``LAWS`` in turn."""
+    """Return ``count`` records of two tasks in alternation, cycling through ``SAMPLING_PARAMS``."""
     engine = engine_of(model, draft)
     engine.run_shape(TreeShape.chain(3))
     texts = [f"{'alpha' if i % 2 else 'beta'} says number {i * 7919 % 1000}" for i in range(count)]
     prompts = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in texts]
-    laws = [Sampling(max_tokens=24, seed=i, **LAWS[i % len(LAWS)]) for i in range(count)]
-    answers, _ = engine.answer(prompts, laws)
+    samplings = [Sampling(max_tokens=24, seed=i, **SAMPLING_PARAMS[i % len(SAMPLING_PARAMS)]) for i in range(count)]
+    answers, _ = engine.answer(prompts, samplings)
     return [
         Record(
             tokens=(*prompts[i].tokens, *answers[i].tokens),
             prompt_length=len(prompts[i].tokens),
-            sampling=laws[i],
+            sampling=samplings[i],
             target=weights_hash(model),
             task="alpha" if i % 2 else "beta",
             time_seconds=1000.0 + i,
-            opening=opening_of(texts[i]),
+            opening=opening_hash(texts[i]),
             share=0.5 if i % 2 else 1.0,
         )
         for i in range(count)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.engine.drafts.draft_swap import Swap, Swaps
+from specdecode_worker.engine.drafts.draft_swap import DraftSwap, DraftSwapQueue
 from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 
@@ -18,8 +18,8 @@ def asked(call_id: int, uri: str, name: str = "") -> SetDraft:
     return SetDraft(call_id, DraftConfig(method="eagle3", uri=uri).model_dump_json().encode(), name)
 
 
-def wait(swaps: Swaps) -> list[Swap]:
-    found: list[Swap] = []
+def wait(swaps: DraftSwapQueue) -> list[DraftSwap]:
+    found: list[DraftSwap] = []
     deadline = time.monotonic() + 10
     while swaps.pending:
         assert time.monotonic() < deadline
@@ -34,7 +34,7 @@ def test_a_load_is_waited_for_without_blocking_and_taken_in_order() -> None:
         gate.wait(10)
         return (config.uri, name)
 
-    swaps = Swaps(load)
+    swaps = DraftSwapQueue(load)
     swaps.begin(asked(1, "file:///a"))
     swaps.begin(asked(2, "file:///b", "code"))
     assert swaps.pending
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_told_and_the_next_one_loads() -> None:
             raise ModelError("fc.weight is missing")
         return config.uri
 
-    swaps = Swaps(load)
+    swaps = DraftSwapQueue(load)
     swaps.begin(asked(1, "file:///bad"))
     swaps.begin(SetDraft(2, b"{}"))
     swaps.begin(SetDraft(3, b'{"method": "none"}'))
@@ -69,13 +69,13 @@ def test_a_bug_in_loading_is_no_answer() -> None:
     def load(config: DraftConfig, name: str = "") -> Any:
         raise ZeroDivisionError
 
-    swaps = Swaps(load)
+    swaps = DraftSwapQueue(load)
     swaps.begin(asked(1, "file:///a"))
     with pytest.raises(ZeroDivisionError):
         wait(swaps)
 
 
 def test_an_engine_that_cannot_load_says_so() -> None:
-    swaps = Swaps(None)
+    swaps = DraftSwapQueue(None)
     swaps.begin(asked(1, "file:///a"))
     assert "cannot load" in wait(swaps)[0].problem

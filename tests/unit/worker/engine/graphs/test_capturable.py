@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.graphs.capture_backends import Captured, Work
-from specdecode_worker.engine.graphs.captured_step import Step
+from specdecode_worker.engine.graphs.captured_step import CapturedStep
 
 WAITING = (
     "aten._local_scalar_dense",
@@ -91,8 +91,8 @@ class Watch(TorchDispatchMode):
         return repr(value)
 
 
-class WatchingRunner:
-    """Graph runner that repeats the work on every replay and records it. ``traces`` has one list per captured step."""
+class WatchingBackend:
+    """Backend that repeats the work on every replay and records it. ``traces`` has one list per captured step."""
 
     def __init__(self) -> None:
         self.traces: list[list[Any]] = []
@@ -110,7 +110,7 @@ class WatchingRunner:
         replay()  # on padding rows only, as a real capture does
         return Captured(replay)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         raise AssertionError("no draft changes here")
 
     def check(self) -> None:
@@ -121,21 +121,21 @@ class WatchingRunner:
                     assert one == two, "two steps of one key make the same calls"
 
 
-def run(shape: str, *, pipelined: bool = False) -> tuple[Engine, WatchingRunner]:
-    runner = WatchingRunner()
-    engine = engine_of(networks(torch.float64), runner=runner, rows=(2, 4), pipelined=pipelined)
+def run(shape: str, *, pipelined: bool = False) -> tuple[Engine, WatchingBackend]:
+    backend = WatchingBackend()
+    engine = engine_of(networks(torch.float64), backend=backend, rows=(2, 4), pipelined=pipelined)
     engine.set_plan(plan_of(shape))
     texts(engine, [submit(i, sampled=i % 2 == 0, tokens=6 + 3 * i) for i in range(4)])
-    return engine, runner
+    return engine, backend
 
 
 @pytest.mark.parametrize(("shape", "pipelined"), [("none", False), ("chain:3", True), ("tree:2,2,1", False)])
 def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -> None:
-    engine, runner = run(shape, pipelined=pipelined)
+    engine, backend = run(shape, pipelined=pipelined)
     assert engine._graphs is not None
     assert engine._graphs.replayed > 5
-    assert max(map(len, runner.traces)) > 3, "steps with more and fewer rows, and other laws"
-    runner.check()
+    assert max(map(len, backend.traces)) > 3, "steps with more and fewer rows, and other sampling parameters"
+    backend.check()
 
 
 @contextmanager
@@ -163,12 +163,17 @@ def _by_the_host(self: Any, *_: Any) -> None:
 
 
 BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
-    "item": (Step, "_verified", lambda self, standing: standing.roots_B1[0].item(), "waits"),
-    "tolist": (Step, "_keep", lambda self, standing, *_: standing.roots_B1.tolist(), "waits"),
-    "a mask": (Step, "_verified", lambda self, standing: standing.roots_B1[standing.roots_B1 > 0], "waits|by a mask"),
-    "the host's numbers": (Step, "_verified", lambda self, standing: torch.tensor([1, 2]), "waits"),
+    "item": (CapturedStep, "_verified", lambda self, rows: rows.roots_B1[0].item(), "waits"),
+    "tolist": (CapturedStep, "_commit", lambda self, rows, *_: rows.roots_B1.tolist(), "waits"),
+    "a mask": (
+        CapturedStep,
+        "_verified",
+        lambda self, rows: rows.roots_B1[rows.roots_B1 > 0],
+        "waits|by a mask",
+    ),
+    "the host's numbers": (CapturedStep, "_verified", lambda self, rows: torch.tensor([1, 2]), "waits"),
     "in the draft": (NoisedCopy, "logits", lambda self, hidden_TE: bool(hidden_TE.sum() > 0), "waits"),
-    "a size of the host's": (Step, "_verified", _by_the_host, "the same calls"),
+    "a size of the host's": (CapturedStep, "_verified", _by_the_host, "the same calls"),
 }
 
 

@@ -9,8 +9,8 @@ import torch
 from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.contract import EngineConfig, TreeShape
-from specdecode_worker.engine.graphs.capture_backends import EagerRunner
-from specdecode_worker.engine.graphs.graph_key import NODES, Key, key_of, row_buckets
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from specdecode_worker.engine.graphs.graph_key import NODES, GraphKey, key_of, row_buckets
 from specdecode_worker.engine.graphs.static_inputs import Layout
 from specdecode_worker.engine.graphs.tree_tables import shapes, topology
 from specdecode_worker.engine.memory.model_inventory import graph_rows
@@ -35,11 +35,11 @@ def test_who_captures_graphs(changed: dict[str, object], some: bool) -> None:
 
 
 def test_a_key_is_of_buckets_and_not_of_trees() -> None:
-    assert key_of(4, [CHAIN] * 3, 1, cuts=False) == Key(4, 4, 3, 1)
-    assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == Key(4, 4, 3, 1)
-    assert key_of(4, [PLAIN], 1, cuts=True) == Key(4, 1, cuts=True)
-    assert key_of(4, [TREE, CHAIN], 1, cuts=False) == Key(4, 16, 3, 8)
-    assert key_of(4, [CHAIN], 7, cuts=False) == Key(4, 7, 3, 1), "the draft catches up"
+    assert key_of(4, [CHAIN] * 3, 1, cuts=False) == GraphKey(4, 4, 3, 1)
+    assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == GraphKey(4, 4, 3, 1)
+    assert key_of(4, [PLAIN], 1, cuts=True) == GraphKey(4, 1, cuts=True)
+    assert key_of(4, [TREE, CHAIN], 1, cuts=False) == GraphKey(4, 16, 3, 8)
+    assert key_of(4, [CHAIN], 7, cuts=False) == GraphKey(4, 7, 3, 1), "the draft catches up"
     assert key_of(4, [CHAIN], 65, cuts=False) is None
 
 
@@ -73,10 +73,10 @@ def test_tables_hold_the_trees(trees: tuple[Tree, ...]) -> None:
 
 
 def test_the_plans_graphs_are_captured_before_anybody_waits_and_others_when_asked_for_often() -> None:
-    engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(1, 2))
+    engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1, 2))
     graphs = engine._graphs
     assert graphs is not None
-    graphs._patience = 3
+    graphs._capture_after_steps = 3
     engine.set_plan(plan_of("chain:2"))
     tokens = [key.tokens for key in graphs._graphs]
     assert tokens == sorted(tokens, reverse=True), "the largest first"
@@ -96,7 +96,7 @@ def test_the_plans_graphs_are_captured_before_anybody_waits_and_others_when_aske
 
 
 def test_more_rows_than_any_bucket_run_eagerly() -> None:
-    engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(1,))
+    engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1,))
     engine.set_plan(plan_of("none"))
     texts(engine, [submit(i, sampled=False, tokens=8) for i in range(3)])
     assert engine._graphs is not None

@@ -9,7 +9,7 @@ import torch
 from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.graphs.capture_backends import EagerRunner
+from specdecode_worker.engine.graphs.capture_backends import EagerBackend
 from specdecode_worker.engine.kv_cache.block_pool import PADDING_BLOCK
 
 
@@ -21,10 +21,10 @@ def poison(engine: Engine) -> None:
         cache.data[:, :, PADDING_BLOCK] = torch.nan
     assert state.ring_SRA is not None
     assert state.block_aux_NA is not None
-    state.ring_SRA[state.nobody] = torch.nan
+    state.ring_SRA[state.padding_slot] = torch.nan
     state.block_aux_NA[PADDING_BLOCK] = torch.nan
-    state.tokens_SP[state.nobody] = 7
-    state.length_S[state.nobody] = 10**9
+    state.tokens_SP[state.padding_slot] = 7
+    state.length_S[state.padding_slot] = 10**9
 
 
 @pytest.mark.parametrize(("shape", "sampled"), [("none", True), ("chain:3", False), ("tree:2,2,1", True)])
@@ -32,7 +32,7 @@ def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
     requests = [submit(i, sampled=sampled, tokens=14 + i) for i in range(3)]
     found = []
     for poisoned in (False, True):
-        engine = engine_of(networks(torch.float64), runner=EagerRunner(), rows=(4,))
+        engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(4,))
         engine.set_plan(plan_of(shape))
         if poisoned:
             _before_every_step(engine)

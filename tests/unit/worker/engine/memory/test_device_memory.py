@@ -17,11 +17,9 @@ from specdecode_worker.engine import factory
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import device_memory as memory_of
-from specdecode_worker.engine.memory import memory_budget
 from specdecode_worker.engine.memory.memory_budget import Device, kv_cache_bytes, kv_tokens
-from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.memory_verdict import make_verdict
 from specdecode_worker.engine.memory.model_inventory import take_inventory
-from specdecode_worker.engine.step.device_state import RING
 from specdecode_worker.models.errors import CannotServe, ModelError
 
 CPU = torch.device("cpu")
@@ -60,13 +58,13 @@ def memory(engine: Engine) -> MemoryState:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
+def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
     """Counted weights and tables equal the loaded ones.
 
     bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
     """
-    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
-    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._should_pack", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
     config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
     engine = load_engine(config, Path)
@@ -79,15 +77,15 @@ def test_weights_and_tables_are_what_is_loaded(tmp_path: Path, tied: bool, dtype
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantised_weights_are_counted_as_they_are_kept(
+def test_quantised_weights_are_counted_at_their_stored_size(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
     """Quantised weights are counted in the format in which they are stored.
 
     On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
     """
-    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._packs", lambda model: False)
-    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device: False)
+    monkeypatch.setattr("specdecode_worker.models.transforms.fusion._should_pack", lambda model: False)
+    monkeypatch.setattr("specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
     plain = config_of(folder, head, model={"dtype": dtype})
     config = plain.model_copy(
@@ -112,20 +110,20 @@ def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> 
     sizes = []
     for packed in (False, True):
         monkeypatch.setattr(
-            "specdecode_worker.engine.memory.model_inventory.packs", lambda dtype, device, packed=packed: packed
+            "specdecode_worker.engine.memory.model_inventory.should_pack", lambda dtype, device, packed=packed: packed
         )
         sizes.append(take_inventory(config, Path, CPU).budget.target.weights)
     assert sizes[1] - sizes[0] == 97 * 32 * 2
 
 
-def test_embeddings_of_its_own_count_for_the_draft(tmp_path: Path, target: Path, head: Path) -> None:
+def test_own_embeddings_count_for_the_draft(tmp_path: Path, target: Path, head: Path) -> None:
     own = write_head(tmp_path / "own", own_embedding=True)
     sizes = [take_inventory(config_of(target, each), Path, CPU).budget.draft_weights for each in (head, own)]
     assert sizes[1] - sizes[0] == 97 * 32 * 4
 
 
 @pytest.mark.parametrize("tokens", [None, 1000])
-def test_the_caches_are_what_was_computed(target: Path, head: Path, tokens: int | None) -> None:
+def test_the_caches_have_the_computed_size(target: Path, head: Path, tokens: int | None) -> None:
     config = config_of(target, head, kv_cache_tokens=tokens)
     engine = load_engine(config, Path)
     found = take_inventory(config, Path, CPU).budget
@@ -157,24 +155,23 @@ def test_several_drafts_each_bring_weights_and_a_cache(tmp_path: Path, target: P
     tables = sum(draft.tables for draft in found.budget.drafts)
     assert memory(engine).drafts + tables == storages(first._head) + storages(second._model)
     assert (found.draft_problem or "").startswith("draft other: ")
-    assert judge(found).serves
+    assert make_verdict(found).serves
 
 
 @pytest.mark.parametrize("draft", [True, False])
-def test_the_state_of_slots_is_what_is_allocated(target: Path, head: Path, draft: bool) -> None:
+def test_the_computed_slot_state_matches_the_allocation(target: Path, head: Path, draft: bool) -> None:
     config = config_of(target, head if draft else None, max_num_seqs=7, model={"max_model_len": 131})
     engine, found = load_engine(config, Path), take_inventory(config, Path, CPU).budget
     kept = [v for k, v in vars(engine._state).items() if isinstance(v, Tensor) and k != "block_aux_NA"]
     tables = found.target.tables + sum(each.tables for each in found.drafts)
     assert found.state == storages(*kept) + tables
-    assert memory_budget.RING == RING
 
 
-def test_a_misfit_draft_takes_no_memory_and_is_told_as_loading_tells_it(tmp_path: Path, target: Path) -> None:
+def test_a_mismatched_draft_takes_no_memory_and_is_reported_as_at_loading(tmp_path: Path, target: Path) -> None:
     narrow = write_head(tmp_path / "narrow", intermediate_size=40)
     (narrow / "config.json").write_text((narrow / "config.json").read_text().replace("40", "48", 1))
     config = config_of(target, narrow)
-    found = judge(take_inventory(config, Path, CPU))
+    found = make_verdict(take_inventory(config, Path, CPU))
     assert (found.serves, found.memory.drafts) == (True, 0)
     assert "midlayer.mlp" in (found.draft_problem or "")
     engine = load_engine(config, Path)
@@ -184,9 +181,9 @@ def test_a_misfit_draft_takes_no_memory_and_is_told_as_loading_tells_it(tmp_path
         load_engine(needed, Path)
 
 
-def test_a_draft_for_another_target_is_told_by_its_field(tmp_path: Path, target: Path) -> None:
+def test_a_draft_for_another_target_is_reported_with_its_field(tmp_path: Path, target: Path) -> None:
     other = write_head(tmp_path / "other", target={"vocab_size": 98}, vocab_size=98)
-    found = judge(take_inventory(config_of(target, other), Path, CPU))
+    found = make_verdict(take_inventory(config_of(target, other), Path, CPU))
     assert found.draft_problem == "the draft's vocab_size is 98, the target's 97"
 
 
@@ -204,9 +201,7 @@ def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.
     assert not told.value.verdict.serves
 
 
-def test_the_engine_gets_what_the_container_holds_and_no_more(
-    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_stays_within_the_container_limit(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(target, head, max_num_seqs=64, model={"max_model_len": 200})
     generous = take_inventory(config, Path, CPU).budget
     wanted = generous.spent + 20 * 200 * generous.bytes_per_token
@@ -243,7 +238,7 @@ def test_the_limit_of_a_container(
     assert ("container" in found.source) == (limit is not None)
 
 
-def test_of_several_gpus_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((70 - 30 * index) * GIB, 80 * GIB))
     found = memory_of.device_memory(torch.device("cuda"), 2)
@@ -252,8 +247,8 @@ def test_of_several_gpus_the_fullest_counts(monkeypatch: pytest.MonkeyPatch) -> 
         memory_of.device_memory(torch.device("cuda"), 4)
 
 
-def test_another_device_may_be_asked_about(target: Path) -> None:
+def test_the_inventory_accepts_another_device(target: Path) -> None:
     config: WorkerConfig = config_of(target)
     tiny = Device(kind="cpu", limit=1000, free=1000, source="memory")
-    assert not judge(take_inventory(config, Path, CPU, tiny)).fits
+    assert not make_verdict(take_inventory(config, Path, CPU, tiny)).fits
     assert replace(take_inventory(config, Path, CPU).budget, device=tiny).room_tokens == 0

@@ -23,7 +23,7 @@ from specdecode_worker.engine.memory.memory_budget import (
     kv_cache_bytes,
     kv_tokens,
 )
-from specdecode_worker.engine.memory.memory_verdict import judge
+from specdecode_worker.engine.memory.memory_verdict import make_verdict
 from specdecode_worker.engine.memory.model_inventory import Inventory
 
 GIB = 2**30
@@ -73,13 +73,13 @@ def test_llama_8b_on_80_gib_by_hand() -> None:
     assert found.bytes_per_token == 2 * 33 * 8 * 128 * 2
     assert found.usable == int(0.8 * 80 * GIB)
     spent = found.runtime + 16_060_522_496 + 850_000_000 + found.state + found.activations
-    assert found.left == found.usable - spent
-    assert 0 <= found.left - kv_cache_bytes(found, kv_tokens(found)) < BLOCK_SIZE * found.bytes_per_token
+    assert found.kv_bytes_left == found.usable - spent
+    assert 0 <= found.kv_bytes_left - kv_cache_bytes(found, kv_tokens(found)) < BLOCK_SIZE * found.bytes_per_token
     assert found.fits
     assert 300_000 < kv_tokens(found) < 400_000
 
 
-def test_graphs_take_of_what_is_left_for_keys() -> None:
+def test_graphs_reduce_the_memory_left_for_keys() -> None:
     """Graphs reduce the memory that is left for keys.
 
     Their pool holds the largest captured step: 128 tokens of the widest layer, logits and states.
@@ -88,16 +88,16 @@ def test_graphs_take_of_what_is_left_for_keys() -> None:
     widest = 4 * 4096 + 4 * found.target.intermediate_size
     pool = 128 * 2 * (widest + 2 * found.target.vocab_size + 3 * 4096)
     assert found.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
-    assert found.left == without.left - found.graphs
+    assert found.kv_bytes_left == without.kv_bytes_left - found.graphs
     assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)
     assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(found).arithmetic)
 
 
-def test_what_others_use_is_not_there_twice() -> None:
-    alone, beside = budget(), budget(free=40)
-    assert (alone.occupied, beside.occupied) == (0, int(0.8 * 80 * GIB) - 40 * GIB)
-    assert beside.usable == 40 * GIB
-    assert budget(free=70).left == alone.left, "it fits into the reserve"
+def test_memory_of_other_processes_is_subtracted_once() -> None:
+    alone, checked_loader = budget(), budget(free=40)
+    assert (alone.occupied, checked_loader.occupied) == (0, int(0.8 * 80 * GIB) - 40 * GIB)
+    assert checked_loader.usable == 40 * GIB
+    assert budget(free=70).kv_bytes_left == alone.kv_bytes_left, "it fits into the reserve"
 
 
 SIZES = st.fixed_dictionaries(
@@ -120,7 +120,7 @@ WORSE: dict[str, Any] = {
 
 
 @given(SIZES, st.sampled_from(sorted(WORSE)))
-def test_more_asked_or_less_given_never_leaves_more(sizes: dict[str, Any], which: str) -> None:
+def test_larger_settings_or_less_memory_never_leave_more(sizes: dict[str, Any], which: str) -> None:
     before, after = budget(**sizes), budget(**sizes | {which: WORSE[which](sizes[which])})
     assert after.room_tokens <= before.room_tokens
     assert before.fits or not after.fits
@@ -136,10 +136,10 @@ def test_a_larger_network_never_leaves_more(sizes: dict[str, Any], field: str) -
 
 
 @given(SIZES)
-def test_what_is_made_is_never_more_than_there_is(sizes: dict[str, Any]) -> None:
+def test_caches_never_exceed_the_memory(sizes: dict[str, Any]) -> None:
     found = budget(**sizes)
     if found.fits:
-        assert kv_cache_bytes(found, kv_tokens(found)) <= found.left
+        assert kv_cache_bytes(found, kv_tokens(found)) <= found.kv_bytes_left
         assert kv_tokens(found) >= found.bounds.max_model_len + SLACK_TOKENS
         assert 1 <= found.sequences <= found.bounds.max_num_seqs
     else:
@@ -147,35 +147,38 @@ def test_what_is_made_is_never_more_than_there_is(sizes: dict[str, Any]) -> None
 
 
 @given(SIZES)
-def test_the_length_that_would_fit_fits_and_the_next_does_not(sizes: dict[str, Any]) -> None:
+def test_max_fitting_model_len_fits_and_the_next_length_does_not(sizes: dict[str, Any]) -> None:
     found = budget(**sizes)
     if found.fits:
-        assert found.longest == found.bounds.max_model_len
-    elif found.longest:
-        other = [replace(found, bounds=replace(found.bounds, max_model_len=found.longest + d)).fits for d in (0, 1)]
+        assert found.max_fitting_model_len == found.bounds.max_model_len
+    elif found.max_fitting_model_len:
+        other = [
+            replace(found, bounds=replace(found.bounds, max_model_len=found.max_fitting_model_len + d)).fits
+            for d in (0, 1)
+        ]
         assert other == [True, False]
-    assert found.bounds.max_model_len >= found.longest
+    assert found.bounds.max_model_len >= found.max_fitting_model_len
 
 
-def test_tokens_that_were_asked_for_are_made_or_refused() -> None:
+def test_requested_cache_tokens_are_allocated_or_refused() -> None:
     assert kv_tokens(budget(kv_cache_tokens=100_001)) == 100_016
     assert not budget(kv_cache_tokens=10_000_000).fits
     assert budget(kv_cache_tokens=1024).fits, "shorter than the model's limit: the engine bounds requests by it"
 
 
-def test_a_cpu_keeps_what_no_batch_could_need() -> None:
+def test_a_cpu_cache_is_capped_at_the_need_of_a_full_batch() -> None:
     asked = budget(800, kind="cpu")
     assert kv_tokens(asked) == 16 * (8192 + SLACK_TOKENS)
     assert kv_tokens(budget(800)) > kv_tokens(asked)
 
 
 def verdict_of(found: Budget) -> Any:
-    return judge(Inventory(budget=found))
+    return make_verdict(Inventory(budget=found))
 
 
-def test_what_does_not_fit_says_which_length_would() -> None:
+def test_a_refusal_names_the_length_that_would_fit() -> None:
     found = verdict_of(budget(24, max_model_len=131072))
-    length = budget(24, max_model_len=131072).longest
+    length = budget(24, max_model_len=131072).max_fitting_model_len
     assert not found.serves
     assert 1000 < length < 131072
     assert f"set max_model_len to at most {length}" in found.problem
@@ -193,13 +196,13 @@ def test_what_does_not_fit_says_which_length_would() -> None:
         ({"gib": 16}, "take a larger GPU"),
     ],
 )
-def test_what_to_change(changed: dict[str, Any], remedy: str) -> None:
+def test_remedies(changed: dict[str, Any], remedy: str) -> None:
     found = verdict_of(budget(**changed))
     assert not found.serves
     assert re.search(remedy, found.problem), found.problem
 
 
-def test_a_large_draft_is_a_warning_and_no_refusal() -> None:
+def test_a_large_draft_is_warned_about_and_not_refused() -> None:
     heavy = replace(budget(), drafts=(network("draft", weights=6_000_000_000),))
     assert verdict_of(heavy).serves
     assert "37% of the target's" in verdict_of(heavy).warnings[0]
@@ -208,5 +211,5 @@ def test_a_large_draft_is_a_warning_and_no_refusal() -> None:
 
 def test_a_verdict_fits_a_termination_message() -> None:
     problem = "x" * 5000
-    long = judge(Inventory(budget=budget(16, max_model_len=131072), draft_problem=problem))
+    long = make_verdict(Inventory(budget=budget(16, max_model_len=131072), draft_problem=problem))
     assert len(long.model_dump_json()) < 4096

@@ -21,7 +21,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.errors import RankLost
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.parallel.leader_target import LeadingTarget
+from specdecode_worker.engine.parallel.leader_target import LeaderTarget
 from specdecode_worker.models.errors import ConfigMismatch
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
@@ -116,7 +116,7 @@ def test_a_rank_holds_its_part_and_the_check_counts_it(whole: Engine, split: Eng
     one, two = whole.report().memory, split.report().memory
     assert one is not None
     assert two is not None
-    assert isinstance(split._target, LeadingTarget)
+    assert isinstance(split._target, LeaderTarget)
     model, cache = split._target._model, split._target.cache
     held = {id(t): t.untyped_storage().nbytes() for t in model.state_dict(keep_vars=True).values()}
     assert two.weights == sum(held.values()) < one.weights
@@ -175,7 +175,7 @@ class TestLoss:
                 await asyncio.wait_for(client.loaded, 120)
                 (second,) = children(client.pid)
                 os.kill(second, signal.SIGKILL)
-                return await asyncio.wait_for(client.gone, 30), second
+                return await asyncio.wait_for(client.ended, 30), second
             finally:
                 await client.close()
 
@@ -188,7 +188,7 @@ class TestLoss:
             await asyncio.wait_for(client.loaded, 120)
             (second,) = children(client.pid)
             os.kill(client.pid, signal.SIGKILL)
-            await asyncio.wait_for(client.gone, 30)
+            await asyncio.wait_for(client.ended, 30)
             await client.close()
             return second
 

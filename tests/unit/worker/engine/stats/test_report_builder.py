@@ -17,11 +17,11 @@ from specdecode_worker.contract import (
     SyntheticKnobs,
 )
 from specdecode_worker.engine.scheduler import Counters
-from specdecode_worker.engine.stats.report_builder import Moment, build_report
-from specdecode_worker.engine.stats.statistics import MAX_STEP_CELLS, Sort, Statistics
+from specdecode_worker.engine.stats.report_builder import WorkerSnapshot, build_report
+from specdecode_worker.engine.stats.statistics import MAX_STEP_CELLS, AcceptanceCategory, Statistics
 from specdecode_worker.engine.stats.step_costs import StepSize
 
-MOMENT = Moment(
+MOMENT = WorkerSnapshot(
     draft=DraftState(method="eagle3", hash="d"),
     named_drafts=(),
     clock_seconds=12.5,
@@ -49,12 +49,12 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
     statistics = Statistics()
     for task in range(tasks):
         for sampled in (False, True):
-            sort = Sort(f"a-task-whose-name-is-long-{task}", sampled, "0123456789abcdef")
-            statistics.traffic(sort.task).arrivals += 1
+            category = AcceptanceCategory(f"a-task-whose-name-is-long-{task}", sampled, "0123456789abcdef")
+            statistics.traffic(category.task).arrivals += 1
             for level in range(1, depth + 1):
                 for main in (True, False):
                     for rank in range(MAX_RANKS + 1):
-                        statistics._ranks[sort, level, main, rank] += 1_000_000 >> level
+                        statistics._ranks[category, level, main, rank] += 1_000_000 >> level
     for kind in range(kinds):
         for _ in range(2 if kind < 3 else 1):
             statistics.costs.add(kind % 3, size(kind), 7, 0.0123456789, 0.0123456789)
@@ -63,8 +63,8 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
 
 def test_every_number_stands_in_its_field() -> None:
     statistics = Statistics()
-    statistics.drafted(5, 3)
-    statistics.drafted(0, 0)
+    statistics.record_draft(5, 3)
+    statistics.record_draft(0, 0)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
     found = build_report(identity(9), MOMENT, statistics)
     assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (1, 5, 3, 1)

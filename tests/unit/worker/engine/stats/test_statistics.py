@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS, MAX_TASKS, OTHER_TASK
-from specdecode_worker.engine.stats.statistics import Histogram, Sort, Statistics
+from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Histogram, Statistics
 
 TASKS = [f"task-{i}" for i in range(MAX_TASKS + 4)]
 
@@ -22,8 +22,8 @@ def labels(statistics: Statistics) -> list[set[str]]:
 
 def use(statistics: Statistics, task: str) -> None:
     statistics.traffic(task).arrivals += 1
-    statistics.rank(Sort(task, False, "d"), 1, main=True, rank=0)
-    statistics.finished(Sort(task, False, "d"), 3, 2)
+    statistics.record_rank(AcceptanceCategory(task, False, "d"), 1, main=True, rank=0)
+    statistics.record_request(AcceptanceCategory(task, False, "d"), 3, 2)
 
 
 @given(st.lists(st.sampled_from([*TASKS, OTHER_TASK]), max_size=40))
@@ -49,9 +49,9 @@ def test_other_takes_no_name_away_from_eight_tasks() -> None:
 
 def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
     statistics = Statistics()
-    statistics.drafted(5, 2)
-    statistics.drafted(3, 0)
-    statistics.drafted(0, 0)
+    statistics.record_draft(5, 2)
+    statistics.record_draft(3, 0)
+    statistics.record_draft(0, 0)
     assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens) == (2, 8, 2)
     assert statistics.plain_steps == 1
 
@@ -59,9 +59,9 @@ def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
 def test_ranks_fall_into_their_cell() -> None:
     statistics = Statistics()
     for rank in (0, 0, 3, MAX_RANKS):
-        statistics.rank(Sort("a", True, "d"), 2, main=True, rank=rank)
-    statistics.rank(Sort("a", True, "d"), 2, main=False, rank=1)
-    statistics.rank(Sort("a", False, "d"), 2, main=True, rank=7)
+        statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=True, rank=rank)
+    statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=False, rank=1)
+    statistics.record_rank(AcceptanceCategory("a", False, "d"), 2, main=True, rank=7)
     found = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
     assert found == {
         (True, "main"): (2, 0, 0, 1, 0, 0, 0, 0, 1),
@@ -75,7 +75,7 @@ def test_ranks_fall_into_their_cell() -> None:
 def test_request_sums_are_moments_of_accepted_and_drafts(pairs: list[tuple[int, int]]) -> None:
     statistics = Statistics()
     for accepted, drafts in pairs:
-        statistics.finished(Sort("a", False, "d"), accepted, drafts)
+        statistics.record_request(AcceptanceCategory("a", False, "d"), accepted, drafts)
     (cell,) = statistics.request_cells()
     assert (cell.n, cell.a, cell.d) == (len(pairs), sum(a for a, _ in pairs), sum(d for _, d in pairs))
     assert cell.aa == sum(a * a for a, _ in pairs)

@@ -39,8 +39,8 @@ def test_x_is_the_contracts_features_in_their_order() -> None:
 
 @pytest.mark.parametrize(("tokens", "edge"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128)])
 def test_the_tokens_bucket_is_the_next_power_of_two(tokens: int, edge: int) -> None:
-    assert size(verify_tokens=tokens).kind(0)[0] == edge
-    assert size(verify_tokens=0, prefill_tokens=tokens).kind(0)[0] == edge, "a prompt's tokens are packed as well"
+    assert size(verify_tokens=tokens).cell_key(0)[0] == edge
+    assert size(verify_tokens=0, prefill_tokens=tokens).cell_key(0)[0] == edge, "a prompt's tokens are packed as well"
 
 
 @given(STEPS)
@@ -52,7 +52,7 @@ def test_sums_are_those_of_least_squares(steps: list[tuple[StepSize, int, float,
     assert sum(cell.count for cell in cells) == len(steps)
     for cell in cells:
         kind = (cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
-        mine = [(s.x, e, t) for s, e, t, c in steps if s.kind(c) == kind]
+        mine = [(s.x, e, t) for s, e, t, c in steps if s.cell_key(c) == kind]
         k = range(len(FEATURES))
         if cell.clipped:
             continue

@@ -9,28 +9,28 @@ from specdecode_worker.contract import MAX_RANKS, TreeShape
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.stats.statistics import Statistics
-from specdecode_worker.engine.stats.step_recorder import Read, Recorder, size_of
+from specdecode_worker.engine.stats.step_recorder import RowResult, StepRecorder, step_size_of
 from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 
 CHAIN = tree_of(TreeShape.chain(2))
 WIDE = tree_of(TreeShape.levels(2, 1))
 
 
-def recorder() -> Recorder:
-    return Recorder(Statistics())
+def recorder() -> StepRecorder:
+    return StepRecorder(Statistics())
 
 
 def walk(
-    into: Recorder, one: Request, tree: Tree, tokens: list[int], ranks: list[int], path: list[int], **read: object
+    into: StepRecorder, one: Request, tree: Tree, tokens: list[int], ranks: list[int], path: list[int], **read: object
 ) -> None:
     """Process a row as the engine does: advance the request, append its tokens, then call the recorder."""
     fields = {"ranked_NK": None, "kept_depth": 99, **read}
     one.cached += len(tokens)
-    taken = one.take(tokens)
-    into.walked(Row(one, tree.verified, tree), Read(tokens, path, ranks, **fields), taken, now=6.0)  # type: ignore[arg-type]
+    taken = one.append_output(tokens)
+    into.record_row(Row(one, tree.verified, tree), RowResult(tokens, path, ranks, **fields), taken, now=6.0)  # type: ignore[arg-type]
 
 
-def cells(of: Recorder) -> dict[tuple[int, str], dict[int, int]]:
+def cells(of: StepRecorder) -> dict[tuple[int, str], dict[int, int]]:
     """Return the acceptance counts as {(depth, parent): {rank: count}}."""
     return {
         (cell.depth, cell.parent): {rank: count for rank, count in enumerate(cell.ranks) if count}
@@ -73,7 +73,7 @@ def test_what_a_stop_drops_teaches_nothing() -> None:
 def test_a_prompts_first_token_is_no_step_of_decoding() -> None:
     into, one = recorder(), request()
     one.cached = 3
-    into.walked(Row(one, 3, start=0), Read([5], [], [-1], None, 0), one.take([5]), now=5.5)
+    into.record_row(Row(one, 3, start=0), RowResult([5], [], [-1], None, 0), one.append_output([5]), now=5.5)
     found = into.statistics
     assert (found.drafts, found.plain_steps, found.traffic("other").output_tokens) == (0, 0, 1)
     assert found.ttft.sum == pytest.approx(0.5)
@@ -126,7 +126,7 @@ def test_shadows_of_a_request_that_ended_are_forgotten() -> None:
     one.cached = 1
     walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED)
     one.finish = "abort"
-    into.ended(one, 7.0)
+    into.record_end(one, 7.0)
     again = request(prompt=(0, 0))
     again.tokens += [1, 2, 3]
     walk(into, again, PLAIN, [4], ranks=[-1], path=[])
@@ -135,9 +135,9 @@ def test_shadows_of_a_request_that_ended_are_forgotten() -> None:
 
 def test_the_queue_is_left_once_even_when_a_preemption_comes_before_the_first_token() -> None:
     into, one = recorder(), request()
-    into.admitted(one, 5.2)
+    into.record_admission(one, 5.2)
     one.forget_cache()
-    into.admitted(one, 9.0)
+    into.record_admission(one, 9.0)
     assert sum(into.statistics.queue.counts) == 1
     assert into.statistics.queue.sum == pytest.approx(0.2)
 
@@ -145,9 +145,9 @@ def test_the_queue_is_left_once_even_when_a_preemption_comes_before_the_first_to
 @pytest.mark.parametrize(("finish", "counted"), [("stop", 1), ("length", 1), ("abort", 0), ("error", 0)])
 def test_only_requests_that_came_to_their_end_are_finished(finish: str, counted: int) -> None:
     into, one = recorder(), request()
-    into.arrived(one)
+    into.record_arrival(one)
     one.accepted, one.drafts, one.finish = 7, 3, finish  # type: ignore[assignment]
-    into.ended(one, 6.0)
+    into.record_end(one, 6.0)
     traffic = into.statistics.traffic("other")
     assert (traffic.arrivals, traffic.prompt_tokens, traffic.finished) == (1, 3, counted)
     assert [(cell.n, cell.a, cell.d) for cell in into.statistics.request_cells()] == [(1, 7, 3)] * counted
@@ -157,7 +157,7 @@ def test_only_requests_that_came_to_their_end_are_finished(finish: str, counted:
 def test_the_size_of_a_step_counts_every_packed_token_once() -> None:
     one, two, three = request("1"), request("2"), request("3")
     one.cached, two.cached = 10, 20
-    rows = [Row(one, CHAIN.verified, CHAIN), Row(two, 1), Row(three, 8, start=0, chooses=False)]
-    found = size_of(rows, draft_passes=2)
+    rows = [Row(one, CHAIN.verified, CHAIN), Row(two, 1), Row(three, 8, start=0, emits=False)]
+    found = step_size_of(rows, draft_passes=2)
     assert (found.sequences, found.verify_tokens, found.prefill_tokens) == (2, 4, 8)
     assert (found.kv_tokens, found.draft_passes) == (30, 2)

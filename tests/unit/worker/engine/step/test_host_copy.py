@@ -19,7 +19,7 @@ from specdecode_worker.engine.step import step_launcher
 from specdecode_worker.engine.step.host_copy import to_host
 
 
-def test_a_first_token_leaves_before_the_draft_follows_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_is_copied_before_the_draft_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(networks(torch.float64))
     engine.set_plan(plan_of("chain:3"))
     order: list[str] = []
@@ -41,7 +41,7 @@ def test_a_first_token_leaves_before_the_draft_follows_its_prompt(monkeypatch: p
     assert order == ["token", "draft"]
 
 
-def test_what_will_be_overwritten_is_copied() -> None:
+def test_tensors_that_will_be_overwritten_are_copied() -> None:
     static = torch.tensor([1, 2])
     [kept], arrival = to_host([static], overwritten=True)
     [same], _ = to_host([static])
@@ -70,7 +70,7 @@ def waiting_copies(source: str) -> list[int]:
     ]
 
 
-def test_steps_copy_from_pinned_memory_alone() -> None:
+def test_steps_copy_only_from_pinned_memory() -> None:
     assert waiting_copies("def f(d):\n  return torch.tensor([1], device=d)") == [2], "the search finds what it is for"
     package = Path(specdecode_worker.__file__).parent
     sources = [path for name in STEPS for path in (package / name).rglob("*.py")]

@@ -25,17 +25,17 @@ from specdecode_worker.engine.ipc.messages import (
 )
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
-from specdecode_worker.engine.stats.step_recorder import size_of
-from specdecode_worker.engine.step.launched_step import Launched
+from specdecode_worker.engine.stats.step_recorder import step_size_of
+from specdecode_worker.engine.step.launched_step import LaunchedStep
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.trees import tree_of
 
 TREE = tree_of(TreeShape.chain(2))
-ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("c"), 2, start=0, chooses=False))
+ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("c"), 2, start=0, emits=False))
 RANKED = torch.arange(2 * 3 * 2).view(2, 3, 2)
 
 
-def launched(shadow_passes: int = 0, **change: Any) -> Launched:
+def launched(shadow_passes: int = 0, **change: Any) -> LaunchedStep:
     outcome = Outcome(
         emitted_BD=torch.tensor([[4, 5, -1], [0, -1, -1]]),
         count_B=torch.tensor([1, 0]),
@@ -46,17 +46,17 @@ def launched(shadow_passes: int = 0, **change: Any) -> Launched:
         "rows": ROWS,
         "epochs": (0, 0, 0),
         "choice": Choice(shadow_passes=shadow_passes),
-        "size": size_of(ROWS, 2),
+        "size": step_size_of(ROWS, 2),
         "outcome": outcome,
         "ranked_BNK": RANKED,
         "kept_depths": (2, 0),
         "began_seconds": 0.0,
         "draft_seconds": 0.0,
     }
-    return Launched(**{**fields, **change})
+    return LaunchedStep(**{**fields, **change})
 
 
-def test_rows_that_chose_are_read_without_their_padding() -> None:
+def test_emitting_rows_are_read_without_padding() -> None:
     found = launched().read()
     assert [(read.tokens, read.path, read.ranks, read.kept_depth) for read in found] == [
         ([4, 5], [1, -1], [0, 8, -1], 2),
@@ -64,13 +64,13 @@ def test_rows_that_chose_are_read_without_their_padding() -> None:
     ]
 
 
-def test_orderings_are_read_where_something_was_drafted_in_the_shadow() -> None:
+def test_rankings_are_read_only_for_shadow_drafts() -> None:
     assert [read.ranked_NK for read in launched().read()] == [None, None]
     assert [read.ranked_NK for read in launched(shadow_passes=1).read()] == [RANKED[0].tolist(), None]
     assert [read.ranked_NK for read in launched(shadow_passes=1, ranked_BNK=None).read()] == [None, None]
 
 
-def test_a_step_that_chose_nothing_says_nothing() -> None:
+def test_a_step_without_emitting_rows_has_no_results() -> None:
     assert launched(outcome=None).read() == []
 
 

@@ -9,24 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLOCK
-from specdecode_worker.engine.kv_cache.kv_commit import Roots, keep_paths
+from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_paths
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.step.device_state import DeviceState
-from specdecode_worker.engine.step.packed_batch import Packed, slots_of, spread
+from specdecode_worker.engine.step.packed_batch import PackedBatch, slots_of, spread
 from specdecode_worker.speculation.acceptance import Outcome
 
 CPU = torch.device("cpu")
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6))
-def test_packed_tokens_know_their_sequence_and_row(counts: list[int]) -> None:
+def test_packed_tokens_map_to_their_sequence_and_row(counts: list[int]) -> None:
     sequence_T, row_T = spread(tuple(counts), CPU)
     assert sequence_T.tolist() == list(chain.from_iterable([b] * n for b, n in enumerate(counts)))
     assert row_T.tolist() == list(chain.from_iterable(range(n) for n in counts))
 
 
 @given(st.permutations(range(1, 9)), st.integers(0, 3 * BLOCK_SIZE - 1), st.integers(0, 1))
-def test_a_key_lies_in_the_block_that_owns_its_index(blocks: list[int], index: int, sequence: int) -> None:
+def test_a_key_is_stored_in_the_block_of_its_index(blocks: list[int], index: int, sequence: int) -> None:
     table_BM = torch.tensor(blocks[:8]).view(2, 4)
     slot = int(slots_of(table_BM, torch.tensor([sequence]), torch.tensor([index]))[0])
     assert divmod(slot, BLOCK_SIZE) == (int(table_BM[sequence, index // BLOCK_SIZE]), index % BLOCK_SIZE)
@@ -36,11 +36,11 @@ def cache(blocks: int = 6) -> PagedCache:
     return PagedCache(layers=2, blocks=blocks, heads=2, kv_heads=1, head_dim=4, dtype=torch.float64, device=CPU)
 
 
-def packed(blocks: list[list[int]], lengths: list[int], counts: list[int], ancestors: list[int]) -> Packed:
+def packed(blocks: list[list[int]], lengths: list[int], counts: list[int], ancestors: list[int]) -> PackedBatch:
     table_BM = torch.tensor(blocks)
     prefix_B = torch.tensor(lengths)
     sequence_T, row_T = spread(tuple(counts), CPU)
-    return Packed(
+    return PackedBatch(
         tokens_T=torch.zeros_like(row_T),
         positions_T=prefix_B[sequence_T] + row_T,
         slots_T=slots_of(table_BM, sequence_T, prefix_B[sequence_T] + row_T),
@@ -59,7 +59,7 @@ def test_query_starts_are_running_sums() -> None:
     assert packed([[1], [2]], [0, 0], [3, 2], [0] * 5).query_start == (0, 3, 5)
 
 
-def test_a_pass_writes_its_keys_to_its_slots_of_its_layer_and_nowhere_else() -> None:
+def test_a_pass_writes_keys_only_to_its_own_slots_and_layer() -> None:
     paged = cache()
     step = packed([[3, 1], [2, 5]], [15, 0], [2, 1], [0, 0, 0])
     k, v = torch.randn(3, 1, 4).double(), torch.randn(3, 1, 4).double()
@@ -72,7 +72,7 @@ def test_a_pass_writes_its_keys_to_its_slots_of_its_layer_and_nowhere_else() -> 
     assert not paged.data.any()
 
 
-def test_attention_sees_the_sequences_own_keys_wherever_their_blocks_lie() -> None:
+def test_attention_reads_only_the_keys_of_its_sequence() -> None:
     """Attention of a sequence does not depend on the place of its blocks.
 
     The same prompt runs in adjacent and in scattered blocks, alone and with another sequence, chunk by chunk.
@@ -100,7 +100,7 @@ def test_attention_sees_the_sequences_own_keys_wherever_their_blocks_lie() -> No
         torch.testing.assert_close(found, whole)
 
 
-def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
+def test_accepted_keys_move_behind_the_prefix_and_others_stay() -> None:
     """Keys of accepted nodes move to the end of the prefix, and all other keys stay.
 
     The root is at index 14 and the path is nodes 2 and 4, so their keys move to indices 15 and 16, across a block
@@ -114,7 +114,7 @@ def test_kept_keys_move_behind_the_prefix_and_others_stay() -> None:
     state.length_S[1] = 14
     outcome = Outcome(torch.tensor([[7, 8, 9]]), torch.tensor([2]), torch.tensor([[2, 4]]), torch.full((1, 3), -1))
     roots = Roots(torch.tensor([1]), state.block_table_SM[[1]], torch.tensor([14]), torch.tensor([0]))
-    keep_paths(state, paged, roots, outcome, None, in_place=False)
+    commit_paths(state, paged, roots, outcome, None, in_place=False)
     after = paged.data.flatten(2, 3)
     slot = [4 * BLOCK_SIZE + index if index < 16 else 2 * BLOCK_SIZE + index - 16 for index in range(32)]
     assert torch.equal(after[:, :, slot[15]], before[:, :, slot[16]])

@@ -37,7 +37,7 @@ def keys_of(text: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class Device:
+class SimulatedDevice:
     """Runs batches of a scheduler and checks every one of them."""
 
     limits: Limits
@@ -72,7 +72,7 @@ class Device:
         if rows:
             self.launched.append([(row, row.request.epoch, self._run(row)) for row in rows])
         for row in rows:
-            row.request.in_flight.append(row.most_tokens)
+            row.request.in_flight.append(row.max_committed)
             if row.is_chunk:
                 self.scheduler.publish(row.request, row.start + row.count)
         if self.launched and (not rows or len(self.launched) > self.ahead):
@@ -86,12 +86,12 @@ class Device:
         assert len(rows) == len({row.request.id for row in rows}) <= self.limits.max_num_seqs
         alone = len(rows) == 1 and not self.limits.chunked_prefill
         assert alone or sum(row.count for row in rows) <= self.limits.max_num_batched_tokens
-        assert [row.chooses for row in rows] == sorted((row.chooses for row in rows), reverse=True)
+        assert [row.emits for row in rows] == sorted((row.emits for row in rows), reverse=True)
         for row in rows:
             reach = row.start + row.count if row.is_chunk else row.request.cached_bound + len(row.tree.parents)
             assert row.request.slot >= 0
             assert reach <= len(row.request.blocks) * BLOCK_SIZE, "keys have blocks"
-            assert self.limits.chunked_prefill or not row.is_chunk or row.chooses, "prompts run whole"
+            assert self.limits.chunked_prefill or not row.is_chunk or row.emits, "prompts run whole"
         for order in ([one.order for one in self.scheduler.running], [one.order for one in self.scheduler.waiting]):
             assert order == sorted(order), "first come, first served"
 
@@ -106,14 +106,14 @@ class Device:
         """Execute a row as the device would and return the number of emitted tokens."""
         one = row.request
         name = one.id, one.epoch
-        if row.begins:
+        if row.is_first_chunk:
             self._lengths[name] = one.prefix
             if one.epoch == 0:
                 self.admitted.append(one.id)
         length, keys = self._lengths[name], self._keys[one.id]
         assert not row.is_chunk or row.start == length, "chunks follow each other"
         if row.is_chunk:
-            emitted, kept = int(row.chooses), row.count
+            emitted, kept = int(row.emits), row.count
         else:
             emitted = kept = self.random.randint(1, row.tree.depth + 1)
         for behind in range(row.count if row.is_chunk else len(row.tree.parents)):
@@ -140,11 +140,11 @@ class Device:
         one = row.request
         if one.finish is not None or one.epoch != epoch:
             return
-        one.advance(row.most_tokens, row.count if row.is_chunk else emitted)
-        if not row.chooses:
+        one.advance(row.max_committed, row.count if row.is_chunk else emitted)
+        if not row.emits:
             return
         at = len(one.tokens)
-        one.take(self._texts[one.id][at : at + emitted])
+        one.append_output(self._texts[one.id][at : at + emitted])
         assert one.tokens == self._texts[one.id][: len(one.tokens)]
         self.scheduler.publish(one, min(one.cached, len(one.tokens)))
         if one.finish is not None:

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_loader import paged_cache
-from specdecode_worker.engine.drafts.draft_registry import LoadedDraft, Roster
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
 from specdecode_worker.engine.drafts.eagle import EagleDrafter
-from specdecode_worker.engine.engine import Engine, Parts
+from specdecode_worker.engine.engine import Engine, EngineParts
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.kv_cache.block_pool import BlockPool
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.shape_selector import Pilot
-from specdecode_worker.engine.stats.report_builder import Identity
+from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.models.configs.model_config import llama_config
-from specdecode_worker.models.configs.target_states import Reads
+from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.speculation.dispatch import Dispatcher
@@ -44,7 +44,7 @@ class NoisedCopy(nn.Module):
         for weight in self.llama.parameters():
             weight.data += 0.06 * weight.abs().mean() * torch.randn(weight.shape, generator=generator).double()
 
-    reads = Reads((0,))
+    reads = TargetStates((0,))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA
@@ -95,20 +95,20 @@ def small_engine(
     if draft:
         drafter = EagleDrafter(head, None, paged_cache(target.config, layers, blocks, dtype, CPU), state, 512)  # type: ignore[arg-type]
         drafts[""] = LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))
-    roster = Roster(drafts, state, HIDDEN)
+    registry = DraftRegistry(drafts, state, HIDDEN)
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
-    parts = Parts(
+    parts = EngineParts(
         scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks)),
         target=Target(target, cache, state),
-        drafts=roster,
+        drafts=registry,
         state=state,
-        pilot=Pilot(Dispatcher("", "d" if draft else ""), roster),
+        shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
     )
     return Engine(parts, identity(max_num_seqs), max_model_len=max_model_len, eos_token_ids=eos, pipelined=pipelined)
 
 
-def identity(max_num_seqs: int = 4) -> Identity:
-    return Identity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
+def identity(max_num_seqs: int = 4) -> WorkerIdentity:
+    return WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
 
 
 def plan_of(*shapes: str, **fields: Any) -> Plan:

@@ -1,7 +1,7 @@
 """Script that trains a small head in fp32 with the trainer's own checkpoints, for tests with kills or several ranks.
 
-With ``--kills`` it trains in child processes and kills them. The file ``beat`` in the output folder holds the number of
-the last step.
+With ``--kills`` it trains in child processes and kills them. The file ``last_step`` in the output folder holds the
+number of the last step.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def small_target() -> Llama:
     return Llama(config).requires_grad_(False)
 
 
-class Beating(Trainer):
-    """Trainer that writes the number of each completed step to ``beat``."""
+class StepReportingTrainer(Trainer):
+    """Trainer that writes the number of each completed step to ``last_step``."""
 
-    beat: Path
+    last_step: Path
     loss_sum = 0.0  # over this process's steps; shows a gradient that is too large by a factor, which Adam hides
 
     def step(self, group: list[list[Conversation]]) -> float:
         loss = super().step(group)
         self.loss_sum += loss
         if self.peers.rank == 0:
-            self.beat.write_text(f"{self.progress.step}")
+            self.last_step.write_text(f"{self.progress.step}")
         return loss
 
 
@@ -74,8 +74,8 @@ def train(args: argparse.Namespace, out: Path) -> None:
         validate_steps=args.validate_steps,
     )
     data = DataSet(args.recorded, validation=2)
-    run = Beating(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings, peers)
-    run.beat = out / "beat"
+    run = StepReportingTrainer(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings, peers)
+    run.last_step = out / "last_step"
     run.restore(out)
     run.run(out, lambda _: None, lambda _: None)
     if peers.rank == 0:
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace, out: Path) -> None:
         (out / "loss_sum").write_text(f"{run.loss_sum}")
 
 
-def forked(args: argparse.Namespace, out: Path) -> int:
+def fork_training(args: argparse.Namespace, out: Path) -> int:
     """Fork a process that trains and return its pid. A fork avoids importing all modules again."""
     pid = os.fork()
     if pid == 0:
@@ -92,17 +92,17 @@ def forked(args: argparse.Namespace, out: Path) -> int:
     return pid
 
 
-def killed(args: argparse.Namespace, out: Path) -> int:
+def train_with_kills(args: argparse.Namespace, out: Path) -> int:
     """Train to the end with repeated kills and return the number of kills.
 
     Each kill happens 1 to 5 steps after the one before, at a random moment of the step.
     """
     rng = random.Random(args.seed)
     for count in range(args.kills):
-        last = _beat(out) + rng.randint(1, 5)
-        pid = forked(args, out)
+        last = _read_last_step(out) + rng.randint(1, 5)
+        pid = fork_training(args, out)
         while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if _beat(out) >= last:
+            if _read_last_step(out) >= last:
                 time.sleep(rng.random() * 0.02)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -110,13 +110,13 @@ def killed(args: argparse.Namespace, out: Path) -> int:
             time.sleep(0.002)
         else:
             return count
-    os.waitpid(forked(args, out), 0)
+    os.waitpid(fork_training(args, out), 0)
     return int(args.kills)
 
 
-def _beat(out: Path) -> int:
+def _read_last_step(out: Path) -> int:
     """Return the number of the last step, or 0 while the file is missing or being written."""
-    path = out / "beat"
+    path = out / "last_step"
     return int(path.read_text() or 0) if path.exists() else 0
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.kills:
-        print(killed(args, args.out))
+        print(train_with_kills(args, args.out))
     else:
         train(args, args.out)
 
