@@ -119,7 +119,7 @@ class Entry:
     ) -> None:
         assert qkv.outputs == (heads.queries + 2 * heads.keys) * heads.size
         assert heads.size in HEAD_SIZES
-        self._kept = (qkv, norm_weight, head_norm_HD)
+        self._owners = (qkv, norm_weight, head_norm_HD)  # keep alive the memory that the C struct points to
         self._heads = heads
         self._normed = norm_weight is not None
         self._c = CEntry(qkv.c, CNorm(pointer(norm_weight), norm_eps), pointer(head_norm_HD), head_eps, heads.c)
@@ -146,7 +146,7 @@ class Tail:
     """Last part of a decoder block: x = residual + attended Wo, then x + down(SiLU(gate) * up) of the norm of x."""
 
     def __init__(self, o: Matrix, gate_up: Matrix, down: Matrix, *, norm_weight: Tensor, norm_eps: float) -> None:
-        self._kept = (o, gate_up, down, norm_weight)
+        self._owners = (o, gate_up, down, norm_weight)  # keep alive the memory that the C struct points to
         self._c = CTail(o.c, gate_up.c, down.c, CNorm(pointer(norm_weight), norm_eps))
         self._size, self._width = o.outputs, down.inputs
         self._run = _native().sd_tail

@@ -103,7 +103,7 @@ def _rows_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     b = tl.arange(0, BLOCK_B)
-    real, there = n < outputs, t < rows
+    real, inside_T = n < outputs, t < rows
     row_N = packed_NB + n.to(tl.int64) * packed_stride
     row_T = x_TK + t.to(tl.int64) * x_stride
     dtype: tl.constexpr = x_TK.dtype.element_ty
@@ -114,9 +114,11 @@ def _rows_kernel(
             bytes_NB = tl.load(row_N[:, None] + group * BLOCK_B + b[None, :], mask=real[:, None], other=0)
             scale_N = tl.load(scale_NG + n.to(tl.int64) * groups + group, mask=real, other=0.0).to(tl.float32)
             low, high = first + b, first + BLOCK_B + b
-            x_low_BT = tl.load(row_T[None, :] + low[:, None], mask=there[None, :] & (low < columns)[:, None], other=0.0)
+            x_low_BT = tl.load(
+                row_T[None, :] + low[:, None], mask=inside_T[None, :] & (low < columns)[:, None], other=0.0
+            )
             x_high_BT = tl.load(
-                row_T[None, :] + high[:, None], mask=there[None, :] & (high < columns)[:, None], other=0.0
+                row_T[None, :] + high[:, None], mask=inside_T[None, :] & (high < columns)[:, None], other=0.0
             )
             part_NT = tl.dot(_low(bytes_NB, dtype), x_low_BT, input_precision="ieee")
             part_NT = tl.dot(_high(bytes_NB, dtype), x_high_BT, part_NT, input_precision="ieee")
@@ -125,14 +127,14 @@ def _rows_kernel(
             k = group * BLOCK_B + b
             inside = k < columns
             w_NB = tl.load(row_N[:, None] + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-            x_BT = tl.load(row_T[None, :] + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            x_BT = tl.load(row_T[None, :] + k[:, None], mask=inside_T[None, :] & inside[:, None], other=0.0)
             acc_NT = tl.dot(w_NB.to(dtype), x_BT, acc_NT, input_precision="ieee")
     if not INT4:
         acc_NT *= tl.load(scale_NG + n, mask=real, other=0.0)[:, None]
     if BIAS:
         acc_NT += tl.load(bias_N + n, mask=real, other=0.0).to(tl.float32)[:, None]
     at_NT = t.to(tl.int64)[None, :] * outputs + n[:, None]
-    tl.store(out_TN + at_NT, acc_NT.to(out_TN.dtype.element_ty), mask=real[:, None] & there[None, :])
+    tl.store(out_TN + at_NT, acc_NT.to(out_TN.dtype.element_ty), mask=real[:, None] & inside_T[None, :])
 
 
 def linear(x_TK: Tensor, weight: Quantised, bias_N: Tensor | None = None) -> Tensor:

@@ -96,14 +96,14 @@ def _best_scale(values_NGK: Tensor) -> Tensor:
     """
     at_NG1 = values_NGK.abs().argmax(-1, keepdim=True)
     widest_NG = values_NGK.gather(-1, at_NG1).squeeze(-1) / -8
-    found_NG, least_NG = widest_NG.bfloat16(), torch.full_like(widest_NG, torch.inf)
+    best_NG, least_NG = widest_NG.bfloat16(), torch.full_like(widest_NG, torch.inf)
     for shrink in _SHRINKS:
         tried_NG = (widest_NG * shrink).bfloat16()
         wrong_NGK = _levels(values_NGK, tried_NG) * tried_NG.float()[..., None] - values_NGK
         wrong_NG = wrong_NGK.square().sum(-1)
-        found_NG = torch.where(wrong_NG < least_NG, tried_NG, found_NG)
+        best_NG = torch.where(wrong_NG < least_NG, tried_NG, best_NG)
         least_NG = torch.minimum(wrong_NG, least_NG)
-    return found_NG
+    return best_NG
 
 
 def _levels(values_NGK: Tensor, scale_NG: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Cuts:
     """Truncation thresholds of a batch of rows of scaled logits.
 
     A row keeps the logits above ``threshold_R`` (fp32) and, of those equal to it, the tokens up to ``last_R`` (int32).
-    ``lse_R`` (fp32) is the natural log-sum-exp of the kept logits.
+    ``lse_R`` (fp32) is the natural log-sum-exp of the logits that pass the cuts.
     """
 
     threshold_R: Tensor
@@ -43,8 +43,8 @@ def scaled(logits_V, token, inside, temperature, sharpness):
 
 
 @triton.jit
-def kept(x, token, threshold, last):
-    """Return whether tokens are kept by a row's threshold."""
+def passes_cuts(x, token, threshold, last):
+    """Return whether tokens pass the cuts of a row: its threshold, and its last token among equal logits."""
     return (x > threshold) | ((x == threshold) & (token <= last))
 
 
@@ -157,9 +157,9 @@ def _cuts_kernel(
         least_H = tl.cumsum(counts_H.to(tl.float32) * tl.exp((h + 1) * -0.125), 0)
         enough_H = tl.where(by_k, tl.cumsum(counts_H, 0) >= k, least_H >= top_p * total * 1.001)
         far = tl.min(tl.where(enough_H, h, 255), 0)
-        found = tl.sum(tl.where(h <= far, counts_H, 0), 0)
-        listed = tl.where((found <= ROOM) & (far < 255), found, 0)
-        length = tl.where(listed > 0, found, vocab_size)
+        near_count = tl.sum(tl.where(h <= far, counts_H, 0), 0)
+        listed = tl.where((near_count <= ROOM) & (far < 255), near_count, 0)
+        length = tl.where(listed > 0, near_count, vocab_size)
         if listed > 0:
             written = 0
             for start in range(0, vocab_size, BLOCK):
@@ -219,8 +219,10 @@ def _apply_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     x = scaled(logits_RV + row * row_stride, token, inside, tl.load(temperature_R + row), 1.0)
-    stays = kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row))
-    tl.store(out_RV + row * vocab_size + token, tl.where(stays, x - tl.load(lse_R + row), float("-inf")), mask=inside)
+    keep_mask = passes_cuts(x, token, tl.load(threshold_R + row), tl.load(last_R + row))
+    tl.store(
+        out_RV + row * vocab_size + token, tl.where(keep_mask, x - tl.load(lse_R + row), float("-inf")), mask=inside
+    )
 
 
 def cuts(
@@ -267,7 +269,7 @@ def cuts(
     return Cuts(threshold_R, last_R, lse_R)
 
 
-def processed(logits_RV: Tensor, temperature_R: Tensor, found: Cuts, *, block: int = BLOCK) -> Tensor:
+def processed(logits_RV: Tensor, temperature_R: Tensor, row_cuts: Cuts, *, block: int = BLOCK) -> Tensor:
     """Return fp32 log-probabilities [R, V], -inf where a token is cut."""
     rows, vocab_size = logits_RV.shape
     out_RV = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits_RV.device)
@@ -275,9 +277,9 @@ def processed(logits_RV: Tensor, temperature_R: Tensor, found: Cuts, *, block: i
         _apply_kernel[(rows, triton.cdiv(vocab_size, block))](
             logits_RV,
             temperature_R,
-            found.threshold_R,
-            found.last_R,
-            found.lse_R,
+            row_cuts.threshold_R,
+            row_cuts.last_R,
+            row_cuts.lse_R,
             out_RV,
             vocab_size,
             logits_RV.stride(0),

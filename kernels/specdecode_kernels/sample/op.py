@@ -72,8 +72,8 @@ def processed(
         from specdecode_kernels.sample import kernel
 
         least_R = torch.zeros_like(top_p_R) if min_p_R is None else min_p_R
-        found = kernel.cuts(logits_RV, temperature_R, (top_k_R, top_p_R, least_R) if truncated else None)
-        return kernel.processed(logits_RV, temperature_R, found)
+        row_cuts = kernel.cuts(logits_RV, temperature_R, (top_k_R, top_p_R, least_R) if truncated else None)
+        return kernel.processed(logits_RV, temperature_R, row_cuts)
     wide = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     scaled = wide / temperature_R.to(wide.dtype)[:, None]
     if truncated:
@@ -111,9 +111,9 @@ def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
     candidates_C = torch.nonzero(mass_V >= bound)[:, 0]
     order_C = torch.sort(logits_V[candidates_C], descending=True, stable=True).indices
     mass_C = mass_V[candidates_C[order_C]]
-    kept_C = mass_C.cumsum(-1) - mass_C < top_p
-    kept_C[0] = True
-    return torch.ones_like(logits_V, dtype=torch.bool).index_fill_(0, candidates_C[order_C[kept_C]], False)
+    keep_mask_C = mass_C.cumsum(-1) - mass_C < top_p
+    keep_mask_C[0] = True
+    return torch.ones_like(logits_V, dtype=torch.bool).index_fill_(0, candidates_C[order_C[keep_mask_C]], False)
 
 
 def _cut(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

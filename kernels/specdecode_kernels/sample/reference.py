@@ -62,9 +62,9 @@ def processed(
     logits = logits_RV.to(wide)
     greedy_R = temperature_R == 0
     scaled = logits / torch.where(greedy_R, 1.0, temperature_R).to(wide)[:, None]
-    kept = _top_p(_top_k(_min_p(scaled, min_p_R), top_k_R), top_p_R)
+    truncated = _top_p(_top_k(_min_p(scaled, min_p_R), top_k_R), top_p_R)
     best = torch.full_like(logits, -math.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
-    return torch.where(greedy_R[:, None], best, torch.log_softmax(kept, dim=-1))
+    return torch.where(greedy_R[:, None], best, torch.log_softmax(truncated, dim=-1))
 
 
 def _min_p(logits_RV: Tensor, min_p_R: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode_kernels.noise.kernel import quick_gumbel, words
-from specdecode_kernels.sample.kernel import Cuts, kept, scaled
+from specdecode_kernels.sample.kernel import Cuts, passes_cuts, scaled
 
 BLOCK = 2048
 
@@ -54,7 +54,7 @@ def _slice_kernel(
     x = scaled(logits_RV + row * row_stride, token, inside, temperature, sharpness)
     if temperature > 0:
         if CUT:
-            x = tl.where(kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
+            x = tl.where(passes_cuts(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
         seed, position = tl.load(seed_R + row), tl.load(position_R + row)
         if MAPPED:
             # Adjacent draft tokens are not adjacent target tokens, so each draws its whole counter and keeps one word.

@@ -56,7 +56,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class PerQueryRows:
     """Cache rows of the sequence of each query, [T, L], and a mask of the rows that the query sees."""
 
     row_TL: Tensor
@@ -65,11 +65,11 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `looked` and the kernel's `plan`."""
+    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `per_query` and the kernel's `plan`."""
 
     runs: tuple[Run, ...] = ()
     gathered: Gathered | None = None
-    looked: Looked | None = None
+    per_query: PerQueryRows | None = None
     plan: Plan | None = None
 
 
@@ -176,7 +176,7 @@ def prepare_tables(
     row_TL = block_table_BM[sequence_T][:, key_L // block_size] * block_size + key_L % block_size
     seen_TL = _seen(key_L, query_T - query_start[sequence_T], prefix_len_B[sequence_T], ancestors_T)
     started_TL = key_L >= key_start_B[sequence_T, None]
-    return Prepared(looked=Looked(row_TL, seen_TL & started_TL & ~padding_T1))
+    return Prepared(per_query=PerQueryRows(row_TL, seen_TL & started_TL & ~padding_T1))
 
 
 def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
@@ -186,8 +186,8 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
 
         return kernel.attend(q_THD, cache_2NPKD, prepared.plan)
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
-    if prepared.looked is not None:
-        return _attend_looked(q_THD, k_RKD, v_RKD, prepared.looked)
+    if prepared.per_query is not None:
+        return _attend_per_query(q_THD, k_RKD, v_RKD, prepared.per_query)
     if prepared.gathered is not None:
         return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
     parts = [
@@ -260,7 +260,7 @@ def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered
     return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.back_T)
 
 
-def _attend_looked(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Looked) -> Tensor:
+def _attend_per_query(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: PerQueryRows) -> Tensor:
     """Attend every query over its own gathered rows.
 
     Hidden keys and values are replaced by zeros, because unused slots may hold NaN and NaN times zero is NaN.

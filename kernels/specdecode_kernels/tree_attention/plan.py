@@ -119,10 +119,10 @@ def _plan_kernel(
     tl.store(piece + 7, tl.where(used, chunks_W, 0))
     row = tl.arange(0, TILE)[None, :]
     merge = merges_T4 + (query_W[:, None] + row) * 4
-    told = (chunk_W == 0)[:, None] & (row < rows_W[:, None])
-    tl.store(merge, w[:, None] + 0 * row, mask=told)
-    tl.store(merge + 1, tl.where(used, chunks_W, 0)[:, None] + 0 * row, mask=told)
-    tl.store(merge + 2, 0 * w[:, None] + row, mask=told)
+    merge_mask = (chunk_W == 0)[:, None] & (row < rows_W[:, None])
+    tl.store(merge, w[:, None] + 0 * row, mask=merge_mask)
+    tl.store(merge + 1, tl.where(used, chunks_W, 0)[:, None] + 0 * row, mask=merge_mask)
+    tl.store(merge + 2, 0 * w[:, None] + row, mask=merge_mask)
 
 
 def plan(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode_kernels.dispatch import processors
 from specdecode_kernels.noise.kernel import exact_gumbel, quick_gumbel, words
-from specdecode_kernels.sample.kernel import Cuts, kept, scaled
+from specdecode_kernels.sample.kernel import Cuts, passes_cuts, scaled
 from specdecode_kernels.verify.reference import Accepted
 
 BLOCK = 1024
@@ -63,7 +63,7 @@ def _best_kernel(
         token = start + v
         x = scaled(logits_RV + row * row_stride, token, token < vocab_size, temperature, 1.0)
         if CUT:
-            x = tl.where(kept(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
+            x = tl.where(passes_cuts(x, token, tl.load(threshold_R + row), tl.load(last_R + row)), x, float("-inf"))
         if temperature > 0:
             best, at = better(x, words(seed, position, 0, start // 4 + tl.arange(0, BLOCK // 4)), token, best, at)
         else:

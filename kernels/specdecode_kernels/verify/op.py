@@ -34,8 +34,8 @@ def choose(
     from specdecode_kernels.sample.kernel import cuts
     from specdecode_kernels.verify import kernel
 
-    found = None if truncation is None else cuts(logits_RV, temperature_R, truncation)
-    return kernel.choose(logits_RV, temperature_R, seed_R, position_R, found)
+    row_cuts = None if truncation is None else cuts(logits_RV, temperature_R, truncation)
+    return kernel.choose(logits_RV, temperature_R, seed_R, position_R, row_cuts)
 
 
 def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:

@@ -91,12 +91,12 @@ class Recorder:
         self._segments.close()
 
     def _write(self, record: Record) -> None:
-        found = apply_hook(record, self._hook)
-        if isinstance(found, Dropped):
-            self.counts.dropped[found] += 1
+        redacted = apply_hook(record, self._hook)
+        if isinstance(redacted, Dropped):
+            self.counts.dropped[redacted] += 1
             return
         try:
-            body = encode(found)
+            body = encode(redacted)
         except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
             self.counts.dropped[Dropped.redaction_error] += 1
             return
@@ -108,7 +108,7 @@ class Recorder:
         except OSError as error:
             self._failed(error)
             return
-        self.counts.records[found.task] += 1
+        self.counts.records[redacted.task] += 1
 
     def _sweep(self) -> None:
         try:

@@ -25,12 +25,12 @@ def load_hook(name: str) -> Hook:
     """
     module, _, path = name.partition(":")
     try:
-        found: Any = attrgetter(path)(import_module(module))
+        function: Any = attrgetter(path)(import_module(module))
     except Exception as error:  # a user's module may raise any exception
         raise HookNotFound(f"the redaction hook {name} cannot be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
+    if not callable(function):
         raise HookNotFound(f"the redaction hook {name} is no function")
-    hook: Hook = found
+    hook: Hook = function
     return hook
 
 
@@ -42,10 +42,10 @@ def apply_hook(record: Record, hook: Hook | None) -> Record | Dropped:
     if hook is None:
         return record
     try:
-        found = hook(record)
+        redacted = hook(record)
     except Exception as error:  # any type is possible; the message is not logged, since it may contain the text to hide
         log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
         return Dropped.redaction_error
-    if found is None:
+    if redacted is None:
         return Dropped.redacted
-    return found if isinstance(found, Record) else Dropped.redaction_error
+    return redacted if isinstance(redacted, Record) else Dropped.redaction_error

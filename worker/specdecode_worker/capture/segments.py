@@ -91,16 +91,16 @@ class SegmentWriter:
         """
         self._unswept = 0
         segments = _segments(self._folder)
-        kept = sum(size for _, size, _ in segments)
+        total_bytes = sum(size for _, size, _ in segments)
         # Leave room for the records that all workers write until their next sweep.
         bound = self._max_bytes - self._segment_bytes
         for path, size, began in segments:
             # The name of a segment holds the time of its oldest record.
             too_old = began < self._clock() - self._max_age_seconds * (1 - 1 / _PARTS)
-            if too_old or kept > bound:
+            if too_old or total_bytes > bound:
                 path.unlink(missing_ok=True)
-                kept -= size
-        return kept
+                total_bytes -= size
+        return total_bytes
 
     def close(self) -> None:
         """Flush the current segment to disk and close it."""
@@ -182,10 +182,10 @@ def _body(content: bytes, at: int) -> bytes | None:
 
 def _segments(folder: Path) -> list[tuple[Path, int, float]]:
     """Return (path, bytes, Unix seconds of creation) of each segment, oldest first."""
-    found = []
+    segments = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         began = path.name.partition("-")[0]
         with contextlib.suppress(FileNotFoundError):
             if began.isdigit():
-                found.append((path, path.stat().st_size, int(began) / 1e6))
-    return found
+                segments.append((path, path.stat().st_size, int(began) / 1e6))
+    return segments

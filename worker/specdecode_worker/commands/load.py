@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
     shares = {ClientBehaviour(name): getattr(args, name) for name in ("disconnect", "oversized", "garbage")}
     profile = Profile(seconds=args.seconds, rate=args.rate, max_tokens=args.max_tokens, shares=shares)
     try:
-        found = asyncio.run(_run(args, profile))
+        report = asyncio.run(_run(args, profile))
     except (httpx.HTTPError, ValueError, OSError, KeyError) as error:
         print(f"specdecode-worker load: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=2) if args.json else _table(found))
-    return 1 if found["failed"] or found["differing_texts"] else 0
+    print(json.dumps(report, indent=2) if args.json else _table(report))
+    return 1 if report["failed"] or report["differing_texts"] else 0
 
 
 async def _run(args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def _range(kind: type[int] | type[float]) -> Any:
 
     def read(text: str) -> tuple[Any, Any]:
         low, _, high = text.partition(":")
-        found = kind(low), kind(high or low)
-        if not 0 < found[0] <= found[1]:
+        limits = kind(low), kind(high or low)
+        if not 0 < limits[0] <= limits[1]:
             raise argparse.ArgumentTypeError(f"{text!r} is no range; write LOW:HIGH")
-        return found
+        return limits
 
     return read
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(report: dict[str, Any]) -> str:
     """Format the summary as lines of name and value."""
-    return "\n".join(f"{name.replace('_', ' '):26} {value}" for name, value in found.items())
+    return "\n".join(f"{name.replace('_', ' '):26} {value}" for name, value in report.items())

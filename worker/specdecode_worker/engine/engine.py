@@ -157,14 +157,14 @@ class Engine:
 
         Steps in flight are collected first. Running requests continue with the new draft.
         """
-        found = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
+        collected = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
         before, reads = self._drafts.state(name).hash, self._drafts.reads
         self._drafts.replace(name, loaded, self._requests.values())
         if self._graphs is not None:
             self._graphs.clear()
         self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
         self._shape_selector.set_draft_hash(self._drafts.state().hash)
-        return found
+        return collected
 
     def calibration_loads(self) -> tuple[int, ...]:
         """Return the batch sizes at which step times are calibrated, ascending.
@@ -255,7 +255,7 @@ class Engine:
         self._phases.lap("verify")
         seconds, now = self._step_timer.finish(step, self._launcher.synthetic)
         self._phases.start()
-        found = []
+        emissions = []
         emitted = 0
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             if row.request.finish is not None or row.request.epoch != epoch:
@@ -264,10 +264,10 @@ class Engine:
             row.request.prompt_logprobs += prompts.get(index, ())
             if read is not None:
                 emitted += len(read.tokens)
-                found.append(self._emit(row, read, now))
+                emissions.append(self._emit(row, read, now))
         self._measure(step, seconds, emitted)
         self._phases.lap("bookkeeping")
-        return found
+        return emissions
 
     def report(self) -> Report:
         """Build the report of this worker for the operator."""

@@ -173,7 +173,7 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
     Raises:
         ModelError: A required draft cannot be loaded.
     """
-    found: dict[str, LoadedDraft | UnusableDraft] = {}
+    drafts: dict[str, LoadedDraft | UnusableDraft] = {}
     wanted: list[tuple[str, DraftConfig]] = [
         (DEFAULT_DRAFT, worker.draft),
         *((draft.name, draft) for draft in worker.drafts),
@@ -182,13 +182,13 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
         if config.method == "none":
             continue
         try:
-            found[name] = load(config, name)
+            drafts[name] = load(config, name)
         except ModelError as error:
             if config.required:
                 raise
             log.warning("serving plainly: %s", error)
-            found[name] = UnusableDraft(DraftState(name=name, problem=str(error)))
-    return found
+            drafts[name] = UnusableDraft(DraftState(name=name, problem=str(error)))
+    return drafts
 
 
 def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> WorkerIdentity:

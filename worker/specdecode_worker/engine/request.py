@@ -143,7 +143,7 @@ class Request:
             self.cached_tokens = self.prefix
 
     def append_output(self, tokens: list[int]) -> list[int]:
-        """Append newly emitted tokens up to the first stop token (included) or ``max_tokens``; return those kept.
+        """Append newly emitted tokens up to the first stop token (included) or ``max_tokens`` and return them.
 
         Sets ``finish`` when the request ends.
         """

@@ -105,7 +105,7 @@ def summary(run: LoadRun, seconds: float) -> dict[str, Any]:
         "held_back": run.held_back,
         "most_concurrent": run.max_in_flight,
         "repeated_requests": sum(len(ok_key) > 0 for ok_key in texts.values()),
-        "differing_texts": sum(len(found) > 1 for found in texts.values()),
+        "differing_texts": sum(len(distinct_texts) > 1 for distinct_texts in texts.values()),
         "output_tokens_per_second": round(sum(outcome.tokens for outcome in ok) / seconds, 1),
         "ttft_seconds": _percentiles([o.ttft_seconds for o in ok if o.ttft_seconds is not None]),
         "e2e_seconds": _percentiles([outcome.e2e_seconds for outcome in ok]),
@@ -114,5 +114,9 @@ def summary(run: LoadRun, seconds: float) -> dict[str, Any]:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    found = sorted(values)
-    return {f"p{p}": round(found[min(len(found) - 1, p * len(found) // 100)], 4) for p in (50, 95, 99)} if found else {}
+    ordered = sorted(values)
+    return (
+        {f"p{p}": round(ordered[min(len(ordered) - 1, p * len(ordered) // 100)], 4) for p in (50, 95, 99)}
+        if ordered
+        else {}
+    )

@@ -101,5 +101,5 @@ def _kinds(shares: dict[ClientBehaviour, float]) -> tuple[list[ClientBehaviour],
     rest = 1 - sum(shares.values())
     if rest < 0 or min(shares.values(), default=0) < 0:
         raise ValueError(f"the shares of {', '.join(shares)} must be positive and at most 1 together")
-    found = {**shares, ClientBehaviour.stream: rest / 2, ClientBehaviour.whole: rest / 2}
-    return list(found), list(found.values())
+    all_shares = {**shares, ClientBehaviour.stream: rest / 2, ClientBehaviour.whole: rest / 2}
+    return list(all_shares), list(all_shares.values())

@@ -33,8 +33,8 @@ def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
             counts.seconds_per_token,
         ),
     )
-    for name, text, found in counted:
-        yield histogram(name, text, report.model, found.edges, found.counts, found.sum)
+    for name, text, sizes in counted:
+        yield histogram(name, text, report.model, sizes.edges, sizes.counts, sizes.sum)
     yield from _steps(report)
 
 

@@ -48,12 +48,12 @@ def _ranked(report: Report) -> Family:
 
     The sum is over drafts, greedy and sampled requests, and both kinds of parents.
     """
-    found: Counter[tuple[str, str, str]] = Counter()
+    rank_counts: Counter[tuple[str, str, str]] = Counter()
     for cell in report.acceptance:
         for rank, count in enumerate(cell.ranks):
-            found[cell.task, str(cell.depth), "miss" if rank == len(cell.ranks) - 1 else str(rank)] += count
+            rank_counts[cell.task, str(cell.depth), "miss" if rank == len(cell.ranks) - 1 else str(rank)] += count
     text = "Ranks of the target's token among the draft's candidates, counted where the parent token was accepted."
-    return counter(Metric.num_ranked, text, report.model, ("task", "depth", "rank"), found.items())
+    return counter(Metric.num_ranked, text, report.model, ("task", "depth", "rank"), rank_counts.items())
 
 
 def _drafts(report: Report) -> Family:

@@ -227,11 +227,11 @@ class Service:
         )
 
     def _observers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[RequestObserver]:
-        found: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
+        observers: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
         if capture and self._capture is not None:
             observer = self._capture.start_record(prompt, sampling, task)
-            found += [observer] if observer is not None else []
-        return found
+            observers += [observer] if observer is not None else []
+        return observers
 
 
 def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:

@@ -36,35 +36,35 @@ def accept(
     tokens_BN: Tensor,
     chosen_BN: Tensor,
     ranked_BNK: Tensor | None,
-    kept_depth_B: Tensor | None = None,
+    depth_limit_B: Tensor | None = None,
 ) -> Outcome:
     """Walk each tree along ``chosen_BN``, the target's choice after each node.
 
     ``tokens_BN`` are the tokens of the verified nodes. The other arguments are those of `outcome`.
     """
-    found = walk(forest.parents_BN, tokens_BN, chosen_BN, forest.depth)
-    return outcome(found, chosen_BN.gather(1, nodes_of(found.path_BD)), ranked_BNK, kept_depth_B)
+    accepted = walk(forest.parents_BN, tokens_BN, chosen_BN, forest.depth)
+    return outcome(accepted, chosen_BN.gather(1, nodes_of(accepted.path_BD)), ranked_BNK, depth_limit_B)
 
 
 def outcome(
-    found: Accepted, emitted_BD: Tensor, ranked_BNK: Tensor | None, kept_depth_B: Tensor | None = None
+    accepted: Accepted, emitted_BD: Tensor, ranked_BNK: Tensor | None, depth_limit_B: Tensor | None = None
 ) -> Outcome:
     """Build the result of a step from the accepted path.
 
     Args:
-        found: Accepted path of each sequence.
+        accepted: Accepted path of each sequence.
         emitted_BD: Token after each node of the accepted path, the root first. Entries after the bonus token are
             ignored.
         ranked_BNK: The draft's K best tokens after each node, -1 where there are none; None if nothing was ranked.
-        kept_depth_B: Largest number of nodes to accept, a synthetic limit. The token after a cut is still emitted, but
-            its node is not kept, and it counts as a miss at any rank.
+        depth_limit_B: Largest number of nodes to accept, a synthetic limit. The token after a cut is still emitted, but
+            its node is not accepted, and it counts as a miss at any rank.
     """
-    path_BD, count_B = found.path_BD, found.count_B
+    path_BD, count_B = accepted.path_BD, accepted.count_B
     step_D = torch.arange(emitted_BD.shape[1], device=emitted_BD.device)
     cut_B = torch.zeros_like(count_B, dtype=torch.bool)
-    if kept_depth_B is not None:
-        cut_B = count_B >= kept_depth_B
-        count_B = torch.minimum(count_B, kept_depth_B)
+    if depth_limit_B is not None:
+        cut_B = count_B >= depth_limit_B
+        count_B = torch.minimum(count_B, depth_limit_B)
         path_BD = torch.where(step_D[:-1] < count_B[:, None], path_BD, -1)
     on_path = step_D <= count_B[:, None]
     emitted_BD = torch.where(on_path, emitted_BD, -1)

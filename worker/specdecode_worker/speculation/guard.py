@@ -250,7 +250,7 @@ def _steps_until_probe(time_per_token: TimePerToken, plain_seconds: float) -> in
 def _is_slower(time_per_token: TimePerToken, plain_seconds: float, bounds: Sequence[tuple[int, float]]) -> bool:
     """Return whether ``time_per_token`` exceeds the first of the ``bounds`` for which it has enough steps."""
     for steps, bound in bounds:
-        found = time_per_token.after(steps)
-        if found is not None:
-            return found > bound * plain_seconds
+        seconds = time_per_token.after(steps)
+        if seconds is not None:
+            return seconds > bound * plain_seconds
     return False

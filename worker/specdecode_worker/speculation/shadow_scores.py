@@ -22,7 +22,7 @@ class ShadowDraft:
     root: int
     ranked: tuple[tuple[int, ...], ...]
     verified: int
-    kept_depth: int
+    depth_limit: int
     """Synthetic limit on accepted depth: every score at a larger depth is a miss or is not reached."""
 
 
@@ -39,15 +39,15 @@ def scores(shadow: ShadowDraft, tokens: list[int]) -> list[Score] | None:
 
     Return None while too few tokens have been emitted to know them.
     """
-    found: list[Score] = []
+    depth_scores: list[Score] = []
     for level, ranked in enumerate(shadow.ranked):
         index = shadow.root + 1 + level
         if index >= len(tokens):
             return None
         rank = ranked.index(tokens[index]) if tokens[index] in ranked else MAX_RANKS
-        rank = MAX_RANKS if level >= shadow.kept_depth else rank
+        rank = MAX_RANKS if level >= shadow.depth_limit else rank
         if level >= shadow.verified:
-            found.append(Score(level + 1, rank))
+            depth_scores.append(Score(level + 1, rank))
         if rank != 0:
             break
-    return found
+    return depth_scores

@@ -22,10 +22,10 @@ class Synthetic:
         """True if an acceptance profile is set."""
         return self.knobs is not None and bool(self.knobs.acceptance or self.knobs.task_acceptance)
 
-    def kept_depth(self, depth: int, task: str = OTHER_TASK) -> int:
-        """Return the depth to which an accepted path of ``depth`` may be kept.
+    def draw_depth_limit(self, depth: int, task: str = OTHER_TASK) -> int:
+        """Draw the largest depth to which a path of ``depth`` may be accepted.
 
-        Each depth is kept with the probability in the profile of the task; the first failure ends the path.
+        Each depth is accepted with the probability in the profile of the task; the first failure ends the path.
         """
         profile = self.knobs and self.knobs.task_acceptance.get(task, self.knobs.acceptance)
         if not profile:

@@ -62,10 +62,10 @@ static inline float score(const bf16* q, const bf16* keys, int64_t stride, const
             for (int w = 0; w < WORDS; w++)
                 dots[j] = _mm512_dpbf16_ps(dots[j], query[w], (__m512bh)_mm512_loadu_si512(key + 32 * w));
         }
-        const __m512 found = _mm512_mul_ps(sums16(dots), _mm512_set1_ps(scale));
-        const __m512 kept = _mm512_mask_blend_ps(lanes(count - i), _mm512_set1_ps(-INFINITY), found);
-        _mm512_storeu_ps(scores + i, kept);
-        most = _mm512_max_ps(most, kept);
+        const __m512 scaled = _mm512_mul_ps(sums16(dots), _mm512_set1_ps(scale));
+        const __m512 masked = _mm512_mask_blend_ps(lanes(count - i), _mm512_set1_ps(-INFINITY), scaled);
+        _mm512_storeu_ps(scores + i, masked);
+        most = _mm512_max_ps(most, masked);
     }
     return _mm512_reduce_max_ps(most);
 }

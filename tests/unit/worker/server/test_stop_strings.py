@@ -21,17 +21,17 @@ def test_text_is_cut_at_the_first_stop_string(text: str, stop: str, cuts: set[in
     for start, end in itertools.pairwise(edges):
         shown += finder.push(text[start:end])
         assert stop not in shown
-    if finder.found is None:
+    if finder.matched is None:
         shown += finder.flush()
     assert shown == text.partition(stop)[0]
-    assert (finder.found == stop) == (stop in text)
+    assert (finder.matched == stop) == (stop in text)
 
 
 @given(text=letters, stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_only_a_possible_stop_prefix_is_held_back(text: str, stops: list[str]) -> None:
     finder = StopFinder(tuple(stops))
     shown = "".join(finder.push(letter) for letter in text)
-    if finder.found is None:
+    if finder.matched is None:
         held = text[len(shown) :]
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
@@ -43,7 +43,7 @@ def test_without_stop_strings_nothing_is_held() -> None:
 def test_no_text_is_returned_after_a_stop() -> None:
     finder = StopFinder(("END",))
     assert finder.push("oneENDtwo") == "one"
-    assert (finder.push("three"), finder.flush(), finder.found) == ("", "", "END")
+    assert (finder.push("three"), finder.flush(), finder.matched) == ("", "", "END")
 
 
 def test_an_empty_stop_string_is_a_bug_of_the_caller() -> None:

@@ -14,7 +14,7 @@ TOKENS = [9, 8, 1, 2, 3, 4, 5]
 
 
 def shadow(*ranked: tuple[int, ...], verified: int = 0, kept: int = 99) -> ShadowDraft:
-    return ShadowDraft(root=1, ranked=ranked, verified=verified, kept_depth=kept)
+    return ShadowDraft(root=1, ranked=ranked, verified=verified, depth_limit=kept)
 
 
 RIGHT = ((1, 50), (2, 50), (3, 50), (4, 50))

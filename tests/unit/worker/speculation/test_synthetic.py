@@ -17,14 +17,14 @@ PROFILES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(tuple)
 @given(PROFILES, st.integers(0, 16), st.integers(0, 1000))
 def test_a_profile_only_truncates(profile: tuple[float, ...], depth: int, seed: int) -> None:
     found = Synthetic(SyntheticKnobs(acceptance=profile), seed)
-    assert all(0 <= found.kept_depth(depth) <= depth for _ in range(10))
+    assert all(0 <= found.draw_depth_limit(depth) <= depth for _ in range(10))
 
 
 @pytest.mark.parametrize(
     "knobs", [None, SyntheticKnobs(), SyntheticKnobs(acceptance=()), SyntheticKnobs(acceptance=(1,))]
 )
 def test_nothing_is_cut_without_a_reason(knobs: SyntheticKnobs | None) -> None:
-    assert all(Synthetic(knobs).kept_depth(depth) == depth for depth in range(17))
+    assert all(Synthetic(knobs).draw_depth_limit(depth) == depth for depth in range(17))
 
 
 def test_only_a_profile_cuts() -> None:
@@ -35,12 +35,12 @@ def test_only_a_profile_cuts() -> None:
 
 def test_a_chance_of_zero_cuts_at_its_depth_always() -> None:
     found = Synthetic(SyntheticKnobs(acceptance=(1.0, 1.0, 0.0, 1.0)))
-    assert [found.kept_depth(depth) for depth in range(6)] == [0, 1, 2, 2, 2, 2]
+    assert [found.draw_depth_limit(depth) for depth in range(6)] == [0, 1, 2, 2, 2, 2]
 
 
 def test_each_depth_has_its_chance_and_the_last_entry_repeats() -> None:
     found = Synthetic(SyntheticKnobs(acceptance=(0.9, 0.5)), seed=5)
-    kept = [found.kept_depth(4) for _ in range(20_000)]
+    kept = [found.draw_depth_limit(4) for _ in range(20_000)]
     reached = [sum(depth >= level for depth in kept) for level in range(5)]
     chances = [after / before for before, after in pairwise(reached)]
     assert chances == pytest.approx([0.9, 0.5, 0.5, 0.5], abs=0.02)
@@ -49,10 +49,10 @@ def test_each_depth_has_its_chance_and_the_last_entry_repeats() -> None:
 def test_a_task_has_a_profile_of_its_own() -> None:
     found = Synthetic(SyntheticKnobs(acceptance=(1.0, 0.0), task_acceptance={"prose": (0.0,), "code": ()}))
     assert found.cuts
-    assert (found.kept_depth(4), found.kept_depth(4, "prose"), found.kept_depth(4, "code")) == (1, 0, 4)
+    assert [found.draw_depth_limit(4, task) for task in ("other", "prose", "code")] == [1, 0, 4]
     alone = Synthetic(SyntheticKnobs(task_acceptance={"prose": (0.0,)}))
     assert alone.cuts
-    assert (alone.kept_depth(4), alone.kept_depth(4, "prose")) == (4, 0)
+    assert (alone.draw_depth_limit(4), alone.draw_depth_limit(4, "prose")) == (4, 0)
 
 
 STEPS = (

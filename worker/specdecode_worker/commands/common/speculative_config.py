@@ -22,29 +22,29 @@ def take_speculative_config(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: The JSON is invalid or contradicts other flags; the message names the field.
     """
-    found = _read(args.speculative_config)
-    if unknown := sorted(found.keys() - _FIELDS):
+    fields = _read(args.speculative_config)
+    if unknown := sorted(fields.keys() - _FIELDS):
         raise ValueError(f"--speculative-config: {unknown[0]} is not supported")
     if any(given is not None for given in (args.draft, args.method, args.shape, args.draft_quantization)):
         raise ValueError("--speculative-config says what --method, --draft and --depth say; give one or the other")
-    method, args.draft = found.get("method"), found.get("model")
+    method, args.draft = fields.get("method"), fields.get("model")
     if method == "ngram" and args.draft == "ngram":
         args.draft = None  # vLLM also accepts "ngram" as the model.
     args.method = _METHODS.get(method, method) if isinstance(method, str) else method
-    if "num_speculative_tokens" in found:
-        args.shape = _chain(found["num_speculative_tokens"])
-    return {name: found[name] for name in sorted(_SAID & found.keys())}
+    if "num_speculative_tokens" in fields:
+        args.shape = _chain(fields["num_speculative_tokens"])
+    return {name: fields[name] for name in sorted(_SAID & fields.keys())}
 
 
 def _read(text: str) -> dict[str, Any]:
     """Parse the JSON object. Raise ValueError for anything else."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ValueError("--speculative-config must be a JSON object")
-    return found
+    return parsed
 
 
 def _chain(count: Any) -> TreeShape:

@@ -30,8 +30,8 @@ def union_reads(reads: Iterable[TargetStates]) -> TargetStates:
 
     If all drafts read the same states, their order is preserved, so that no selection is needed.
     """
-    found = {one for one in reads if one}
-    return found.pop() if len(found) == 1 else reduce(TargetStates.__or__, found, NO_STATES)
+    distinct = {one for one in reads if one}
+    return distinct.pop() if len(distinct) == 1 else reduce(TargetStates.__or__, distinct, NO_STATES)
 
 
 def columns_of(one: TargetStates, among: TargetStates, size: int) -> StateColumns:

@@ -129,13 +129,13 @@ class DraftRegistry:
         used = sorted(set(names) & self._drafts.keys())
         if len(used) == 1 and len(set(names)) == 1:
             return self._drafts[used[0]].drafter.propose(rows, forest, sampler)
-        found: Tensor | None = None
+        merged_BNK: Tensor | None = None
         for name in used:
             own = tuple(tree if n == name else PLAIN for tree, n in zip(forest.trees, names, strict=True))
             mine = forest_of(own, forest.parents_BN.device)
             ranked_BNK = self._drafts[name].drafter.propose(rows, mine, sampler)
-            found = _merged(found, ranked_BNK)
-        return found
+            merged_BNK = _merged(merged_BNK, ranked_BNK)
+        return merged_BNK
 
     def replace(self, name: str, loaded: LoadedDraft, requests: Iterable[Request]) -> None:
         """Replace the draft of this name by ``loaded``. No step may be in flight."""

@@ -104,13 +104,13 @@ class EagleDrafter(PagedDrafter):
             firsts.append(max(row.start, 1))
             counts.append(row.start + row.count - firsts[-1])
         if sum(counts):
-            kept = [
+            chunks = [
                 (row.request, count, first) for row, count, first in zip(rows, counts, firsts, strict=True) if count
             ]
-            first_B = to_device([first for *_, first in kept], aux_TA.device)
-            requests = [request for request, *_ in kept]
+            first_B = to_device([first for *_, first in chunks], aux_TA.device)
+            requests = [request for request, *_ in chunks]
             packed = causal_pass(
-                self._state, requests, [count for _, count, _ in kept], first_B, self.last_position, first_slot=1
+                self._state, requests, [count for _, count, _ in chunks], first_B, self.last_position, first_slot=1
             )
             self._fused(torch.cat(parts), packed)
         for row in rows:

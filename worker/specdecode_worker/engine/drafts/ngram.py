@@ -121,5 +121,5 @@ def lookup(text_RP: Tensor, known_R: Tensor, suffix_RN: Tensor, shortest: int, v
     score_RP = torch.where(usable_RP, matched_RP * length + position_P, 0)
     best_RV = torch.zeros(rows, vocab_size, dtype=torch.int64, device=text_RP.device)
     best_RV.scatter_reduce_(1, torch.where(usable_RP, text_RP, 0), score_RP, "amax")
-    found = best_RV.topk(min(MAX_RANKS, vocab_size), dim=1)
-    return torch.where(found.values > 0, found.indices, -1)
+    best = best_RV.topk(min(MAX_RANKS, vocab_size), dim=1)
+    return torch.where(best.values > 0, best.indices, -1)

@@ -189,8 +189,8 @@ class CapturedStep:
         tokens_B1N = torch.full((self.key.rows + 1, NODES), -2, dtype=torch.int64, device=parents_BN.device)
         tokens_B1N[where] = packed.tokens_T
         forest = Forest((), (), parents_BN, self.key.passes, all_chains=False)
-        kept_B = at["kept_depth"][:-1]
-        return sampler.accept(forest, tokens_B1N[:-1], logits_TV, *where, at["token_depth"], ranked_BNK, kept_B)
+        depth_limit_B = at["depth_limit"][:-1]
+        return sampler.accept(forest, tokens_B1N[:-1], logits_TV, *where, at["token_depth"], ranked_BNK, depth_limit_B)
 
     def _commit(self, row_state: RowState, packed: PackedTensors, outcome: Outcome, aux_TA: Tensor | None) -> None:
         roots = Roots(row_state.slots_B1[:-1], packed.block_table_BM, row_state.roots_B1[:-1], self._at["root_row"])

@@ -62,7 +62,7 @@ class TableSampler:
         node_R: Tensor,
         depth_R: Tensor,
         ranked_BNK: Tensor | None,
-        kept_depth_B: Tensor | None,
+        depth_limit_B: Tensor | None,
     ) -> Outcome:
         """Sample the target's token behind every packed node, and walk each tree along the tokens that match."""
         position_R = self.roots_B1[batch_R] + 1 + depth_R
@@ -71,7 +71,7 @@ class TableSampler:
         rows, nodes = forest.parents_BN.shape
         chosen_B1N = torch.full((rows + 1, nodes), -1, dtype=torch.int64, device=chosen_R.device)
         chosen_B1N[batch_R, node_R] = chosen_R
-        return accept(forest, tokens_BN, chosen_B1N[:rows], ranked_BNK, kept_depth_B)
+        return accept(forest, tokens_BN, chosen_B1N[:rows], ranked_BNK, depth_limit_B)
 
     def _cuts(self, batch_R: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         if self.truncation is None:

@@ -28,18 +28,18 @@ class CatchUp:
 def shapes(key: GraphKey) -> Shapes:
     """Return the shapes of the integer row tables of ``key``, by name. Row B of a [B + 1] table is padding.
 
-    - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``kept_depth`` (maximum accepted
+    - ``slot``, ``live`` (1 for a request, 0 for padding), ``seed``, ``top_k`` and ``depth_limit`` (maximum accepted
       depth): [B + 1].
     - With draft passes: ``count`` (slots to catch up with), ``key_start`` (first visible draft slot) and
       ``catch_start`` (packed start of each row): [B + 1]; ``catch_sequence`` and ``catch_row`` of the packed slots of
       the catch-up pass: [T]; ``catch_last``, the packed index of each root: [B].
     """
     rows = key.rows + 1
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "kept_depth"), (rows,))
+    table_shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slot", "live", "seed", "top_k", "depth_limit"), (rows,))
     if key.passes:
-        found |= dict.fromkeys(("count", "key_start", "catch_start"), (rows,))
-        found |= {"catch_sequence": (key.tokens,), "catch_row": (key.tokens,), "catch_last": (key.rows,)}
-    return found
+        table_shapes |= dict.fromkeys(("count", "key_start", "catch_start"), (rows,))
+        table_shapes |= {"catch_sequence": (key.tokens,), "catch_row": (key.tokens,), "catch_last": (key.rows,)}
+    return table_shapes
 
 
 def float_shapes(key: GraphKey) -> Shapes:
@@ -58,7 +58,7 @@ def floats_of(requests: Sequence[Request], key: GraphKey) -> dict[str, list[floa
 
 
 def rows_of(
-    requests: Sequence[Request], key: GraphKey, catch_up: CatchUp, kept_depths: Sequence[int] | None, padding_slot: int
+    requests: Sequence[Request], key: GraphKey, catch_up: CatchUp, depth_limits: Sequence[int] | None, padding_slot: int
 ) -> dict[str, list[int]]:
     """Return the values of the integer row tables of ``shapes``, flat and padded.
 
@@ -66,19 +66,19 @@ def rows_of(
         requests: Requests of the step, in row order.
         key: Key of the graph that runs the step.
         catch_up: Catch-up of the draft; ignored for a key without draft passes.
-        kept_depths: Maximum accepted depth of each row; None for no limit.
+        depth_limits: Maximum accepted depth of each row; None for no limit.
         padding_slot: Slot of padding rows.
     """
     more = key.rows + 1 - len(requests)
-    kept = [NODES] * len(requests) if kept_depths is None else list(kept_depths)
-    found = {
+    limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
+    tables = {
         "slot": [request.slot for request in requests] + [padding_slot] * more,
         "live": [1] * len(requests) + [0] * more,
         "seed": [request.sampling_params.seed for request in requests] + [0] * more,
         "top_k": [request.sampling_params.top_k for request in requests] + [0] * more,
-        "kept_depth": kept + [NODES] * more,
+        "depth_limit": limits + [NODES] * more,
     }
-    return found | _catch_up(catch_up, key) if key.passes else found
+    return tables | _catch_up(catch_up, key) if key.passes else tables
 
 
 def _catch_up(catch_up: CatchUp, key: GraphKey) -> dict[str, list[int]]:

@@ -119,13 +119,15 @@ class StepGraphs:
         """
         drafter = self._drafts.paged()
         trees = {PLAIN, *(tree_of(shape) for shape in wanted if drafter is not None)}
-        found = {
+        candidates = {
             key_of(rows, [tree], tree.verified, cuts=cuts)
             for rows in self._rows
             for tree in trees
             for cuts in (False, True)
         }
-        keys = [key for key in found if key is not None and key.tokens <= self._max_tokens and key not in self._graphs]
+        keys = [
+            key for key in candidates if key is not None and key.tokens <= self._max_tokens and key not in self._graphs
+        ]
         keys.sort(key=lambda key: (key.cuts, key.passes > 0, key))
         room = max(MOST_GRAPHS - len(self._graphs), 0)
         if len(keys) > room:
@@ -135,19 +137,19 @@ class StepGraphs:
             self._capture(key, drafter)
             log.info("captured graph %d of %d: %s", index, len(chosen), key)
 
-    def launch(self, rows: Sequence[Row], kept_depths: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
+    def launch(self, rows: Sequence[Row], depth_limits: Sequence[int] | None, *, ranked: bool) -> Replayed | None:
         """Queue a step of ``rows`` by a graph. Return None, without side effects, if no graph can run it.
 
         Args:
             rows: Decoding rows of the step.
-            kept_depths: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
+            depth_limits: Maximum accepted depth of each row, as in `rows_of`; None for no limit.
             ranked: Copy the ranked draft tokens to the host too.
         """
-        found = self._find_key(rows)
-        if isinstance(found, str):
-            self._count_eager(found)
+        key_or_reason = self._find_key(rows)
+        if isinstance(key_or_reason, str):
+            self._count_eager(key_or_reason)
             return None
-        key, catch_up, drafter = found
+        key, catch_up, drafter = key_or_reason
         graph = self._graph(key, drafter)
         if graph is None:
             self._count_eager("new")
@@ -157,7 +159,7 @@ class StepGraphs:
             drafting = [(r, n) for r, n in zip(requests, catch_up.counts, strict=True) if n]
             drafter.record_catch_up([request for request, _ in drafting], [count for _, count in drafting])
             catch_up = CatchUp(catch_up.counts, tuple(drafter.first_key(request) for request in requests))
-        self._fill(graph.step, tuple(row.tree for row in rows), requests, catch_up, kept_depths)
+        self._fill(graph.step, tuple(row.tree for row in rows), requests, catch_up, depth_limits)
         graph.captured.replay()
         self.replayed += 1
         return self._replayed(graph, len(rows), ranked=ranked)
@@ -213,10 +215,10 @@ class StepGraphs:
         trees: tuple[Tree, ...],
         requests: Sequence[Request],
         catch_up: CatchUp,
-        kept_depths: Sequence[int] | None,
+        depth_limits: Sequence[int] | None,
     ) -> None:
         key, int_inputs, float_inputs = step.key, step.int_inputs, step.float_inputs
-        of_rows = rows_of(requests, key, catch_up, kept_depths, self._state.padding_slot)
+        of_rows = rows_of(requests, key, catch_up, depth_limits, self._state.padding_slot)
         int_inputs.write((topology(trees, key), step.row_layout.flat(of_rows, int_inputs.dtype)))
         float_inputs.write((step.floats.flat(floats_of(requests, key), float_inputs.dtype),))
 

@@ -32,19 +32,21 @@ def shapes(key: GraphKey) -> Shapes:
       of the previous pass that holds the parent's hidden state (``source``). ``level_start`` is [D - 1, B + 1].
     """
     rows, tokens = key.rows, key.tokens
-    found: dict[str, tuple[int, ...]] = {
+    table_shapes: dict[str, tuple[int, ...]] = {
         "query_start": (rows + 1,),
         "root_row": (rows,),
         **{f"token_{name}": (tokens,) for name in ("sequence", "node", "depth", "ancestors")},
         **{f"node_{name}": (rows, NODES) for name in OF_NODES},
     }
     if key.passes:
-        found["first_sequence"] = (rows,)
+        table_shapes["first_sequence"] = (rows,)
     if key.passes > 1:
         levels = key.passes - 1
-        found["level_start"] = (levels, rows + 1)
-        found |= {f"level_{name}": (levels, key.level_rows) for name in ("sequence", "node", "ancestors", "source")}
-    return found
+        table_shapes["level_start"] = (levels, rows + 1)
+        table_shapes |= {
+            f"level_{name}": (levels, key.level_rows) for name in ("sequence", "node", "ancestors", "source")
+        }
+    return table_shapes
 
 
 @lru_cache(maxsize=256)

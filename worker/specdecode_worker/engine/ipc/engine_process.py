@@ -122,11 +122,11 @@ class EnginePort:
         events = dict(self._poller.poll(None if timeout_seconds is None else int(1000 * timeout_seconds)))
         if self._parent in events:
             return [Shutdown()]
-        found: list[ToEngine] = []
+        messages: list[ToEngine] = []
         with contextlib.suppress(zmq.Again):
             while True:
-                found += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
-        return found
+                messages += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        return messages
 
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Send the messages as one wire message; do nothing if there are none."""

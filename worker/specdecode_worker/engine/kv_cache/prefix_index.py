@@ -73,13 +73,13 @@ class PrefixIndex:
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest indexed prefix of ``digests``."""
-        found = []
+        blocks = []
         for digest in digests:
             block = self._blocks.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def holder(self, digest: bytes) -> int | None:
         """Return the block that is registered for ``digest``, or None."""

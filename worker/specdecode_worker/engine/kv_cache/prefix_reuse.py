@@ -42,16 +42,16 @@ class PrefixReuse:
     def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
         most = self._max_reusable_blocks(request)
-        found = self._index.find(self._digests(request, most)[:most])
+        blocks = self._index.find(self._digests(request, most)[:most])
         if self.draft_prefill and request.draft.draft:
-            found = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), found))
-        marked = [self._index.is_marked(block, request.draft.draft) for block in found]
+            blocks = list(takewhile(lambda block: self._index.is_marked(block, _FOLLOWED), blocks))
+        marked = [self._index.is_marked(block, request.draft.draft) for block in blocks]
         if marked[-2:] == [True, False]:
             # The block's first owner ended before the draft had caught up with this last block. Computing one block
             # again costs less than a draft that cannot see any of the prefix.
-            found, marked = found[:-1], marked[:-1]
+            blocks, marked = blocks[:-1], marked[:-1]
         drafted = next((i for i, is_marked in enumerate(reversed(marked)) if not is_marked), len(marked))
-        return CachedPrefix(found, drafted, not found or self._index.is_marked(found[-1], _STATES))
+        return CachedPrefix(blocks, drafted, not blocks or self._index.is_marked(blocks[-1], _STATES))
 
     def is_being_filled(self, request: Request, hit: CachedPrefix) -> bool:
         """Return whether a chunk of the step under construction fills the block that ``request`` needs next.

@@ -26,19 +26,19 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that the running process can still allocate, unused memory of torch's allocator included."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     _, free = _machine()
     limit, used = _container_limit(), _container_usage()
     return free if limit is None or used is None else min(free, limit - used)
 
 
 def _cuda(count: int) -> Device:
-    there = torch.cuda.device_count()
-    if there < count:
-        raise ModelError(f"tensor_parallel_size is {count}, but torch sees {there} GPUs here; lower it or add GPUs")
-    found = [torch.cuda.mem_get_info(index) for index in range(count)]
-    free, limit = min(free for free, _ in found), min(total for _, total in found)
+    available = torch.cuda.device_count()
+    if available < count:
+        raise ModelError(f"tensor_parallel_size is {count}, but torch sees {available} GPUs here; lower it or add GPUs")
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    free, limit = min(free for free, _ in memory), min(total for _, total in memory)
     return Device(kind="cuda", limit=limit, free=free, source="GPU memory", count=count)
 
 
@@ -58,8 +58,8 @@ def _cpu(count: int) -> Device:
 def _machine() -> tuple[int, int]:
     """Return the machine's total and available memory in bytes."""
     try:
-        found = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        return tuple(int(found[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+        meminfo = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return tuple(int(meminfo[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
     except (OSError, KeyError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return total, total

@@ -81,51 +81,51 @@ def shortfall(budget: Budget) -> str:
 
 def remedies(budget: Budget) -> str:
     """Return the changes that a user can make, the least costly first, named as in flags and the resource."""
-    bounds, found = budget.bounds, []
+    bounds, changes = budget.bounds, []
     if bounds.kv_cache_tokens and budget.room_tokens:
-        found.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
+        changes.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
     elif budget.max_fitting_model_len:
-        found.append(f"set max_model_len to at most {budget.max_fitting_model_len}")
+        changes.append(f"set max_model_len to at most {budget.max_fitting_model_len}")
     if budget.occupied:
-        found.append(f"free the {_gib(budget.occupied)} that others use")
+        changes.append(f"free the {_gib(budget.occupied)} that others use")
     if bounds.max_num_seqs > 1:
-        found.append(f"lower max_num_seqs ({bounds.max_num_seqs})")
+        changes.append(f"lower max_num_seqs ({bounds.max_num_seqs})")
     if budget.drafts:
-        found.append(f"serve without the draft ({_gib(budget.draft_weights)})")
+        changes.append(f"serve without the draft ({_gib(budget.draft_weights)})")
     if bounds.dtype_bytes > 2:
-        found.append("set dtype to bfloat16")
-    found.append("give it more memory" if budget.device.kind == "cpu" else "take a larger GPU, or more of them")
-    return ", or ".join(found)
+        changes.append("set dtype to bfloat16")
+    changes.append("give it more memory" if budget.device.kind == "cpu" else "take a larger GPU, or more of them")
+    return ", or ".join(changes)
 
 
 def warnings(budget: Budget) -> list[str]:
     """Return warnings about configurations that fit but are unlikely to perform well."""
-    found = []
+    messages = []
     for draft in budget.drafts:
         share = draft.weights / max(budget.target.weights, 1)
         if share > LARGE_DRAFT:
-            found.append(
+            messages.append(
                 f"the {draft.name}'s weights are {share:.0%} of the target's; beyond {LARGE_DRAFT:.0%} a draft usually"
                 " costs more than it brings"
             )
-    return found
+    return messages
 
 
 def _terms(budget: Budget) -> list[tuple[str, int]]:
     """Return the (name, bytes) of everything that is subtracted from the limit."""
     reserve = f"reserve of {1 - budget.bounds.utilization:.0%}"
-    found = [(reserve, budget.reserve)]
+    terms = [(reserve, budget.reserve)]
     if budget.occupied:
-        found.append(("in use by others", budget.occupied))
-    found.append(("Python and torch" if budget.device.kind == "cpu" else "CUDA context", budget.runtime))
-    found.append((_shared("weights of the target", budget.device.count), budget.target.weights))
-    found += [(f"weights of the {draft.name}", draft.weights) for draft in budget.drafts]
-    found.append((f"tables and state of {budget.bounds.max_num_seqs} sequences", budget.state))
-    found.append((f"activations of a step of {budget.bounds.max_num_batched_tokens} tokens", budget.activations))
+        terms.append(("in use by others", budget.occupied))
+    terms.append(("Python and torch" if budget.device.kind == "cpu" else "CUDA context", budget.runtime))
+    terms.append((_shared("weights of the target", budget.device.count), budget.target.weights))
+    terms += [(f"weights of the {draft.name}", draft.weights) for draft in budget.drafts]
+    terms.append((f"tables and state of {budget.bounds.max_num_seqs} sequences", budget.state))
+    terms.append((f"activations of a step of {budget.bounds.max_num_batched_tokens} tokens", budget.activations))
     if budget.device.kind == "cuda":
         captured = f"of up to {budget.bounds.graph_rows} sequences" if budget.graphs else "(none are captured)"
-        found.append((f"CUDA graphs {captured}", budget.graphs))
-    return found
+        terms.append((f"CUDA graphs {captured}", budget.graphs))
+    return terms
 
 
 def _limit(budget: Budget) -> str:

@@ -59,9 +59,9 @@ def take_inventory(
     prepared.check()
     target = prepared.network
     part = target if ranks == 1 else split_network(target.config, Shard(0, ranks))
-    found = _drafts(config, resolve, target, folder)
-    models = [(name, one, kind) for name, one, kind in found if not isinstance(one, DraftMismatch)]
-    misfits = [one for _, one, _ in found if isinstance(one, DraftMismatch)]
+    drafts = _drafts(config, resolve, target, folder)
+    models = [(name, one, kind) for name, one, kind in drafts if not isinstance(one, DraftMismatch)]
+    misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
     budget = Budget(
         device=memory or device_memory(device, ranks),
         bounds=bounds_of(config, target.config.max_position_embeddings),
@@ -90,7 +90,7 @@ def _drafts(
     config: WorkerConfig, resolve: Resolve, target: Llama, folder: Path
 ) -> list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]]:
     """Return (name, network or misfit, quantization) of every configured draft that has weights."""
-    found: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
+    drafts: list[tuple[str, Draft | DraftMismatch, DraftQuantization | None]] = []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None or draft.method == "ngram" or draft.method == "none":
             continue
@@ -98,11 +98,11 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            found.append((name, model, draft.quantization))
+            drafts.append((name, model, draft.quantization))
         except ModelError as error:
-            words = str(error) if name == "draft" else f"{name}: {error}"
-            found.append((name, DraftMismatch(words, draft.required), None))
-    return found
+            problem = str(error) if name == "draft" else f"{name}: {error}"
+            drafts.append((name, DraftMismatch(problem, draft.required), None))
+    return drafts
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
@@ -186,11 +186,13 @@ def _blocks(shape: CachedConfig) -> dict[str, int]:
 
 def _weights(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of the loaded weights; a matrix with two names counts once."""
-    kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
-    return sum(tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in kept)
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    return sum(
+        tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors
+    )
 
 
 def _tables(model: nn.Module) -> int:
     """Return the bytes of the buffers that a network computes and that checkpoints do not contain."""
-    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in kept)
+    stored_ids = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in stored_ids)

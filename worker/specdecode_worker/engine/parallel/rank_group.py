@@ -71,13 +71,13 @@ class RankGroup:
         """
         try:
             with self.collective():
-                found = rank_process.load_rank_shard(self._own)
+                shard_and_device = rank_process.load_rank_shard(self._own)
                 while not self._loaded.wait(_REASON_SECONDS):
                     self._raise_if_lost()
         except BaseException:
             self.close()
             raise
-        return found
+        return shard_and_device
 
     def forward(self, packed: PackedBatch, logit_rows_R: Tensor) -> None:
         """Start this pass on the other ranks; it ends when its logits are gathered."""

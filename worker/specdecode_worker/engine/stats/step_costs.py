@@ -92,8 +92,8 @@ class StepCosts:
 
     def cells(self, most: int) -> tuple[StepCell, ...]:
         """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
-        found = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
-        return tuple(_cell(cell_key, sums) for cell_key, sums in sorted(found))
+        largest = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
+        return tuple(_cell(cell_key, sums) for cell_key, sums in sorted(largest))
 
 
 def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:

@@ -19,7 +19,7 @@ class RowResult:
     """Results of one row, read by the host.
 
     ``tokens`` are the emitted tokens, ``path`` the accepted nodes after the root, and ``ranks`` the rank of each
-    emitted token among the draft's candidates: MAX_RANKS for a miss, negative if nothing was ranked. ``kept_depth`` is
+    emitted token among the draft's candidates: MAX_RANKS for a miss, negative if nothing was ranked. ``depth_limit`` is
     the maximum accepted depth, which synthetic knobs may limit.
     """
 
@@ -28,7 +28,7 @@ class RowResult:
     ranks: list[int]
     ranked_NK: list[list[int]] | None
     """Ranked draft tokens of each node, if the row drafted shadow nodes (drafted but not verified)."""
-    kept_depth: int
+    depth_limit: int
     logprobs: tuple[Logprobs, ...] = ()
     """Log probabilities of each token, if requested."""
 
@@ -91,17 +91,17 @@ class StepRecorder:
         # The request already includes the tokens of this step, so its root is that many tokens back.
         root = row.request.cached - len(result.tokens)
         ranked = tuple(tuple(result.ranked_NK[node]) for node in row.tree.main_path[:-1])
-        shadow = ShadowDraft(root, ranked, row.tree.main_depth + 1, result.kept_depth)
+        shadow = ShadowDraft(root, ranked, row.tree.main_depth + 1, result.depth_limit)
         self._shadows.setdefault(row.request.id, []).append(shadow)
 
     def _score_shadows(self, request: Request) -> None:
         pending = []
         for shadow in self._shadows.get(request.id, ()):
-            found = scores(shadow, request.tokens)
-            if found is None:
+            shadow_scores = scores(shadow, request.tokens)
+            if shadow_scores is None:
                 pending.append(shadow)
                 continue
-            for score in found:
+            for score in shadow_scores:
                 self.statistics.record_rank(category_of(request), score.depth, main=True, rank=score.rank)
         if request.id in self._shadows:
             self._shadows[request.id] = pending

@@ -34,9 +34,9 @@ def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[li
     """
     if not tensors or not tensors[0].is_cuda:
         return [tensor.clone() if overwritten else tensor for tensor in tensors], HostCopy()
-    found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for copy, tensor in zip(found, tensors, strict=True):
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return found, HostCopy(event)
+    return copies, HostCopy(event)

@@ -35,7 +35,7 @@ class LaunchedStep:
     """Logprobs of emitted tokens."""
     prompt_logprobs: RowLogprobs | None = None
     """Logprobs of prompt tokens."""
-    kept_depths: tuple[int, ...]
+    depth_limits: tuple[int, ...]
     """Depth that the synthetic acceptance knob allows for each row that chose a token."""
     began_seconds: float
     """Monotonic clock at launch."""
@@ -67,7 +67,7 @@ class LaunchedStep:
                 path=path[b],
                 ranks=ranks[b],
                 ranked_NK=ranked[b] if ranked is not None and not row.is_chunk else None,
-                kept_depth=self.kept_depths[b],
+                depth_limit=self.depth_limits[b],
                 logprobs=tuple(logprobs.get(b, ())[: len(texts[b])]),
             )
             for b, row in enumerate(self.rows[: len(emitted)])

@@ -65,9 +65,9 @@ class RowLogprobs:
     def read(self) -> dict[int, list[Logprobs]]:
         """Wait for the copies and return the logprobs by row of the step."""
         tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
-        found = self.logprobs.read(tops)
+        logprobs = self.logprobs.read(tops)
         ends = list(accumulate(self.counts))
-        return {row: found[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+        return {row: logprobs[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
 
 
 def gather_output_logprobs(

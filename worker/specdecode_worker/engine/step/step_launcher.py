@@ -70,9 +70,11 @@ class StepLauncher:
         """
         upload_rows(self._state, rows)
         knobs, emitting = self.synthetic, [row for row in rows if row.emits]
-        kept_depths = tuple(knobs.kept_depth(row.tree.drafted_depth, row.request.submit.task) for row in emitting)
-        queued = self._replay(rows, choice, kept_depths) or self._run(
-            rows, choice, kept_depths, draft_prefill=draft_prefill
+        depth_limits = tuple(
+            knobs.draw_depth_limit(row.tree.drafted_depth, row.request.submit.task) for row in emitting
+        )
+        queued = self._replay(rows, choice, depth_limits) or self._run(
+            rows, choice, depth_limits, draft_prefill=draft_prefill
         )
         return LaunchedStep(
             rows=rows,
@@ -84,16 +86,16 @@ class StepLauncher:
             host_copy=queued.host_copy,
             output_logprobs=queued.output_logprobs,
             prompt_logprobs=queued.prompt_logprobs,
-            kept_depths=kept_depths,
+            depth_limits=depth_limits,
             began_seconds=began_seconds,
             draft_seconds=queued.draft_seconds,
         )
 
-    def _replay(self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...]) -> _Queued | None:
+    def _replay(self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...]) -> _Queued | None:
         """Queue the step as one captured CUDA graph; return None if no graph fits it."""
         if self._graphs is None:
             return None
-        cuts = kept_depths if self.synthetic.cuts else None
+        cuts = depth_limits if self.synthetic.cuts else None
         done = self._graphs.launch(rows, cuts, ranked=choice.shadow_passes > 0)
         if done is None:
             return None
@@ -103,7 +105,7 @@ class StepLauncher:
         )
 
     def _run(
-        self, rows: tuple[Row, ...], choice: Choice, kept_depths: tuple[int, ...], *, draft_prefill: bool
+        self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
     ) -> _Queued:
         """Queue the step eagerly."""
         phases = self._phases
@@ -120,17 +122,17 @@ class StepLauncher:
         phases.lap("verify")
         outcome = None
         if emitting:
-            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, kept_depths)
+            outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, depth_limits)
         output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
         prompt_logprobs = gather_prompt_logprobs(self._target.logits, rows, step.packed.query_start, hidden_TE)
         # The copies to the host are queued before the draft's prefill, which would otherwise delay the first token.
-        found, found_ranked, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
+        host_outcome, host_ranked_BNK, host_copy = _copy_to_host(outcome, ranked_BNK if choice.shadow_passes else None)
         phases.lap("sample")
         self._commit(rows, step, roots_C, forest, outcome, aux_TA, draft_prefill=draft_prefill)
         phases.lap("bookkeeping")
         return _Queued(
-            outcome=found,
-            ranked_BNK=found_ranked,
+            outcome=host_outcome,
+            ranked_BNK=host_ranked_BNK,
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -158,7 +160,7 @@ class StepLauncher:
         forest: Forest,
         logits_RV: Tensor,
         ranked_BNK: Tensor | None,
-        kept_depths: tuple[int, ...],
+        depth_limits: tuple[int, ...],
     ) -> Outcome:
         """Return the accepted paths and emitted tokens of the rows that choose a token.
 
@@ -166,9 +168,9 @@ class StepLauncher:
         """
         tokens_BN = torch.full_like(forest.parents_BN, -2)
         tokens_BN[step.batch_R, step.node_R] = step.packed.tokens_T[step.logit_rows_R]
-        kept_B = to_device(kept_depths, logits_RV.device) if self.synthetic.cuts else None
+        depth_limit_B = to_device(depth_limits, logits_RV.device) if self.synthetic.cuts else None
         at = step.batch_R, step.node_R, step.depth_R
-        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, kept_B)
+        return sampler.accept(forest, tokens_BN, logits_RV, *at, ranked_BNK, depth_limit_B)
 
     def _commit(
         self,
@@ -199,6 +201,6 @@ def _copy_to_host(outcome: Outcome | None, ranked_BNK: Tensor | None) -> tuple[O
     """Queue copies of the outcome and the draft's ranking to the host; return both and their ``HostCopy``."""
     if outcome is None:
         return None, None, HostCopy()
-    results = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
-    found, host_copy = to_host(results if ranked_BNK is None else [*results, ranked_BNK])
-    return Outcome(*found[:4]), found[4] if ranked_BNK is not None else None, host_copy
+    tensors = [outcome.emitted_BD, outcome.count_B, outcome.path_BD, outcome.rank_BD]
+    copies, host_copy = to_host(tensors if ranked_BNK is None else [*tensors, ranked_BNK])
+    return Outcome(*copies[:4]), copies[4] if ranked_BNK is not None else None, host_copy

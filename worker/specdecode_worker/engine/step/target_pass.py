@@ -162,13 +162,13 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
 
 def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``TargetPass``."""
-    found: list[tuple[int, int, int, int]] = []
+    logit_rows: list[tuple[int, int, int, int]] = []
     begin = 0
     for b, row in enumerate(rows):
         if row.is_chunk and row.emits:
-            found.append((begin + row.count - 1, b, 0, 0))
+            logit_rows.append((begin + row.count - 1, b, 0, 0))
         elif row.emits:
-            found += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
+            logit_rows += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
         begin += row.count
-    columns = to_device(found, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    columns = to_device(logit_rows, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
     return columns[0], columns[1], columns[2], columns[3]

@@ -116,8 +116,8 @@ def expect_method(method: WeightMethod, folder: Path) -> None:
         ConfigMismatch: the folder holds a draft of another method.
         WeightMismatch: the folder holds no known draft.
     """
-    found = infer_method(read_tensor_headers(folder))
-    if found is None:
+    inferred = infer_method(read_tensor_headers(folder))
+    if inferred is None:
         raise WeightMismatch(f"{folder} holds no draft that is known: neither a head's nor a model's tensors are there")
-    if found != method:
-        raise ConfigMismatch(f"{folder}: this is {_CALLED[found]}, set method: {found} (it is {method})")
+    if inferred != method:
+        raise ConfigMismatch(f"{folder}: this is {_CALLED[inferred]}, set method: {inferred} (it is {method})")

@@ -188,12 +188,12 @@ class Hub:
             answer.raise_for_status()
             # A server that ignores Range sends the file from its first byte.
             resumed = answer.status_code == httpx.codes.PARTIAL_CONTENT
-            there = start if resumed else 0
+            received = start if resumed else 0
             with partial.open("ab" if resumed else "wb") as out:
                 for chunk in answer.iter_raw():  # unbuffered, so that the bytes before a disconnect are kept
                     out.write(chunk)
-                    there += len(chunk)
-                    progress(file.name, there, file.size)
+                    received += len(chunk)
+                    progress(file.name, received, file.size)
         if _size(partial) > file.size:
             partial.unlink()
             raise HashMismatch(f"{file.name} is longer than the {file.size} bytes that the hub announced; pull again")
@@ -215,8 +215,8 @@ def wanted_files(model: HubModel, names: Sequence[str]) -> list[str]:
                 "safetensors on a trusted machine, and name the result as file:// or pvc://"
             )
         raise NotOnHub(f"{model.id} holds no *.safetensors; nothing else is served")
-    kept = [name for name in top if name.endswith((".json", ".safetensors", ".jinja")) or name == "tokenizer.model"]
-    return sorted(kept, key=lambda name: (name.endswith(".safetensors"), name))
+    wanted = [name for name in top if name.endswith((".json", ".safetensors", ".jinja")) or name == "tokenizer.model"]
+    return sorted(wanted, key=lambda name: (name.endswith(".safetensors"), name))
 
 
 def _check_room(folder: Path, files: Sequence[RemoteFile]) -> None:
@@ -229,15 +229,17 @@ def _check_room(folder: Path, files: Sequence[RemoteFile]) -> None:
 def _check_hash(file: RemoteFile, partial: Path) -> None:
     with partial.open("rb") as content:
         if len(file.digest) == 64:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            actual_digest = hashlib.file_digest(content, "sha256").hexdigest()
         else:
-            digest = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+            hasher = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
             while chunk := content.read(_CHUNK_BYTES):
-                digest.update(chunk)
-            found = digest.hexdigest()
-    if found != file.digest:
+                hasher.update(chunk)
+            actual_digest = hasher.hexdigest()
+    if actual_digest != file.digest:
         partial.unlink()
-        raise HashMismatch(f"{file.name} has hash {found}, the hub announced {file.digest}; it was removed, pull again")
+        raise HashMismatch(
+            f"{file.name} has hash {actual_digest}, the hub announced {file.digest}; it was removed, pull again"
+        )
 
 
 @contextlib.contextmanager

@@ -78,11 +78,11 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
 
 def hub_model(uri: str) -> HubModel:
     """Parse hf://org/name[@revision]. Raise BadUri if it has another form."""
-    found = _HUB_NAME.fullmatch(uri.removeprefix("hf://"))
-    parts = [] if found is None else [part for part in found.group("org", "name", "revision") if part]
-    if found is None or any(part.startswith(".") or ".." in part for part in parts):
+    name_match = _HUB_NAME.fullmatch(uri.removeprefix("hf://"))
+    parts = [] if name_match is None else [part for part in name_match.group("org", "name", "revision") if part]
+    if name_match is None or any(part.startswith(".") or ".." in part for part in parts):
         raise BadUri(f"{uri!r} names no repository; write hf://org/name or hf://org/name@revision")
-    return HubModel(found["org"], found["name"], found["revision"] or "main")
+    return HubModel(name_match["org"], name_match["name"], name_match["revision"] or "main")
 
 
 def _pulled(model: HubModel, cache: Path) -> Path:
@@ -95,10 +95,10 @@ def _pulled(model: HubModel, cache: Path) -> Path:
 
 
 def _inside(uri: str, path: str) -> PurePosixPath:
-    found = PurePosixPath(path)
-    if not path or found.is_absolute() or ".." in found.parts:
+    subpath = PurePosixPath(path)
+    if not path or subpath.is_absolute() or ".." in subpath.parts:
         raise BadUri(f"{uri!r} names no folder in a claim; write pvc://claim/path")
-    return found
+    return subpath
 
 
 def _existing(uri: str, folder: Path) -> Path:

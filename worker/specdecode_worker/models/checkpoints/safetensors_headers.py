@@ -93,13 +93,13 @@ def read_tensor_headers(folder: Path) -> Headers:
         WeightMismatch: the folder has no safetensors, a file is truncated or not in the format, or two files hold the
             same tensor.
     """
-    found: dict[str, TensorHeader] = {}
+    headers: dict[str, TensorHeader] = {}
     for path in weight_files(folder):
         for name, header in _headers_of(path):
-            if name in found:
-                raise WeightMismatch(f"{folder}: {name} stands in both {found[name].file} and {path.name}; keep one")
-            found[name] = header
-    return Headers({name: tensor for name, tensor in found.items() if not name.endswith("inv_freq")})
+            if name in headers:
+                raise WeightMismatch(f"{folder}: {name} stands in both {headers[name].file} and {path.name}; keep one")
+            headers[name] = header
+    return Headers({name: tensor for name, tensor in headers.items() if not name.endswith("inv_freq")})
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -120,14 +120,14 @@ class UnloadedNetwork(Generic[Network]):
 
     def check(self) -> None:
         """Raise WeightMismatch for the first tensor that is missing, extra, misshapen or of the wrong dtype."""
-        folder, found, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
+        folder, headers, origins = self.checkpoint.folder, self.checkpoint.tensors, self.checkpoint.origins
         wanted = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
-        if missing := sorted(wanted.keys() - found.keys()):
+        if missing := sorted(wanted.keys() - headers.keys()):
             raise WeightMismatch(f"{folder}: {missing[0]} is missing ({len(missing)} missing in all)")
-        if extra := sorted(origins[name] for name in found.keys() - wanted.keys() - self.spare):
+        if extra := sorted(origins[name] for name in headers.keys() - wanted.keys() - self.spare):
             raise WeightMismatch(f"{folder}: {extra[0]} is not part of this model ({len(extra)} extra in all)")
         for name, tensor in wanted.items():
-            _expect(folder, origins[name], found[name], tensor)
+            _expect(folder, origins[name], headers[name], tensor)
 
     def fill(self, *, dtype: torch.dtype, device: torch.device, finite: bool = False) -> Network:
         """Load the weights and return the frozen network in ``dtype`` on ``device``.
@@ -153,12 +153,12 @@ def _integer(tensor: Tensor) -> torch.dtype:
     return torch.bool if tensor.dtype == torch.bool else torch.int64
 
 
-def _expect(folder: Path, name: str, found: TensorHeader, wanted: Tensor) -> None:
-    if found.shape != tuple(wanted.shape):
+def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> None:
+    if header.shape != tuple(wanted.shape):
         raise WeightMismatch(
-            f"{folder}: {name} has shape {list(found.shape)}, config.json asks for {list(wanted.shape)}"
+            f"{folder}: {name} has shape {list(header.shape)}, config.json asks for {list(wanted.shape)}"
         )
-    if found.is_floating_point != wanted.is_floating_point():
-        raise WeightMismatch(f"{folder}: {name} has dtype {found.dtype}, expected {wanted.dtype}")
-    if found.is_floating_point and found.dtype not in _FLOATS:
-        raise WeightMismatch(f"{folder}: {name} has dtype {found.dtype}; quantised weights are not supported")
+    if header.is_floating_point != wanted.is_floating_point():
+        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}, expected {wanted.dtype}")
+    if header.is_floating_point and header.dtype not in _FLOATS:
+        raise WeightMismatch(f"{folder}: {name} has dtype {header.dtype}; quantised weights are not supported")

@@ -38,8 +38,10 @@ def check_vocabulary(target_folder: Path, draft_folder: Path) -> None:
                 f"{names}: token {token_id} is {_shown(theirs.get(token_id))} to the draft and "
                 f"{_shown(ours.get(token_id))} to the target"
             )
-    wanted, found = (tokenizer.encode(PROBE, add_special_tokens=False) for tokenizer in (target, draft))
-    for place, pair in enumerate(zip([*wanted.tokens, None], [*found.tokens, None], strict=False)):
+    target_encoding, draft_encoding = (
+        tokenizer.encode(PROBE, add_special_tokens=False) for tokenizer in (target, draft)
+    )
+    for place, pair in enumerate(zip([*target_encoding.tokens, None], [*draft_encoding.tokens, None], strict=False)):
         if pair[0] != pair[1]:
             raise VocabularyMismatch(
                 f"{names}: token {place} of the probe text is {_shown(pair[1])} to the draft and {_shown(pair[0])} to "
@@ -65,10 +67,10 @@ def fit_vocabulary(draft: Llama, size: int) -> None:
 
 
 def _resized(weight: Tensor, size: int) -> nn.Parameter:
-    found = weight.new_zeros(size, weight.shape[1])
-    kept = min(size, len(weight))
-    found[:kept] = weight[:kept]
-    return nn.Parameter(found, requires_grad=False)
+    resized = weight.new_zeros(size, weight.shape[1])
+    common_rows = min(size, len(weight))
+    resized[:common_rows] = weight[:common_rows]
+    return nn.Parameter(resized, requires_grad=False)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
@@ -76,12 +78,12 @@ def _tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise VocabularyMismatch(f"{path} does not exist; without it nothing says that target and draft share tokens")
     try:
-        found = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
         raise VocabularyMismatch(f"{path} cannot be read: {error}") from None
-    found.no_padding()
-    found.no_truncation()
-    return found
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, str]:

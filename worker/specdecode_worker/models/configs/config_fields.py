@@ -21,14 +21,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a model folder. Raise ConfigMismatch if it is absent or not a JSON object."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigMismatch(f"{path} does not exist; name a folder that holds config.json and *.safetensors") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigMismatch(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigMismatch(f"{path} holds no JSON object")
-    return found
+    return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
     reads_aux = nested.flag("use_aux_hidden_state", True)
     if not reads_aux and blocks["hidden_size"] != target.hidden_size:
         raise ConfigMismatch(f"use_aux_hidden_state false needs the target's hidden_size {target.hidden_size}")
-    found = Eagle3Config(
+    config = Eagle3Config(
         target_hidden_size=hidden,
         vocab_size=vocab,
         draft_vocab_size=fields.integer("draft_vocab_size", vocab, most=vocab),
@@ -98,9 +98,9 @@ def eagle3_config(raw: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
         norm_output=fields.flag("norm_output"),
         **blocks,
     )
-    if found.fc_norm and found.norm_before_fc:
+    if config.fc_norm and config.norm_before_fc:
         raise ConfigMismatch("config.json: fc_norm and norm_before_fc exclude each other; which one was trained?")
-    return found
+    return config
 
 
 def eagle_config(raw: Mapping[str, Any], target: LlamaConfig) -> EagleConfig:
@@ -146,9 +146,9 @@ def _flattened(raw: Mapping[str, Any], kind: str) -> Fields:
     speculators nests the layer's shape in ``transformer_layer_config``; the fields outside it take precedence.
     """
     fields = Fields(raw)
-    found = fields.text("speculators_model_type", kind)
-    if found != kind:
-        raise ConfigMismatch(f"speculators_model_type {found!r} is no {kind} head")
+    declared_kind = fields.text("speculators_model_type", kind)
+    if declared_kind != kind:
+        raise ConfigMismatch(f"speculators_model_type {declared_kind!r} is no {kind} head")
     if not fields.has("transformer_layer_config"):
         return fields
     outside = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
@@ -181,15 +181,15 @@ def _expect(name: str, drafts: int, targets: int) -> None:
 
 
 def _aux_layers(fields: Fields, nested: Fields, target: LlamaConfig) -> tuple[int, ...]:
-    found = fields.integers(_IDS) or nested.integers(_IDS)
-    count = fields.integer("num_aux_hidden_states", len(found) or 3, most=target.num_hidden_layers + 1)
-    if not found and count == 3:
+    declared_ids = fields.integers(_IDS) or nested.integers(_IDS)
+    count = fields.integer("num_aux_hidden_states", len(declared_ids) or 3, most=target.num_hidden_layers + 1)
+    if not declared_ids and count == 3:
         return target.aux_layers
     # Two conventions exist: layer inputs, or layer outputs (the first id is 1 then, and input = output + 1).
-    outputs = found[:1] == (1,) and all(a < b for a, b in itertools.pairwise(found))
-    ids = tuple(i + outputs for i in found)
+    outputs = declared_ids[:1] == (1,) and all(a < b for a, b in itertools.pairwise(declared_ids))
+    ids = tuple(i + outputs for i in declared_ids)
     if len(ids) != count or any(i > target.num_hidden_layers for i in ids):
-        raise ConfigMismatch(f"{_IDS} {list(found)} do not name {count} of the target's layers")
+        raise ConfigMismatch(f"{_IDS} {list(declared_ids)} do not name {count} of the target's layers")
     meaning = "outputs" if outputs else "inputs"
-    log.info("%s %s name %s of layers: reading the inputs of layers %s", _IDS, list(found), meaning, list(ids))
+    log.info("%s %s name %s of layers: reading the inputs of layers %s", _IDS, list(declared_ids), meaning, list(ids))
     return ids

@@ -142,13 +142,13 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
 
 
 def _architecture(fields: Fields) -> str:
-    found = fields.texts("architectures")
-    if not found:
+    architectures = fields.texts("architectures")
+    if not architectures:
         kind = fields.text("model_type", "llama")
-        found = tuple(name for name, family in _FAMILIES.items() if family.model_type == kind) or (kind,)
-    if len(found) != 1 or found[0] not in _FAMILIES:
-        raise ConfigMismatch(f"architectures {list(found)} is not supported; {', '.join(_FAMILIES)} are")
-    return found[0]
+        architectures = tuple(name for name, family in _FAMILIES.items() if family.model_type == kind) or (kind,)
+    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
+        raise ConfigMismatch(f"architectures {list(architectures)} is not supported; {', '.join(_FAMILIES)} are")
+    return architectures[0]
 
 
 def _refuse_window(fields: Fields, family: _Family, length: int) -> None:

@@ -92,15 +92,15 @@ def read_rope(fields: Fields, positions: int) -> tuple[float, Scaling | None]:
 
 
 def _llama3(fields: Fields) -> RopeScaling:
-    found = RopeScaling(
+    scaling = RopeScaling(
         factor=fields.number("factor", least=1),
         low_freq_factor=fields.number("low_freq_factor"),
         high_freq_factor=fields.number("high_freq_factor"),
         original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
     )
-    if found.low_freq_factor >= found.high_freq_factor:
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ConfigMismatch(f"{fields.where}: low_freq_factor must be below high_freq_factor")
-    return found
+    return scaling
 
 
 def _yarn(fields: Fields, positions: int) -> YarnScaling:

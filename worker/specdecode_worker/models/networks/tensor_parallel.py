@@ -165,6 +165,6 @@ class GatheredLMHead(nn.Module):
         if self._shard.rank:
             dist.gather(own, None, dst=0)
             return own[:, :0]
-        found = [torch.empty_like(own) for _ in range(self._shard.size)]
-        dist.gather(own, found, dst=0)
-        return torch.cat(found, dim=-1)[:, : self._vocab_size]
+        gathered = [torch.empty_like(own) for _ in range(self._shard.size)]
+        dist.gather(own, gathered, dst=0)
+        return torch.cat(gathered, dim=-1)[:, : self._vocab_size]

@@ -90,14 +90,14 @@ def added_bytes(model: nn.Module, kind: Kind | None, dtype: torch.dtype, device:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             named[id(parameter)] += 1
-    found = 0
+    added = 0
     for owner, name in _of_draft(model) if draft else _of_target(model):
         weight: Tensor = getattr(owner, name).weight
         plain = weight.numel() * dtype.itemsize
-        kept = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
+        stored = plain if device.type == "cpu" else stored_bytes(weight.shape[0], weight.shape[1], _kind(name, kind))
         # a tied matrix also stays in memory under its other name
-        found += kept - (plain if named[id(weight)] == 1 else 0)
-    return found
+        added += stored - (plain if named[id(weight)] == 1 else 0)
+    return added
 
 
 def _of_target(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -111,12 +111,12 @@ def _body(names: tuple[str, ...]) -> Json:
 
 
 def _responses(content: Json, errors: Iterable[int]) -> Json:
-    found: Json = {"200": {"description": "the response", "content": content}}
+    responses: Json = {"200": {"description": "the response", "content": content}}
     for status in errors:
-        found[str(status)] = {"description": _ERRORS[status], "content": _content("Error")}
+        responses[str(status)] = {"description": _ERRORS[status], "content": _content("Error")}
         if status in (429, 503):
-            found[str(status)]["headers"] = _RETRY
-    return found
+            responses[str(status)]["headers"] = _RETRY
+    return responses
 
 
 def _probe_responses(fails: str) -> Json:

@@ -17,12 +17,12 @@ PREFIX = "#/components/schemas/"
 
 def schemas_of(*kinds: type[RequestModel]) -> Json:
     """Return the schemas of ``kinds``, and of all models to which they refer, by name."""
-    found: Json = {}
+    schemas: Json = {}
     for kind in kinds:
         schema = kind.model_json_schema(ref_template=PREFIX + "{model}")
-        found |= schema.pop("$defs", {})
-        found[kind.__name__] = _whole(schema)
-    return found
+        schemas |= schema.pop("$defs", {})
+        schemas[kind.__name__] = _whole(schema)
+    return schemas
 
 
 def _whole(schema: Json) -> Json:
@@ -44,19 +44,19 @@ def with_model_bounds(schema: Any, vocab_size: int, max_model_len: int) -> Any:
         return [with_model_bounds(one, vocab_size, max_model_len) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: with_model_bounds(one, vocab_size, max_model_len) for key, one in schema.items()}
-    if found.get("maximum") == MAX_ID:
-        found["maximum"] = vocab_size - 1
+    bounded = {key: with_model_bounds(one, vocab_size, max_model_len) for key, one in schema.items()}
+    if bounded.get("maximum") == MAX_ID:
+        bounded["maximum"] = vocab_size - 1
     for name in ("max_tokens", "max_completion_tokens"):
-        for one in found.get(name, {}).get("anyOf", ()):
+        for one in bounded.get(name, {}).get("anyOf", ()):
             if one.get("type") == "integer":
                 one["maximum"] = max_model_len - 1
-    return found
+    return bounded
 
 
 def _or_null(schema: Json) -> Json:
     """Return a schema that also accepts null. The default stays at the top level of the schema."""
     inner = {key: value for key, value in schema.items() if key not in ("default", "title")}
-    told = {key: value for key, value in schema.items() if key == "default" and value is not None}
+    default = {key: value for key, value in schema.items() if key == "default" and value is not None}
     options = inner["anyOf"] if inner.keys() == {"anyOf"} else [inner]
-    return {"anyOf": [*(one for one in options if one != _NULL), _NULL], **told}
+    return {"anyOf": [*(one for one in options if one != _NULL), _NULL], **default}

@@ -41,12 +41,12 @@ def parse_contract(kind: type[Model], body: bytes) -> Model:
 def read_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises BadRequest for invalid JSON or another type."""
     try:
-        found = pydantic_core.from_json(body, allow_inf_nan=False)
+        parsed = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
-    return found
+    return parsed
 
 
 def bad_request(error: ValidationError) -> BadRequest:

@@ -25,10 +25,10 @@ def _not_strict(value: bool | None) -> bool | None:
 def _object(value: str) -> str:
     """Check that the arguments are a JSON object, because chat templates access their fields."""
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ValueError("must be a JSON object, written as a text")
     return value
 

@@ -54,15 +54,15 @@ def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[s
     Raises:
         BadRequest: An unsupported field has a value that would change the output.
     """
-    kept = {}
+    effective_fields = {}
     for name, value in fields.items():
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name in known or name not in NEUTRAL:
-            kept[name] = _whole(value)
+            effective_fields[name] = _whole(value)
         elif not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             raise unsupported(f"{name} is not supported with this value; leave it out", name)
-    return kept
+    return effective_fields
 
 
 def _whole(value: Any) -> Any:

@@ -47,10 +47,10 @@ class ChatWriter(ResponseWriter):
             turn.unsent = scored
             return []
         turn.unsent = ()
-        found = [self._part(index, delta, scored if i == 0 else (), None) for i, delta in enumerate(deltas or [{}])]
+        chunks = [self._part(index, delta, scored if i == 0 else (), None) for i, delta in enumerate(deltas or [{}])]
         if piece.finish_reason is not None:
-            found[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
-        return found
+            chunks[-1]["choices"][0]["finish_reason"] = turn.reason(piece.finish_reason)
+        return chunks
 
     def _choice(self, index: int, choice: Choice) -> Json:
         turn = _Turn(self._tools)
@@ -88,7 +88,7 @@ class _Turn:
             deltas: list[Delta] = text_deltas(text)
         else:
             deltas = self._parser.push(text) + (self._parser.end() if last else [])
-        return [found for delta in deltas if (found := self._to_json(delta)) is not None]
+        return [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
 
     def message(self) -> Json:
         """Return the complete message of the assistant."""

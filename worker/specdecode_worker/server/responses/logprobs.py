@@ -47,8 +47,8 @@ def _chat_token(one: ScoredToken, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
-    found = vocabulary.bytes_of(token)
-    return {"token": found.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(found)}
+    token_bytes = vocabulary.bytes_of(token)
+    return {"token": token_bytes.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(token_bytes)}
 
 
 def _all(one: ScoredToken) -> Iterator[tuple[int, float]]:
@@ -65,11 +65,11 @@ def _name(token: int, vocabulary: Vocabulary) -> str:
 
     An incomplete character is written as "bytes:" and hexadecimal escapes, as in OpenAI, so that keys are unique.
     """
-    found = vocabulary.bytes_of(token)
+    token_bytes = vocabulary.bytes_of(token)
     try:
-        return found.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 def _bounded(logprob: float) -> float:

@@ -10,9 +10,9 @@ from specdecode_worker.server.responses.objects import Statistics
 
 def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
     """Return OpenAI's usage object."""
-    found = list(statistics)
-    once = [s for s in found if s.counts_prompt]
-    prompt, completion = sum(s.prompt_tokens for s in once), sum(s.completion_tokens for s in found)
+    per_choice = list(statistics)
+    once = [s for s in per_choice if s.counts_prompt]
+    prompt, completion = sum(s.prompt_tokens for s in once), sum(s.completion_tokens for s in per_choice)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -23,9 +23,9 @@ def usage(statistics: Iterable[Statistics]) -> dict[str, Any]:
 
 def metrics(statistics: Iterable[Statistics]) -> dict[str, Any]:
     """Return the speculation statistics of the request under vLLM's names."""
-    found = list(statistics)
-    drafts, accepted = sum(s.drafts for s in found), sum(s.accepted for s in found)
-    draft_tokens = sum(s.draft_tokens for s in found)
+    per_choice = list(statistics)
+    drafts, accepted = sum(s.drafts for s in per_choice), sum(s.accepted for s in per_choice)
+    draft_tokens = sum(s.draft_tokens for s in per_choice)
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,

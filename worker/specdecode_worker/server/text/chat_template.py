@@ -93,11 +93,11 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return {"default": own_file.read_text()}
-    for found in (_read_object(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
-        if isinstance(found, str):
-            return {"default": found}
-        if isinstance(found, list):
-            return {str(entry["name"]): str(entry["template"]) for entry in found}
+    for templates in (_read_object(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
+        if isinstance(templates, str):
+            return {"default": templates}
+        if isinstance(templates, list):
+            return {str(entry["name"]): str(entry["template"]) for entry in templates}
     return {}
 
 
@@ -130,9 +130,9 @@ def _text_of(token: Any) -> str:
 def _read_object(path: Path) -> Mapping[str, Any]:
     """Read a JSON object; empty if the file is missing or holds another type. Raises TokenizerProblem."""
     try:
-        found = json.loads(path.read_text())
+        parsed = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise TokenizerProblem(f"{path} is no JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

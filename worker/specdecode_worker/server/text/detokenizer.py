@@ -62,13 +62,13 @@ class ChoiceDetokenizer:
             if ends and not self._options.include_stop:
                 break
             text += self._push_token(token, logprobs)
-            if self._stops.found is not None:
+            if self._stops.matched is not None:
                 return self._piece(text, "stop")
         if tokens.finish is None:
             return self._piece(text, None)
         text += self._search(self._text.flush())
         text += self._stops.flush()
-        return self._piece(text, "stop" if self._stops.found is not None else tokens.finish)
+        return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
 
     def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
         if self._options.logprobs:
@@ -85,7 +85,7 @@ class ChoiceDetokenizer:
         A token that begins behind a stop string is never returned.
         """
         self._shown += len(text)
-        send_all = finish_reason is not None and self._stops.found is None
+        send_all = finish_reason is not None and self._stops.matched is None
         sendable = [one for one in self._unsent if send_all or one.offset < self._shown]
         self._unsent = self._unsent[len(sendable) :]
         return ChoicePiece(text, finish_reason, tuple(sendable))

@@ -29,7 +29,7 @@ class Echo:
             logprobs: Log-probabilities of all tokens but the first.
         """
         places = zip(ids, self.offsets, (None, *logprobs), strict=True)
-        return tuple(ScoredToken(token, offset, found) for token, offset, found in places)
+        return tuple(ScoredToken(token, offset, logprob) for token, offset, logprob in places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,25 @@ class StopFinder:
     ``shows_stop`` the stop string itself is returned too.
     """
 
-    __slots__ = ("_held", "_shows_stop", "_stops", "found")
+    __slots__ = ("_held", "_shows_stop", "_stops", "matched")
 
     def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
         self._shows_stop = shows_stop
         self._held = ""
-        self.found: str | None = None
+        self.matched: str | None = None
         """Stop string that ended the text; None before that."""
 
     def push(self, text: str) -> str:
         """Add ``text`` and return the held text that cannot be part of a stop string."""
-        if self.found is not None:
+        if self.matched is not None:
             return ""
         self._held += text
         first = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
         if first is not None:
-            at, self.found = first
-            return self._release(at + (len(self.found) if self._shows_stop else 0), drop_rest=True)
+            at, self.matched = first
+            return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
         return self._release(len(self._held) - self._possible_begin())
 
     def flush(self) -> str:

@@ -30,8 +30,8 @@ class Vocabulary:
         piece = self._model.id_to_token(token) or ""
         if self._letters is not None:
             return bytes(self._letters[letter] for letter in piece if letter in self._letters)
-        if (found := _FALLBACK.fullmatch(piece)) is not None:
-            return bytes.fromhex(found[1])
+        if (byte_match := _FALLBACK.fullmatch(piece)) is not None:
+            return bytes.fromhex(byte_match[1])
         return piece.replace(_SPACE, " ").encode()
 
     def piece_of(self, token: int) -> str:

@@ -91,13 +91,13 @@ class CallReader:
 
     def _header(self) -> list[Delta]:
         """Return the start of the call once the name and the opening brace of the arguments have arrived."""
-        if self._arguments_from is not None or (found := _HEADER.match(self._text)) is None:
+        if self._arguments_from is not None or (header_match := _HEADER.match(self._text)) is None:
             return []
-        name = _loads(found[1])
+        name = _loads(header_match[1])
         if not isinstance(name, str) or not self._is_offered(name):
             return []
         # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
-        self._arguments_from = found.end()
+        self._arguments_from = header_match.end()
         return [CallStart(name)]
 
     def _scan(self) -> str:
@@ -121,13 +121,13 @@ class CallReader:
 
     def _parse_complete(self) -> list[Delta]:
         """Parse the complete object, for calls that do not begin with the name."""
-        found = _loads(self._text[: self._read])
-        name = found.get("name") if isinstance(found, dict) else None
+        call = _loads(self._text[: self._read])
+        name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not self._is_offered(name):
             self.failed = True
             return []
         self.done = True
-        arguments = found.get("arguments", found.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters", {}))
         return [CallStart(name), ArgumentsDelta(arguments if isinstance(arguments, str) else json.dumps(arguments))]
 
 

@@ -60,7 +60,7 @@ def _calls(text: str) -> list[ast.expr]:
     """
     if not text.strip():
         raise ValueError("empty")
-    found = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(found, ast.List) or not found.elts:
+    expression = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(expression, ast.List) or not expression.elts:
         raise ValueError("no list")
-    return found.elts
+    return expression.elts

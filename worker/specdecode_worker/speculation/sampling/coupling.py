@@ -85,12 +85,12 @@ class Coupling:
         node_R: Tensor,
         depth_R: Tensor,
         ranked_BNK: Tensor | None,
-        kept_depth_B: Tensor | None,
+        depth_limit_B: Tensor | None,
     ) -> Outcome:
         """Accept the nodes that equal the choice of the target, as `Sampler.accept`."""
         chosen_BN = torch.full_like(forest.parents_BN, -1)
         chosen_BN[batch_R, node_R] = self.choose(logits_RV, batch_R, node_R, depth_R)
-        return accept(forest, tokens_BN, chosen_BN, ranked_BNK, kept_depth_B)
+        return accept(forest, tokens_BN, chosen_BN, ranked_BNK, depth_limit_B)
 
     def _proposed(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, k: int) -> Tensor:
         """Return the proposals [R, k] of the GPU kernel."""
@@ -122,8 +122,8 @@ class Coupling:
         mine, nodes = part.of(logits_RV), part.nodes(at)
         size = max(_SCORES_AT_ONCE // mine.shape[1], 1) if mine.device.type == "cpu" else max(len(mine), 1)
         pieces = [slice(start, start + size) for start in range(0, len(mine), size)] or [slice(0)]
-        found = [self._special(mine[piece], ids_V, nodes[piece], sharpness, pick) for piece in pieces]
-        return part.merge(found[0] if len(found) == 1 else torch.cat(found), lambda: pick(logits_RV))
+        picks = [self._special(mine[piece], ids_V, nodes[piece], sharpness, pick) for piece in pieces]
+        return part.merge(picks[0] if len(picks) == 1 else torch.cat(picks), lambda: pick(logits_RV))
 
     def _special(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, sharpness: float, pick: Pick) -> Tensor:
         """Return ``pick`` of the scores of rows that are sampled, or greedy with adjusted logits."""

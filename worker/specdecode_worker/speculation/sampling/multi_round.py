@@ -78,17 +78,19 @@ class MultiRound:
         node_R: Tensor,
         depth_R: Tensor,
         ranked_BNK: Tensor | None,
-        kept_depth_B: Tensor | None,
+        depth_limit_B: Tensor | None,
     ) -> Outcome:
         """Accept or reject the children of each node in turn, as `Sampler.accept`."""
         if not self._processing.sampled.any:
-            return self._greedy.accept(forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, kept_depth_B)
+            return self._greedy.accept(
+                forest, tokens_BN, logits_RV, batch_R, node_R, depth_R, ranked_BNK, depth_limit_B
+            )
         at = Nodes(batch_R, node_R, depth_R)
         logp_RV = self._target_logp(logits_RV, at)
         logp_BNV = logp_RV.new_zeros(*tokens_BN.shape, self._size)
         logp_BNV[batch_R, node_R] = logp_RV
         logq_BNV, drawn_BN = self._proposed(forest, logp_BNV)
-        found = multi_round(
+        accepted = multi_round(
             forest.parents_BN,
             tokens_BN,
             logp_BNV,
@@ -99,10 +101,10 @@ class MultiRound:
             drawn_BN=drawn_BN,
             width=self._width,
         )
-        path_tokens_BD = tokens_BN.gather(1, found.path_BD.clamp(min=0))
+        path_tokens_BD = tokens_BN.gather(1, accepted.path_BD.clamp(min=0))
         emitted_BD = torch.nn.functional.pad(path_tokens_BD, (0, 1))
-        emitted_BD = emitted_BD.scatter(1, found.count_B[:, None], found.bonus_B[:, None])
-        return outcome(found, emitted_BD, ranked_BNK, kept_depth_B)
+        emitted_BD = emitted_BD.scatter(1, accepted.count_B[:, None], accepted.bonus_B[:, None])
+        return outcome(accepted, emitted_BD, ranked_BNK, depth_limit_B)
 
     def _draw(self, logits_RV: Tensor, ids_V: Tensor | None, at: Nodes, meant_R: Tensor | None, k: int) -> Tensor:
         """Draw k tokens [R, k] per row without replacement (Gumbel top-k) and store log q for `accept`.

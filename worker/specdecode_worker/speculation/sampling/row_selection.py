@@ -47,13 +47,13 @@ class RowSelection:
         """Return the positions of the rows to process."""
         return at if self.rows is None else at[self.rows]
 
-    def merge(self, found: Tensor, others: Callable[[], Tensor]) -> Tensor:
-        """Return ``found`` in selected rows and ``others()``, computed for all rows, elsewhere."""
+    def merge(self, selected: Tensor, others: Callable[[], Tensor]) -> Tensor:
+        """Return ``selected`` in selected rows and ``others()``, computed for all rows, elsewhere."""
         if self.mask_R is None:
-            return found
+            return selected
         if self.rows is not None:
-            return others().index_copy(0, self.rows, found)
-        return torch.where(self.mask_R.view(-1, *[1] * (found.dim() - 1)), found, others())
+            return others().index_copy(0, self.rows, selected)
+        return torch.where(self.mask_R.view(-1, *[1] * (selected.dim() - 1)), selected, others())
 
 
 class Group:

@@ -61,7 +61,7 @@ class Sampler(Protocol):
         node_R: Tensor,
         depth_R: Tensor,
         ranked_BNK: Tensor | None,
-        kept_depth_B: Tensor | None,
+        depth_limit_B: Tensor | None,
     ) -> Outcome:
         """Return the accepted nodes and the emitted tokens.
 
@@ -73,7 +73,7 @@ class Sampler(Protocol):
             node_R: Node of each row.
             depth_R: Depth of each node.
             ranked_BNK: The draft's best tokens after each node, -1 where there are none; see acceptance.py.
-            kept_depth_B: Synthetic limit on accepted nodes; see acceptance.py.
+            depth_limit_B: Synthetic limit on accepted nodes; see acceptance.py.
         """
         ...
 

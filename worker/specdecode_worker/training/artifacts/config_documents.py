@@ -84,22 +84,22 @@ def draft_model_config(target: Mapping[str, Any], config: LlamaConfig) -> dict[s
 
 def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
     """Return the fields that only EAGLE-3 heads have."""
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
     }
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
         if getattr(config, name):
-            found[name] = True
+            fields[name] = True
     if not config.aux_layers:
-        return found | {"eagle_config": {"use_aux_hidden_state": False}}
-    return found | {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
+        return fields | {"eagle_config": {"use_aux_hidden_state": False}}
+    return fields | {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
 
 
 def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
     """Return the fields that describe the shape of the layers."""
-    found = {
+    fields = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": layers,
@@ -113,7 +113,7 @@ def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
     }
     biases = {"attention_bias": config.o_bias, "qkv_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    return found | {name: True for name, there in biases.items() if there}
+    return fields | {name: True for name, has_bias in biases.items() if has_bias}
 
 
 def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:

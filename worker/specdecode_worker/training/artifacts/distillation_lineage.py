@@ -64,7 +64,7 @@ def read_lineage(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise TrainingError(f"{path} is no JSON: {error}") from None
-    return found
+    return document

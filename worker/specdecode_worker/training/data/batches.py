@@ -34,7 +34,7 @@ class DataSet:
         self._validation_size, self._per_domain = validation, per_domain or validation
         self._shards = 0
         self._greedy: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
+        self._validation_counts: Counter[str] = Counter()
         self._asked: set[tuple[int, ...]] = set()
 
     def grow(self, limit: int | None = None) -> int:
@@ -52,9 +52,9 @@ class DataSet:
         if conversation.temperature > 0 or len(self.validation) >= self._validation_size:
             return False
         self._greedy[domain] += 1
-        if self._greedy[domain] % _VALIDATION_EVERY != 1 or self._kept[domain] >= self._per_domain:
+        if self._greedy[domain] % _VALIDATION_EVERY != 1 or self._validation_counts[domain] >= self._per_domain:
             return False
-        self._kept[domain] += 1
+        self._validation_counts[domain] += 1
         self._asked.add(_asked(conversation))
         return True
 
@@ -75,13 +75,13 @@ def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, ep
     order = list(conversations)
     rng.shuffle(order)
     per_pool = max(1, _POOL_BATCHES * tokens // max(1, _mean_length(order)))
-    found = [
+    epoch_batches = [
         batch
         for start in range(0, len(order), per_pool)
         for batch in _cut(sorted(order[start : start + per_pool], key=answer_length), tokens)
     ]
-    rng.shuffle(found)
-    return found
+    rng.shuffle(epoch_batches)
+    return epoch_batches
 
 
 def _mean_length(conversations: Sequence[Conversation]) -> int:

@@ -29,9 +29,9 @@ def normalise(folder: Path, output_VE: Tensor, log: Callable[[str], None] = lamb
     """Compute missing normalizer files shard by shard. A killed run resumes with the next shard."""
     missing = [path for path in shard_paths(folder) if not normalisers_path(path).exists()]
     for done, path in enumerate(missing, start=1):
-        found = torch.cat([normalisers(c.hidden_NE, output_VE, c.answer_start) for c in read_shard(path)])
+        values = torch.cat([normalisers(c.hidden_NE, output_VE, c.answer_start) for c in read_shard(path)])
         partial = normalisers_path(path).with_suffix(".partial")
-        save_file({"normalisers": found}, partial)
+        save_file({"normalisers": values}, partial)
         os.rename(partial, normalisers_path(path))
         if done % 8 == 0 or done == len(missing):
             log(f"normalisers: {done} of {len(missing)} shards")
@@ -43,10 +43,10 @@ def normalisers(hidden_NE: Tensor, output_VE: Tensor, answer_start: int) -> Tens
 
     Prompt tokens get zero, because no loss is computed there.
     """
-    found_NT = torch.zeros(len(hidden_NE), len(TEMPERATURES))
+    normalisers_NT = torch.zeros(len(hidden_NE), len(TEMPERATURES))
     for start in range(answer_start, len(hidden_NE), _ROWS):
         rows = slice(start, start + _ROWS)
         logits_RV = (hidden_NE[rows].to(output_VE.dtype) @ output_VE.T).float()
         columns = [torch.logsumexp(logits_RV / temperature, dim=-1) for temperature in TEMPERATURES]
-        found_NT[rows] = torch.stack(columns, dim=-1)
-    return found_NT
+        normalisers_NT[rows] = torch.stack(columns, dim=-1)
+    return normalisers_NT

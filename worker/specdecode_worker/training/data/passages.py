@@ -31,8 +31,8 @@ _CODE_LETTERS = 480
 @functools.cache
 def passages() -> tuple[str, ...]:
     """Return paragraphs of prose of 30 to 90 words, each on one line."""
-    found = (paragraph for tree in _trees() for text in _docstrings(tree) for paragraph in text.split("\n\n"))
-    return tuple(dict.fromkeys(" ".join(p.split()) for p in found if _is_prose(p)))
+    paragraphs = (paragraph for tree in _trees() for text in _docstrings(tree) for paragraph in text.split("\n\n"))
+    return tuple(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def _identifiers(words: dict[str, str]) -> dict[str, str]:
 def _quoted(rng: random.Random) -> dict[str, str]:
     """Return a random passage, symbol and code snippet of the standard library."""
     texts = {"passage": passages.passages(), "symbol": passages.symbols(), "snippet": passages.snippets()}
-    return {name: rng.choice(found) for name, found in texts.items()}
+    return {name: rng.choice(choices) for name, choices in texts.items()}
 
 
 def ngrams(text: str, size: int = NGRAM_WORDS) -> set[tuple[str, ...]]:

@@ -82,17 +82,17 @@ def read_prompts(path: Path) -> list[PromptLine]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise PromptFileError(f"{path} cannot be read: {error.strerror}") from None
-    found = []
+    prompt_lines = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append(PromptLine.model_validate(json.loads(line)))
+            prompt_lines.append(PromptLine.model_validate(json.loads(line)))
         except (ValueError, ValidationError) as error:
             raise PromptFileError(f"{path}, line {number}: {error}") from None
-    if not found:
+    if not prompt_lines:
         raise PromptFileError(f'{path} holds no prompts; write lines of {{"messages": [...]}} or {{"prompt": "..."}}')
-    return found
+    return prompt_lines
 
 
 def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:

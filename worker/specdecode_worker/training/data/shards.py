@@ -72,8 +72,10 @@ def read_shard(path: Path) -> Iterator[Conversation]:
         domains: list[str] = json.loads(file.metadata()["domains"])
     lengths = tensors["lengths"].tolist()
     parts = [tensors[name].split(lengths) for name in ("tokens", "aux", "hidden")]
-    beside = normalisers_path(path)
-    normalisers = torch.split(load_file(beside)["normalisers"], lengths) if beside.exists() else None
+    normalisers_file = normalisers_path(path)
+    normalisers = (
+        torch.split(load_file(normalisers_file)["normalisers"], lengths) if normalisers_file.exists() else None
+    )
     for i, domain in enumerate(domains):
         yield Conversation(
             tokens_N=parts[0][i],

@@ -111,15 +111,15 @@ def compose(
     share = share if replay else 0.0
     # Weighted random order without replacement (Efraimidis and Spirakis 2006).
     order = sorted(captured, key=lambda one: rng.random() ** (1 / one.weight), reverse=True)
-    found = _up_to([one.conversation for one in order], tokens * (1 - share))
+    chosen = _up_to([one.conversation for one in order], tokens * (1 - share))
     by_domain: dict[str, list[Conversation]] = defaultdict(list)
     for conversation in replay:
         by_domain[conversation.domain].append(conversation)
     for _, conversations in sorted(by_domain.items()):
         rng.shuffle(conversations)
-        found += _up_to(conversations, tokens * share / len(by_domain))
-    rng.shuffle(found)
-    return found
+        chosen += _up_to(conversations, tokens * share / len(by_domain))
+    rng.shuffle(chosen)
+    return chosen
 
 
 def _up_to(order: Sequence[Conversation], tokens: float) -> list[Conversation]:
@@ -127,12 +127,12 @@ def _up_to(order: Sequence[Conversation], tokens: float) -> list[Conversation]:
 
     The order repeats as often as needed.
     """
-    found: list[Conversation] = []
+    chosen: list[Conversation] = []
     total = 0
     while order and total < tokens:
         for conversation in order:
             if total >= tokens:
                 break
-            found.append(conversation)
+            chosen.append(conversation)
             total += max(answer_length(conversation), 1)
-    return found
+    return chosen

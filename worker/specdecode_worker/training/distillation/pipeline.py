@@ -95,8 +95,8 @@ class Distillation:
         """
         path = self._job.out / "verdict.json"
         if path.exists():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            stored: dict[str, Any] = json.loads(path.read_text())
+            return stored
         self._job.out.mkdir(parents=True, exist_ok=True)
         golden = self._load_golden()
         summary = self._prepare_data(golden)
@@ -186,10 +186,10 @@ class Distillation:
             raise TrainingError("nothing to replay: name the --out of the parent's training with --replay, or want "
                                 "none with --replay-share 0")  # fmt: skip
         pool = read_pool(job.replay, most_tokens=job.most_tokens)
-        kept = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
-        self._log(f"distill: replay of {len(kept)} conversations in {len(pool.domains)} domains; "
-                   f"{len(pool.training) - len(kept)} share a run of tokens with what judges")  # fmt: skip
-        return Pool(kept, pool.validation)
+        training = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
+        self._log(f"distill: replay of {len(training)} conversations in {len(pool.domains)} domains; "
+                   f"{len(pool.training) - len(training)} share a run of tokens with what judges")  # fmt: skip
+        return Pool(training, pool.validation)
 
     def _compare_with_deployed(self, golden: Golden, summary: Summary) -> dict[str, Any]:
         """Compare the candidate with the deployed draft and return the document of the verdict."""
@@ -219,7 +219,7 @@ class Distillation:
         """Write OUT/head/lineage.json."""
         job, head = self._job, self._job.out / "head"
         settings = asdict(job.settings) | {"replay": [str(path) for path in job.replay], "shape": str(job.shape)}
-        found = lineage(
+        lineage_document = lineage(
             target=job.target,
             parent=job.parent,
             draft=weights_hash(head),
@@ -228,16 +228,16 @@ class Distillation:
             settings=settings | {"wanted_gain": job.wanted_gain},
             results={name: document[name] for name in ("verdict", "reasons", "gain", "domains", "step_milliseconds")},
         )
-        (head / "lineage.json").write_text(json.dumps(found, indent=2) + "\n")
+        (head / "lineage.json").write_text(json.dumps(lineage_document, indent=2) + "\n")
 
 
 def _few(samples: list[Sample]) -> list[Sample]:
     """Return at most ``VALIDATION_CONVERSATIONS`` samples of each domain."""
     counts: dict[str, int] = {}
-    kept = []
+    chosen = []
     for sample in samples:
         domain = sample.record.task
         if counts.get(domain, 0) < VALIDATION_CONVERSATIONS:
             counts[domain] = counts.get(domain, 0) + 1
-            kept.append(sample)
-    return kept
+            chosen.append(sample)
+    return chosen

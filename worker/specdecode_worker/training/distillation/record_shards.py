@@ -112,15 +112,15 @@ def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[
 
     The selection is stored in a file, so that a resumed run uses the same records while workers continue to capture.
     """
-    kept, noted = folder / "selected.records", folder / "selected.json"
-    if not noted.exists():
+    records_path, summary_path = folder / "selected.records", folder / "selected.json"
+    if not summary_path.exists():
         stats = ReadStats()
         summary, chosen = select_records(read_records(source.folders, stats), source, vocab_size)
         summary.torn_segments, summary.unreadable = stats.torn, stats.unreadable
-        kept.write_bytes(msgspec.msgpack.encode(chosen))
-        _write_json(noted, asdict(summary))
-    found = msgspec.msgpack.decode(kept.read_bytes(), type=list[Record])
-    return msgspec.convert(json.loads(noted.read_text()), Summary), found
+        records_path.write_bytes(msgspec.msgpack.encode(chosen))
+        _write_json(summary_path, asdict(summary))
+    records = msgspec.msgpack.decode(records_path.read_bytes(), type=list[Record])
+    return msgspec.convert(json.loads(summary_path.read_text()), Summary), records
 
 
 def select_records(
@@ -190,12 +190,12 @@ def _replay_chunk(target: Llama, chunk: Sequence[Record], folder: Path, number: 
     dropped: Counter[str] = Counter()
     ties = 0
     for record in chunk:
-        found = replay(target, record)
-        if isinstance(found, Replayed):
-            parts[split_of(record.opening)].append((record, found.conversation))
-            ties += found.ties
+        replayed = replay(target, record)
+        if isinstance(replayed, Replayed):
+            parts[split_of(record.opening)].append((record, replayed.conversation))
+            ties += replayed.ties
         else:
-            dropped[found] += 1
+            dropped[replayed] += 1
     for split, pairs in parts.items():
         if pairs:
             (folder / split).mkdir(exist_ok=True)

@@ -60,12 +60,12 @@ def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
 
 def _read(folder: Path, most_tokens: int) -> list[Conversation]:
     """Return the conversations of the first shards that hold ``most_tokens`` tokens."""
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     for path in shard_paths(folder):
-        if _tokens(found) >= most_tokens:
+        if _tokens(conversations) >= most_tokens:
             break
-        found += read_shard(path)
-    return found
+        conversations += read_shard(path)
+    return conversations
 
 
 def _tokens(conversations: Sequence[Conversation]) -> int:

@@ -52,11 +52,11 @@ def _windows(tokens: Sequence[int], size: int) -> Runs:
     if not 0 < size <= len(tokens):
         return np.empty(0, np.uint64)
     ids = _mixed(np.asarray(tokens, np.uint64) + np.uint64(1))
-    found = np.zeros(len(ids) - size + 1, np.uint64)
+    hashes = np.zeros(len(ids) - size + 1, np.uint64)
     for i in range(size):
         # A polynomial modulo 2^64 over mixed ids. A collision only drops a text without need.
-        found = found * np.uint64(0x9E3779B97F4A7C15) + ids[i : len(ids) - size + 1 + i]
-    return found
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[i : len(ids) - size + 1 + i]
+    return hashes
 
 
 def _mixed(x: Runs) -> Runs:
@@ -81,12 +81,12 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
     conversations: dict[str, dict[str, list[Runs]]] = defaultdict(lambda: defaultdict(list))
     for text in texts:
         conversations[text.domain][text.conversation].append(np.unique(_windows(text.prompt, NGRAM_TOKENS)))
-    found = {}
+    runs_by_domain = {}
     for domain, prompts in conversations.items():
         counts = Counter(int(run) for parts in prompts.values() for run in np.unique(np.concatenate(parts)))
         most = max(_COMMON[0], _COMMON[1] * len(prompts))
-        found[domain] = np.array(sorted(run for run, count in counts.items() if count > most), np.uint64)
-    return found
+        runs_by_domain[domain] = np.array(sorted(run for run, count in counts.items() if count > most), np.uint64)
+    return runs_by_domain
 
 
 def exclusive_runs(text: Text, frame: Mapping[str, Runs]) -> Runs:

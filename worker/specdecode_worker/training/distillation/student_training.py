@@ -181,8 +181,8 @@ class StudentTraining:
         head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
         for start in range(0, len(texts), 8):
             part = texts[start : start + 8]
-            for text, found in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
-                counts_by_domain[text.domain].walk(found, TreeShape.chain(depth))
+            for text, ranks in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
+                counts_by_domain[text.domain].walk(ranks, TreeShape.chain(depth))
         return dict(sorted(counts_by_domain.items()))
 
     def _log(self, loss: float, log: Callable[[str], None]) -> None:

@@ -113,5 +113,5 @@ def distinct_ngrams(token_lists: Sequence[Sequence[int]], size: int = 4) -> floa
 
     Text that loops has few distinct n-grams and raises the acceptance of every draft.
     """
-    found = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
-    return len(set(found)) / max(len(found), 1)
+    ngrams = [tuple(tokens[i : i + size]) for tokens in token_lists for i in range(len(tokens) - size + 1)]
+    return len(set(ngrams)) / max(len(ngrams), 1)

@@ -54,7 +54,7 @@ def _count_domain_steps(
     target: Llama, comparison: Comparison, log: Callable[[str], None], stopped: Stopped
 ) -> list[Domain]:
     """Return the token and step counts of both drafts by domain."""
-    found = []
+    domains = []
     config = target.config
     for name, conversations in sorted(by_conversation(comparison.samples).items()):
         sums = []
@@ -73,9 +73,9 @@ def _count_domain_steps(
             ]
             sums.append([sum(a.tokens for a, _ in pairs), *(sum(pair[i].steps for pair in pairs) for i in (0, 1))])
         tokens_C, deployed_C, candidate_C = np.array(sums, np.float64).T
-        found.append(Domain(name, comparison.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
+        domains.append(Domain(name, comparison.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
         log(f"distill: {name}: {len(sums)} conversations walked with both drafts")
-    return found
+    return domains
 
 
 def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, comparison: Comparison) -> dict[str, Any]:

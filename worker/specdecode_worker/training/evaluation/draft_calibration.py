@@ -63,22 +63,22 @@ def write_calibration(
     head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, folder: Path, *, depth: int
 ) -> list[float]:
     """Write ``folder``/calibration.json and return the common factors by depth."""
-    found = agreement(head, conversations, output_VE, depth=max_depth(head, depth))
-    pooled = found[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
+    agreements = agreement(head, conversations, output_VE, depth=max_depth(head, depth))
+    pooled = agreements[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
     document = {
         **_best(pooled),
         "temperatures": list(_POOLED),
-        "by_temperature": {str(t): _best(of_one) for t, of_one in zip(TEMPERATURES, found, strict=True)},
+        "by_temperature": {str(t): _best(of_one) for t, of_one in zip(TEMPERATURES, agreements, strict=True)},
     }
     write_json(folder / "calibration.json", document)
     sharpness: list[float] = document["sharpness"]
     return sharpness
 
 
-def _best(found_DF: Tensor) -> dict[str, Any]:
+def _best(agreement_DF: Tensor) -> dict[str, Any]:
     """Return the best factor and its agreement by depth, from agreements [depth, factors]."""
     return {
-        "sharpness": [FACTORS[int(best)] for best in found_DF.argmax(dim=-1)],
-        "agreement": [round(float(share), 4) for share in found_DF.max(dim=-1).values],
-        "agreement_uncalibrated": [round(float(share), 4) for share in found_DF[:, FACTORS.index(1.0)]],
+        "sharpness": [FACTORS[int(best)] for best in agreement_DF.argmax(dim=-1)],
+        "agreement": [round(float(share), 4) for share in agreement_DF.max(dim=-1).values],
+        "agreement_uncalibrated": [round(float(share), 4) for share in agreement_DF[:, FACTORS.index(1.0)]],
     }

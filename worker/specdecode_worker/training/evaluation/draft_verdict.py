@@ -131,8 +131,8 @@ def _cost_ratios(costs: StepCosts, rng: np.random.Generator) -> Floats:
     """
     rounds = len(costs.deployed_R)
     drawn_BR = np.vstack([np.arange(rounds), rng.integers(rounds, size=(_RESAMPLES, rounds))])
-    found: Floats = np.median((costs.deployed_R / costs.candidate_R)[drawn_BR], axis=1)
-    return found
+    ratios: Floats = np.median((costs.deployed_R / costs.candidate_R)[drawn_BR], axis=1)
+    return ratios
 
 
 def _steps_per_token(domain: Domain, rng: np.random.Generator) -> Floats:
@@ -144,5 +144,5 @@ def _steps_per_token(domain: Domain, rng: np.random.Generator) -> Floats:
         times_BC = rng.multinomial(count, np.full(count, 1 / count), size=min(_AT_ONCE, _RESAMPLES - start))
         parts.append(sums_3C @ times_BC.T)
     sums_3B = np.hstack(parts)
-    found: Floats = sums_3B[:2] / sums_3B[2]
-    return found
+    ratios: Floats = sums_3B[:2] / sums_3B[2]
+    return ratios

@@ -62,12 +62,12 @@ def golden_set(
     if not shard_paths(folder):
         lines = read_prompts(prompts)
         settings = RolloutSettings(rows=min(_ROWS, len(lines)), answer_tokens=answer_tokens, for_training=False)
-        found = []
+        conversations = []
         for conversation in Rollout(target, settings, greedy(lines, chat)).conversations():
             if stopped():
                 raise Interrupted
-            found.append(conversation)
-        _write(folder, found, [_record(target, conversation) for conversation in found])
+            conversations.append(conversation)
+        _write(folder, conversations, [_record(target, conversation) for conversation in conversations])
     samples = tuple(read_samples(folder))
     return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
 
@@ -124,7 +124,7 @@ def text_of(name: str, conversation: Conversation) -> Text:
 
 def by_conversation(samples: Sequence[Sample]) -> dict[str, dict[str, list[Sample]]]:
     """Group samples by domain and then by conversation: turns of one conversation share their opening."""
-    found: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        found[sample.record.task][sample.record.opening].append(sample)
-    return found
+        groups[sample.record.task][sample.record.opening].append(sample)
+    return groups

@@ -110,8 +110,8 @@ def _check(origin: Eagle3Head) -> None:
         "no states of the target's layers": not config.aux_layers,
         "a width of its own": config.hidden_size != config.target_hidden_size,
     }
-    if found := [what for what, is_so in odd.items() if is_so]:
-        raise DraftNotTrainable(f"copiers cannot be added to a head with {', '.join(found)}; leave --copiers out")
+    if obstacles := [what for what, is_so in odd.items() if is_so]:
+        raise DraftNotTrainable(f"copiers cannot be added to a head with {', '.join(obstacles)}; leave --copiers out")
 
 
 def _slow_dims(head_dim: int) -> Tensor:
@@ -164,8 +164,8 @@ def _fitted(inputs_NE: Tensor, wanted_NC: Tensor) -> Tensor:
     centred_NE, wanted_NC = inputs_NE - inputs_NE.mean(dim=0), wanted_NC - wanted_NC.mean(dim=0)
     gram_EE = centred_NE.T @ centred_NE
     ridge = RIDGE * gram_EE.diagonal().mean()
-    found_CE: Tensor = torch.linalg.solve(gram_EE + ridge * torch.eye(len(gram_EE)), centred_NE.T @ wanted_NC).T
-    return found_CE
+    weights_CE: Tensor = torch.linalg.solve(gram_EE + ridge * torch.eye(len(gram_EE)), centred_NE.T @ wanted_NC).T
+    return weights_CE
 
 
 def _add_group(

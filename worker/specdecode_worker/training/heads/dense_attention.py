@@ -50,8 +50,8 @@ class DenseCache:
         length = int(self._positions_P[second])
         if length <= int(self._positions_P[first]):
             return
-        for kept in (self.keys, self.values):
-            kept[:, places, :, :length] = kept[:, swapped, :, :length]
+        for cache in (self.keys, self.values):
+            cache[:, places, :, :length] = cache[:, swapped, :, :length]
         self._positions_P[places] = self._positions_P[swapped]
         self._row_at_P[places] = self._row_at_P[swapped]
         self._place_of_B[self._row_at_P[places]] = places

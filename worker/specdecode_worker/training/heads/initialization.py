@@ -71,24 +71,24 @@ def new_medusa(target: Llama, vocabulary: Tensor, heads: int) -> MedusaHeads:
         vocab_size=size,
         draft_vocab_size=len(vocabulary),
     )
-    found = MedusaHeads(config).float()
+    medusa = MedusaHeads(config).float()
     with torch.no_grad():
-        if found.token_map is not None:
-            found.token_map.copy_(vocabulary)
-        for parameter in found.blocks.parameters():
+        if medusa.token_map is not None:
+            medusa.token_map.copy_(vocabulary)
+        for parameter in medusa.blocks.parameters():
             parameter.zero_()
-        for matrix in found.lm_heads:
+        for matrix in medusa.lm_heads:
             assert isinstance(matrix, nn.Linear)
             matrix.weight.copy_(target.lm_head.weight[vocabulary])
-    return found
+    return medusa
 
 
 def new_draft_model(target: Llama, layers: int) -> Llama:
     """Return a trainable fp32 model of ``layers`` of the target's layers, evenly spaced from the first to the last."""
-    kept = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
+    layer_indices = torch.linspace(0, target.config.num_hidden_layers - 1, layers).round().int().tolist()
     model = Llama(replace(target.config, num_hidden_layers=layers)).float()
     with torch.no_grad():
-        for mine, index in zip(model.model.layers, kept, strict=True):
+        for mine, index in zip(model.model.layers, layer_indices, strict=True):
             mine.load_state_dict(target.model.layers[index].state_dict())
         model.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
         model.lm_head.weight.copy_(target.lm_head.weight)

@@ -44,8 +44,8 @@ def unrolled(draft: Draft, batch: Batch, depth: int) -> Iterator[tuple[Tensor, T
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
     """Return the logits [R, draft vocabulary] of states that were unrolled to depth ``k``."""
     if isinstance(draft, MedusaHeads):
-        found: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
-        return found
+        logits: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
+        return logits
     return draft.logits(states_RE)
 
 
@@ -80,8 +80,8 @@ def _teacher_forced(model: Llama, batch: Batch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1]).expand(tokens_BN.shape)
-    found = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
-    return gather_rows(found.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
+    output = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
+    return gather_rows(output.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
 
 
 class _Causal(Attend):

@@ -144,8 +144,10 @@ def _acceptance(
     """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA, expected_BA = torch.ones(valid_BA.shape), torch.ones(valid_BA.shape)
     for k, (logits_RV, _) in enumerate(unrolls):
-        found_BA = torch.zeros(valid_BA.shape).masked_scatter(valid_BA, overlap(logits_RV, target_RV, aim.temperature))
+        overlap_BA = torch.zeros(valid_BA.shape).masked_scatter(
+            valid_BA, overlap(logits_RV, target_RV, aim.temperature)
+        )
         # Depth k of root i was computed at slot i + k; beyond the end of the text every draft counts as rejected.
-        path_BA = path_BA * shifted_back(found_BA, k)
+        path_BA = path_BA * shifted_back(overlap_BA, k)
         expected_BA = expected_BA + path_BA
     return -expected_BA.log()[valid_BA].sum() / max(1, counts[0])

@@ -53,16 +53,16 @@ class _Overlap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
         gradient = torch.empty_like(logits_RV)
-        found_R = torch.empty(len(logits_RV))
+        overlap_R = torch.empty(len(logits_RV))
         for start in range(0, len(logits_RV), _ROWS):
             here = slice(start, start + _ROWS)
             q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
             target = target_RV[here].float()
             wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
-            found_R[here] = torch.minimum(q, target).sum(dim=-1)
+            overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
             gradient[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
         ctx.save_for_backward(gradient)
-        return found_R
+        return overlap_R
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
@@ -75,5 +75,5 @@ def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
 
     This is the probability that an optimal coupling of draft and target draws the same token.
     """
-    found_R: Tensor = _Overlap.apply(logits_RV, target_RV, temperature)
-    return found_R
+    overlap_R: Tensor = _Overlap.apply(logits_RV, target_RV, temperature)
+    return overlap_R

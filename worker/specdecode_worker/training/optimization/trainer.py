@@ -221,9 +221,9 @@ class Trainer:
             "loss": round(loss, 4),
             **validation_line(self.head, self.data.validation, self.output_VE),
         }
-        found = line["tokens_per_step"]
-        at.worse = at.worse + 1 if found < at.most else 0
-        at.most = max(at.most, found)
+        tokens_per_step = line["tokens_per_step"]
+        at.worse = at.worse + 1 if tokens_per_step < at.most else 0
+        at.most = max(at.most, tokens_per_step)
         at.history.append(line)
         return f"validation: {json.dumps(line)}"
 

@@ -35,9 +35,9 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
     texts = sorted(conversations, key=lambda c: len(c.tokens_N))
     for start in range(0, len(texts), _TEXTS):
         part = texts[start : start + _TEXTS]
-        for conversation, found in zip(part, target_token_ranks(draft, part, output_VE, depth), strict=True):
-            counts_by_domain[""].walk(found, shape)
-            counts_by_domain[conversation.domain].walk(found, shape)
+        for conversation, ranks in zip(part, target_token_ranks(draft, part, output_VE, depth), strict=True):
+            counts_by_domain[""].walk(ranks, shape)
+            counts_by_domain[conversation.domain].walk(ranks, shape)
         batch = batch_for(draft, part, output_VE.dtype)
         divergence += float(loss_of(draft, batch, output_VE, LossSettings(depth=1, decay=1.0), slots))
     overall = counts_by_domain.pop("", StepCounts())

@@ -24,7 +24,7 @@ def walk(
     into: StepRecorder, one: Request, tree: Tree, tokens: list[int], ranks: list[int], path: list[int], **read: object
 ) -> None:
     """Process a row as the engine does: advance the request, append its tokens, then call the recorder."""
-    fields = {"ranked_NK": None, "kept_depth": 99, **read}
+    fields = {"ranked_NK": None, "depth_limit": 99, **read}
     one.cached += len(tokens)
     taken = one.append_output(tokens)
     into.record_row(Row(one, tree.verified, tree), RowResult(tokens, path, ranks, **fields), taken, now=6.0)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_a_shadow_is_scored_once_its_tokens_are_out_without_verifying_them() -> 
 def test_a_shadow_of_a_cut_path_is_a_miss() -> None:
     into, one = recorder(), request(prompt=(0, 0))
     one.cached = 1
-    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED, kept_depth=2)
+    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED, depth_limit=2)
     walk(into, one, PLAIN, [3], ranks=[-1], path=[])
     assert cells(into)[3, "main"] == {MAX_RANKS: 1}
     assert (4, "main") not in cells(into)

@@ -49,7 +49,7 @@ def launched(shadow_passes: int = 0, **change: Any) -> LaunchedStep:
         "size": step_size_of(ROWS, 2),
         "outcome": outcome,
         "ranked_BNK": RANKED,
-        "kept_depths": (2, 0),
+        "depth_limits": (2, 0),
         "began_seconds": 0.0,
         "draft_seconds": 0.0,
     }
@@ -58,7 +58,7 @@ def launched(shadow_passes: int = 0, **change: Any) -> LaunchedStep:
 
 def test_emitting_rows_are_read_without_padding() -> None:
     found = launched().read()
-    assert [(read.tokens, read.path, read.ranks, read.kept_depth) for read in found] == [
+    assert [(read.tokens, read.path, read.ranks, read.depth_limit) for read in found] == [
         ([4, 5], [1, -1], [0, 8, -1], 2),
         ([0], [-1, -1], [-1, -1, -1], 0),
     ]
