@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test crds images bench gpu gpu-carry gpu-report simulate loop lossless soak fuzz requirements
+.PHONY: help venv demo demo-down check lint test faults crds images bench gpu gpu-carry gpu-report simulate loop lossless soak fuzz requirements
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ soak: venv ## five minutes of load with misbehaving clients, plans and drafts sw
 
 fuzz: venv ## 10,000 requests made of the worker's OpenAPI document; 500 of them are part of `make test`
 	FUZZ_CASES=10000 $(BIN)/pytest --timeout=0 tests/serving/test_fuzz.py
+
+faults: venv ## hung engines, hostile clients and full disks against a real worker, with the bounds of docs/security.md
+	SLOW_FAULTS=1 $(BIN)/pytest -s tests/faults
 
 crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd

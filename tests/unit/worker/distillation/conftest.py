@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "serving"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import small_model

@@ -16,7 +16,8 @@ import httpx
 
 from specdecode_worker.contract import EngineConfig, ModelConfig, ServerConfig, WorkerConfig
 
-HERE = Path(__file__).parent
+SERVING = Path(__file__).parents[1] / "serving"
+"""Folder with the server around the fake engine, which the server and the engine process import."""
 
 
 def worker_config(folder: Path, **engine: int) -> WorkerConfig:
@@ -33,7 +34,7 @@ class WorkerProcess:
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
-        paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (str(SERVING), os.environ.get("PYTHONPATH"))))
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
@@ -92,7 +93,7 @@ def fake(
     config_json: str, log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
     """Return the server with the fake engine."""
-    return started([sys.executable, str(HERE / "serve_fake.py"), config_json], log, environment)
+    return started([sys.executable, str(SERVING / "serve_fake.py"), config_json], log, environment)
 
 
 def real(

@@ -1,0 +1,84 @@
+"""Workers for the fault tests: real server and engine processes on loopback, started as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # makes `bounds` importable
+
+import small_model
+from worker_process import WorkerProcess, real
+
+StartWorker = Callable[..., WorkerProcess]
+"""``start(*flags, environment=None, command=real)``: start a worker with these flags and wait until it is ready."""
+
+SMALL_FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--served-model-name", "small")
+EMBEDDED_FLAGS = (
+    *("--model", "embedded://smollm2-135m-instruct", "--served-model-name", "smollm2"),
+    *("--max-num-seqs", "4", "--kv-cache-tokens", "32768", "--max-num-batched-tokens", "512"),
+)
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small random Llama with one token per byte and a context of 256 tokens."""
+    folder = tmp_path_factory.mktemp("small")
+    small_model.write_target(folder)
+    return folder
+
+
+@pytest.fixture
+def start_small(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
+    """Yield a function that starts a worker with the small model, ready after about ten seconds."""
+    with _starter(tmp_path, ("--model", f"file://{small_folder}", *SMALL_FLAGS)) as start:
+        yield start
+
+
+@pytest.fixture
+def start_embedded(tmp_path: Path) -> Iterator[StartWorker]:
+    """Yield a function that starts a worker with SmolLM2-135M and its real tokenizer, ready after about 20 seconds."""
+    with _starter(tmp_path, EMBEDDED_FLAGS) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def small_worker(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """Yield one worker with the small model for all tests of a module. A test must leave it idle and healthy."""
+    with _starter(tmp_path_factory.mktemp("worker"), ("--model", f"file://{small_folder}", *SMALL_FLAGS)) as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def embedded_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """Yield one worker with SmolLM2-135M for all tests of a module. A test must leave it idle and healthy."""
+    with _starter(tmp_path_factory.mktemp("worker"), EMBEDDED_FLAGS) as start:
+        yield start()
+
+
+@contextlib.contextmanager
+def _starter(folder: Path, base_flags: tuple[str, ...]) -> Iterator[StartWorker]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, environment: dict[str, str] | None = None) -> WorkerProcess:
+            log = folder / f"worker-{len(list(folder.glob('worker-*.log')))}.log"
+            variables = {"SPECDECODE_TERMINATION_LOG": str(log.with_suffix(".termination")), **(environment or {})}
+            worker = stack.enter_context(real([*base_flags, *flags], log, variables))
+            worker.wait_ready()
+            return worker
+
+        yield start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the slow fault tests unless ``make faults`` runs them."""
+    if os.environ.get("SLOW_FAULTS"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow_fault"):
+            item.add_marker(pytest.mark.skip(reason="takes long: SLOW_FAULTS=1, or make faults"))
