@@ -29,7 +29,7 @@ def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[t
     monkeypatch.syspath_prepend(GPU)
     import targets
 
-    return {(found.target, found.case): found.met for found in targets.judge(rows)}
+    return {(verdict.target, verdict.case): verdict.met for verdict in targets.judge(rows)}
 
 
 @pytest.mark.timeout(600)
@@ -58,7 +58,7 @@ def test_a_dry_run_is_measured_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "dry-run.png").stat().st_size > 0
 
 
-def test_a_run_without_time_leaves_a_document_that_says_so(tmp_path: Path) -> None:
+def test_run_without_time_reports_that_no_time_was_left(tmp_path: Path) -> None:
     ran = hack_gpu(tmp_path, "--seconds", "0", "--skip", "tests")
     document = json.loads((tmp_path / "dry-run.json").read_text())
     assert ran.returncode == 1
@@ -70,15 +70,15 @@ STEP = {"stage": "engine-8b", "kind": "step", "batch": 1, "shape": "plain", "syn
 
 
 @pytest.mark.parametrize(("over", "met"), [(1.15, True), (1.16, False)])
-def test_a_bound_is_kept_or_not(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judge([STEP | {"over_roofline": over}], monkeypatch)
-    assert found["plain step over its roofline, batch 1", "batch 1"] is met
-    assert found["plain step over its roofline", "not measured"] is None
+def test_bound_is_met_or_missed(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = judge([STEP | {"over_roofline": over}], monkeypatch)
+    assert verdicts["plain step over its roofline, batch 1", "batch 1"] is met
+    assert verdicts["plain step over its roofline", "not measured"] is None
 
 
-def test_a_step_of_another_stage_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}], monkeypatch)
-    assert set(found.values()) == {None}
+def test_step_of_another_stage_meets_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}], monkeypatch)
+    assert set(verdicts.values()) == {None}
 
 
 def test_sampling_is_a_share_of_the_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_sampling_is_a_share_of_the_largest_plain_step(monkeypatch: pytest.Monke
     assert judge(rows, monkeypatch)["sampling, share of a plain step", "batch 64"] is True
 
 
-def test_attention_is_held_against_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is compared with FlashInfer's decode if it is installed, else with the copy rate.
 
     FlexAttention is compared in both cases.
@@ -97,10 +97,10 @@ def test_attention_is_held_against_what_was_there(monkeypatch: pytest.MonkeyPatc
     case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
     ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5}
     rows = [ours | {"flash_decode_microseconds": 9.5}, case | {"kind": "flex", "microseconds": 9.0}]
-    found = judge(rows, monkeypatch)
+    verdicts = judge(rows, monkeypatch)
     name = "batch 1, 8192 tokens, 6 nodes"
-    assert found["tree attention over FlashInfer's unmasked decode", name] is True
-    assert found["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
-    assert found["tree attention over FlexAttention", name] is False
+    assert verdicts["tree attention over FlashInfer's unmasked decode", name] is True
+    assert verdicts["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
+    assert verdicts["tree attention over FlexAttention", name] is False
     rows[0]["flash_decode_microseconds"] = None
     assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False

@@ -18,7 +18,7 @@ def row(concurrency: int, context: int, task: str, depth: int) -> PlanRow:
     return PlanRow(concurrency=concurrency, context=context, task=task, shape=TreeShape.chain(depth))
 
 
-def test_a_row_is_the_tasks_own_else_that_of_other_else_none() -> None:
+def test_row_of_the_task_takes_precedence_over_the_row_of_other() -> None:
     plan = Plan(rows=(row(0, 0, "other", 2), row(0, 0, "code", 5)))
     assert plan.row(0, 0, "code") == row(0, 0, "code", 5)
     assert plan.row(0, 0, "prose") == row(0, 0, "other", 2)
@@ -39,21 +39,21 @@ def test_bucket_edges_must_rise(edges: tuple[int, ...]) -> None:
         Buckets(concurrency=edges)
 
 
-def test_a_reader_ignores_what_a_newer_writer_added() -> None:
+def test_unknown_fields_of_newer_plans_and_reports_are_ignored() -> None:
     text = Plan(version=3, rows=(row(0, 0, "other", 2),)).model_dump_json()
     assert Plan.model_validate_json(text[:-1] + ',"invented_later":1}').version == 3
     report = Report(boot_id="b", worker="w", clock_seconds=1.0).model_dump_json()
     assert Report.model_validate_json(report[:-1] + ',"invented_later":{}}').boot_id == "b"
 
 
-def test_what_people_write_is_strict() -> None:
+def test_unknown_fields_of_user_input_are_refused() -> None:
     with pytest.raises(ValidationError, match="served_nam"):
         WorkerConfig.model_validate({"model": {"uri": "file:///m", "served_name": "m", "served_nam": "m"}})
     with pytest.raises(ValidationError, match="acceptence"):
         SyntheticKnobs.model_validate({"acceptence": [0.5]})
 
 
-def test_a_draft_needs_a_source_and_none_has_none() -> None:
+def test_draft_needs_a_uri_and_method_none_refuses_one() -> None:
     model = {"uri": "file:///m", "served_name": "m"}
     for draft in ({"method": "eagle3"}, {"method": "none", "uri": "file:///d"}):
         with pytest.raises(ValidationError, match=r"draft\.uri is needed"):

@@ -48,7 +48,7 @@ def test_depths_and_ranks_follow_the_parents(shape: TreeShape) -> None:
 @pytest.mark.parametrize(
     "bad", ["chain:x", "tree:0", "tree:9,9", "1", "0,2", "0,1,0", "nonsense", f"chain:{MAX_NODES + 1}"]
 )
-def test_a_bad_shape_is_refused_with_what_is_wrong(bad: str) -> None:
+def test_invalid_shape_is_refused_with_the_reason(bad: str) -> None:
     with pytest.raises(ValidationError) as caught:
         TreeShape.parse(bad)
     assert any(word in str(caught.value) for word in ("tree", "parent", "order", "nodes"))

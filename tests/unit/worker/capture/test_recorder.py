@@ -53,7 +53,7 @@ def test_full_queue_drops_records_without_waiting(tmp_path: Path, monkeypatch: p
     made.close()
 
 
-def test_a_hook_changes_and_drops(tmp_path: Path) -> None:
+def test_a_hook_can_change_and_drop_records(tmp_path: Path) -> None:
     captured(tmp_path / "a", "without_opening", range(2))
     assert [one.opening for one in read(tmp_path / "a")] == ["", ""]
     made = captured(tmp_path / "b", "odd_ones", range(10))
@@ -77,7 +77,7 @@ def test_invalid_hook_is_reported_at_start(name: str, tmp_path: Path) -> None:
         recorder(tmp_path, redact=name)
 
 
-def test_a_disk_that_fails_is_counted_and_the_thread_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_errors_are_counted_and_do_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorder(tmp_path)
     append, failures = made._segments.append, [OSError(28, "No space left on device")] * 2
 

@@ -34,14 +34,14 @@ def test_records_round_trip(tmp_path: Path) -> None:
     segments = writer(tmp_path)
     for one in records:
         segments.append(encode(one))
-    found, stats = read(tmp_path)
-    assert found == records
+    stored_records, stats = read(tmp_path)
+    assert stored_records == records
     assert (stats.segments, stats.torn, stats.unreadable) == (1, 0, 0)
 
 
 @given(cut=st.sampled_from((0, 1, 7, 200)), flip=st.integers(0, 5000))
 @settings(max_examples=100, deadline=None)
-def test_a_torn_or_damaged_tail_costs_no_record_before_it(
+def test_records_before_a_torn_or_damaged_tail_are_read(
     tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
@@ -59,8 +59,8 @@ def test_a_torn_or_damaged_tail_costs_no_record_before_it(
         content[at] ^= 1 << flip % 8
         whole = [end for end in ends if end <= at]
     path.write_bytes(content)
-    found, _ = read(folder)
-    assert found == [record(i) for i in range(len(whole))]
+    records, _ = read(folder)
+    assert records == [record(i) for i in range(len(whole))]
 
 
 def test_a_torn_tail_is_counted_and_the_next_segment_read(tmp_path: Path) -> None:
@@ -71,20 +71,20 @@ def test_a_torn_tail_is_counted_and_the_next_segment_read(tmp_path: Path) -> Non
     first = min(tmp_path.glob(f"*{SUFFIX}"))
     first.write_bytes(first.read_bytes()[:-3])
     (tmp_path / f"{0:018}-x{SUFFIX}").write_bytes(b"not ours")
-    found, stats = read(tmp_path)
-    assert found == [record(1)]
+    records, stats = read(tmp_path)
+    assert records == [record(1)]
     assert (stats.segments, stats.torn) == (3, 2)
 
 
-def test_a_frame_without_a_record_is_counted_and_passed_over(tmp_path: Path) -> None:
+def test_a_frame_without_a_record_is_counted_and_skipped(tmp_path: Path) -> None:
     segments = writer(tmp_path)
     for body in (encode(record(0)), msgspec.msgpack.encode({"tokens": "none"}), encode(record(1))):
         segments.append(body)
-    found, stats = read(tmp_path)
-    assert (found, stats.unreadable) == ([record(0), record(1)], 1)
+    records, stats = read(tmp_path)
+    assert (records, stats.unreadable) == ([record(0), record(1)], 1)
 
 
-def test_fields_of_a_newer_writer_are_passed_over(tmp_path: Path) -> None:
+def test_fields_of_a_newer_writer_are_ignored(tmp_path: Path) -> None:
     segments = writer(tmp_path)
     segments.append(msgspec.msgpack.encode({**msgspec.to_builtins(record(0)), "later": 1}))
     assert read(tmp_path)[0] == [record(0)]
@@ -97,13 +97,13 @@ def test_bytes_are_bounded_for_all_writers_together(tmp_path: Path) -> None:
     for i in range(3000):
         rng.choice(writers).append(encode(record(i, tokens=rng.randint(10, 60))))
         assert stored(tmp_path) <= most
-    found, stats = read(tmp_path)
+    records, stats = read(tmp_path)
     assert stats.torn == 0
     assert stored(tmp_path) > most // 3, "not emptied either"
-    assert max(one.sampling.seed for one in found) == 2999, "the newest is there"
+    assert max(one.sampling.seed for one in records) == 2999, "the newest is there"
 
 
-def test_no_record_outlives_its_age(tmp_path: Path) -> None:
+def test_records_are_deleted_after_their_maximum_age(tmp_path: Path) -> None:
     now = 0.0
     segments = SegmentWriter(tmp_path, max_bytes=2**20, max_age_seconds=160, clock=lambda: now)
     for second in range(600):
@@ -117,7 +117,7 @@ def test_no_record_outlives_its_age(tmp_path: Path) -> None:
     assert segments.sweep() == 0
 
 
-def test_a_writer_whose_segment_was_swept_away_goes_on(tmp_path: Path) -> None:
+def test_writer_continues_after_its_segment_was_deleted(tmp_path: Path) -> None:
     segments = writer(tmp_path)
     segments.append(encode(record(0)))
     for path in tmp_path.glob(f"*{SUFFIX}"):
@@ -126,7 +126,7 @@ def test_a_writer_whose_segment_was_swept_away_goes_on(tmp_path: Path) -> None:
     assert read(tmp_path)[0] == [record(1)]
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_unusable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderUnusable, match="file"):
         writer(tmp_path / "file")

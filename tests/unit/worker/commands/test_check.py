@@ -39,21 +39,21 @@ def folders(tmp_path: Path) -> list[str]:
 
 def test_arithmetic_output_is_exact(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--memory", "2"]) == 0
-    told = capsys.readouterr().out
-    assert told == FITS
+    output = capsys.readouterr().out
+    assert output == FITS
 
 
 def test_model_that_does_not_fit_returns_1_with_advice(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--memory", "0.48", "--kv-cache-tokens", "1000000"]) == 1
-    told = capsys.readouterr().out
-    assert "does not fit: the memory of 0.48 GiB leaves" in told
-    assert "\nfits:" not in told
+    output = capsys.readouterr().out
+    assert "does not fit: the memory of 0.48 GiB leaves" in output
+    assert "\nfits:" not in output
 
 
 def test_json_output_is_the_verdict(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--json"]) == 0
-    found = CheckVerdict.model_validate_json(capsys.readouterr().out)
-    assert (found.serves, found.kv_tokens) == (True, 5120)
+    verdict = CheckVerdict.model_validate_json(capsys.readouterr().out)
+    assert (verdict.serves, verdict.kv_tokens) == (True, 5120)
     assert main(["check", *folders, "--memory", "0.2", "--json"]) == 1
     assert not CheckVerdict.model_validate_json(capsys.readouterr().out).fits
 
@@ -74,7 +74,7 @@ def test_check_reads_no_weights(folders: list[str], tmp_path: Path, capsys: Any)
     assert "fits:" in capsys.readouterr().out
 
 
-def test_a_draft_that_is_not_for_the_target(folders: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_a_draft_for_another_target_is_reported(folders: list[str], tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "h" / "model.safetensors"
     tensors = load_file(path)
     del tensors["fc.weight"]
@@ -83,13 +83,13 @@ def test_a_draft_that_is_not_for_the_target(folders: list[str], tmp_path: Path, 
     assert f"the draft is not for this target: {tmp_path / 'h'}: fc.weight is missing" in capsys.readouterr().out
 
 
-def test_a_target_that_cannot_be_read(tmp_path: Path, capsys: Any) -> None:
+def test_an_unreadable_target_is_reported(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text("{")
     assert main(["check", "--model", f"file://{tmp_path}", "--method", "none"]) == 1
     assert "is no JSON" in capsys.readouterr().err
 
 
-def test_wrong_usage(folders: list[str], capsys: Any) -> None:
+def test_invalid_flag_is_reported(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--gpu-memory-utilization", "1.5"]) == 2
     assert "gpu_memory_utilization" in capsys.readouterr().err
 

@@ -118,10 +118,10 @@ class _Threading:
 
     def Event(self) -> threading.Event:
         event = threading.Event()
-        event.is_set = self._look  # type: ignore[method-assign]
+        event.is_set = self._poll  # type: ignore[method-assign]
         return event
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         self._left -= 1
         return self._left < 0
 

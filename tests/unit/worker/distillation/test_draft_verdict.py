@@ -44,20 +44,24 @@ def verdict(gain: float, *, wanted: float = 0.02, golden: float = 0.0, seed: int
         (0.15, -0.02, "inconclusive"),
     ],
 )
-def test_clear_differences_are_found(gain: float, golden: float, finding: str) -> None:
-    found = verdict(gain, golden=golden)
-    assert found.finding == finding, found
-    assert found.exit_code == {"better": 0, "worse": 2, "inconclusive": 3}[finding] == EXIT_CODES[found.finding]
-    assert found.reasons
+def test_clear_differences_are_detected(gain: float, golden: float, finding: str) -> None:
+    draft_verdict = verdict(gain, golden=golden)
+    assert draft_verdict.finding == finding, draft_verdict
+    assert (
+        draft_verdict.exit_code
+        == {"better": 0, "worse": 2, "inconclusive": 3}[finding]
+        == EXIT_CODES[draft_verdict.finding]
+    )
+    assert draft_verdict.reasons
 
 
 def test_too_few_conversations_in_one_domain_are_inconclusive() -> None:
     rng = np.random.default_rng(0)
     many, few = domain(rng, 0.5, name="many"), domain(rng, 0.5, name="few", count=63)
     for parts in ([many, few], [domain(rng, -0.5, name="bad"), few]):
-        found = compute_verdict(parts, SAME, wanted_gain=0.02)
-        assert found.finding == "inconclusive"
-        assert "few: 63 conversations" in found.reasons
+        draft_verdict = compute_verdict(parts, SAME, wanted_gain=0.02)
+        assert draft_verdict.finding == "inconclusive"
+        assert "few: 63 conversations" in draft_verdict.reasons
     assert compute_verdict([many, domain(rng, 0.5, name="few", count=64)], SAME, wanted_gain=0.02).finding == "better"
 
 
@@ -71,10 +75,10 @@ def test_no_captured_conversations_are_inconclusive() -> None:
 def test_gain_in_one_domain_does_not_hide_a_loss_in_another() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.6, name="loved", weight=0.8), domain(rng, -0.06, name="other", weight=0.2)]
-    found = compute_verdict(parts, SAME, wanted_gain=0.02)
-    assert found.mix is not None
-    assert found.mix.lower > 0.1
-    assert found.finding == "worse"
+    draft_verdict = compute_verdict(parts, SAME, wanted_gain=0.02)
+    assert draft_verdict.mix is not None
+    assert draft_verdict.mix.lower > 0.1
+    assert draft_verdict.finding == "worse"
 
 
 def test_slower_steps_offset_the_gain() -> None:
@@ -82,10 +86,10 @@ def test_slower_steps_offset_the_gain() -> None:
     parts = [domain(rng, 0.1)]
     assert compute_verdict(parts, SAME, wanted_gain=0.02).finding == "better"
     dearer = StepCosts(SECONDS, SECONDS * 1.1)
-    found = compute_verdict(parts, dearer, wanted_gain=0.02)
-    assert found.finding != "better"
-    assert found.mix is not None
-    assert abs(found.mix.estimate) < 0.03
+    draft_verdict = compute_verdict(parts, dearer, wanted_gain=0.02)
+    assert draft_verdict.finding != "better"
+    assert draft_verdict.mix is not None
+    assert abs(draft_verdict.mix.estimate) < 0.03
 
 
 def test_noisy_step_costs_widen_the_interval() -> None:
@@ -119,12 +123,14 @@ def test_mix_weights_domains_by_their_tokens() -> None:
     tokens = np.full(64, 100.0)
     faster = Domain("a", 0.25, tokens, tokens / 2, tokens / 2.5)
     same = Domain("b", 0.75, tokens, tokens / 2, tokens / 2)
-    found = compute_verdict([faster, same], SAME, wanted_gain=0.0)
-    assert found.mix is not None
-    assert found.mix.estimate == pytest.approx(0.5 / (0.25 * 0.4 + 0.75 * 0.5) - 1)
-    assert (found.mix.lower, found.mix.upper) == pytest.approx((found.mix.estimate,) * 2), "nothing to doubt"
-    assert found.domains["a"].estimate == pytest.approx(0.25)
-    assert found.domains["b"].estimate == pytest.approx(0.0)
+    draft_verdict = compute_verdict([faster, same], SAME, wanted_gain=0.0)
+    assert draft_verdict.mix is not None
+    assert draft_verdict.mix.estimate == pytest.approx(0.5 / (0.25 * 0.4 + 0.75 * 0.5) - 1)
+    assert (draft_verdict.mix.lower, draft_verdict.mix.upper) == pytest.approx((draft_verdict.mix.estimate,) * 2), (
+        "nothing to doubt"
+    )
+    assert draft_verdict.domains["a"].estimate == pytest.approx(0.25)
+    assert draft_verdict.domains["b"].estimate == pytest.approx(0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 300), st.integers(1, 300)), min_size=64, max_size=90),
@@ -133,27 +139,27 @@ def test_mix_weights_domains_by_their_tokens() -> None:
 def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wanted: float) -> None:
     tokens, a, b = np.array(rows, float).T
     costs = StepCosts(SECONDS, SECONDS * cost)
-    found = compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
-    mix, alone = found.mix, found.domains["d"]
+    draft_verdict = compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
+    mix, alone = draft_verdict.mix, draft_verdict.domains["d"]
     assert mix is not None
     assert mix.lower <= mix.upper
     assert mix.estimate == pytest.approx(a.sum() / (b.sum() * cost) - 1)
     assert (mix.lower, mix.upper) == pytest.approx((alone.lower, alone.upper)), "a mix of one domain is that domain"
-    if found.finding == "better":
+    if draft_verdict.finding == "better":
         assert mix.lower > wanted
         assert alone.lower > -0.02
-    assert (found.finding == "worse") == (alone.upper < -0.02 or mix.upper < 0)
+    assert (draft_verdict.finding == "worse") == (alone.upper < -0.02 or mix.upper < 0)
     swapped = compute_verdict(
         [Domain("d", 1.0, tokens, b, a)], StepCosts(costs.candidate_R, costs.deployed_R), wanted_gain=0.0
     )
-    if found.finding == "better" and wanted >= 0:
+    if draft_verdict.finding == "better" and wanted >= 0:
         assert swapped.finding == "worse", "what is better one way round is worse the other"
-    assert compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted) == found, (
+    assert compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted) == draft_verdict, (
         "the same data, the same word"
     )
 
 
-def test_equal_drafts_are_rarely_found_better() -> None:
+def test_equal_drafts_are_rarely_called_better() -> None:
     """Drafts that are equal on average are rarely called better.
 
     With a wanted gain of zero, 2.5 % of such pairs are expected to be called better, and at most one in ten is

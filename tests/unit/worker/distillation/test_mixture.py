@@ -29,10 +29,10 @@ def text(domain: str, length: int) -> Conversation:
 
 
 def tokens(conversations: list[Conversation]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for one in conversations:
-        found[one.domain] += len(one.tokens_N) - one.answer_start
-    return found
+        counts[one.domain] += len(one.tokens_N) - one.answer_start
+    return counts
 
 
 def result_of(new: float, old: float = 2.0, step: int = 0) -> RoundResult:
@@ -42,10 +42,10 @@ def result_of(new: float, old: float = 2.0, step: int = 0) -> RoundResult:
 def test_replayed_half_has_equal_parts_by_domain() -> None:
     captured = [Weighted(text("new", 50), 1.0) for _ in range(400)]
     replay = [text("big", 40) for _ in range(900)] + [text("small", 20) for _ in range(3)]
-    found = tokens(compose(captured, replay, share=0.5, tokens=8000, seed=0, number=0))
-    assert found["new"] == pytest.approx(4000, abs=60)
-    assert found["big"] == pytest.approx(2000, abs=60)
-    assert found["small"] == pytest.approx(2000, abs=60), "what is scarce is taken again"
+    counts = tokens(compose(captured, replay, share=0.5, tokens=8000, seed=0, number=0))
+    assert counts["new"] == pytest.approx(4000, abs=60)
+    assert counts["big"] == pytest.approx(2000, abs=60)
+    assert counts["small"] == pytest.approx(2000, abs=60), "what is scarce is taken again"
 
 
 def test_round_depends_on_seed_and_number_only() -> None:
@@ -57,8 +57,8 @@ def test_round_depends_on_seed_and_number_only() -> None:
 
 
 def test_round_without_replay_is_all_captured() -> None:
-    found = tokens(compose([Weighted(text("new", 10), 1.0)], [], share=0.5, tokens=100, seed=0, number=0))
-    assert found == {"new": 100}
+    counts = tokens(compose([Weighted(text("new", 10), 1.0)], [], share=0.5, tokens=100, seed=0, number=0))
+    assert counts == {"new": 100}
 
 
 def test_heavier_conversations_are_drawn_more_often() -> None:
@@ -97,7 +97,7 @@ def test_training_stalls_after_rounds_without_progress() -> None:
 
 
 def test_tokens_per_step_over_mix_is_a_harmonic_mean() -> None:
-    found = RoundResult(0, {"a": 1.0, "b": 2.0}, {})
-    assert tokens_per_step_over_mix(found, {"a": 0.5, "b": 0.5}) == pytest.approx(1 / 0.75)
-    assert tokens_per_step_over_mix(found, {"b": 0.5}) == 2.0
+    round_result = RoundResult(0, {"a": 1.0, "b": 2.0}, {})
+    assert tokens_per_step_over_mix(round_result, {"a": 0.5, "b": 0.5}) == pytest.approx(1 / 0.75)
+    assert tokens_per_step_over_mix(round_result, {"b": 0.5}) == 2.0
     assert tokens_per_step_over_mix(RoundResult(0, {}, {}), {"a": 1.0}) == 1.0

@@ -34,9 +34,9 @@ def changed(record: Record, **sampling: object) -> Record:
 
 def test_replay_reproduces_engine_records(target: Llama, records: Sequence[Record]) -> None:
     for record in records[:30]:
-        found = replay(target, record)
-        assert isinstance(found, Replayed), record.sampling
-        conversation = found.conversation
+        replayed = replay(target, record)
+        assert isinstance(replayed, Replayed), record.sampling
+        conversation = replayed.conversation
         assert conversation.tokens_N.tolist() == list(record.tokens[:-1])
         assert (conversation.answer_start, conversation.domain) == (record.prompt_length, record.task)
         assert conversation.temperature == record.sampling.temperature
@@ -57,27 +57,27 @@ def test_other_sampling_parameters_do_not_reproduce_the_record(
     sampling: dict[str, float], target: Llama, records: Sequence[Record]
 ) -> None:
     sampled = [record for record in records if record.sampling.temperature > 0][:10]
-    found = [replay(target, changed(record, **sampling)) for record in sampled]
-    assert sum(one == DropReason.not_reproduced for one in found) >= 9
+    outcomes = [replay(target, changed(record, **sampling)) for record in sampled]
+    assert sum(one == DropReason.not_reproduced for one in outcomes) >= 9
 
 
 def test_near_ties_are_accepted_and_counted(target: Llama, records: Sequence[Record]) -> None:
     record = records[0]
     assert record.sampling.temperature == 0
-    found = replay(target, record)
-    assert isinstance(found, Replayed)
-    hidden = found.conversation.hidden_NE[record.prompt_length - 1 :]
+    replayed = replay(target, record)
+    assert isinstance(replayed, Replayed)
+    hidden = replayed.conversation.hidden_NE[record.prompt_length - 1 :]
     logits = target.logits(hidden[:1])[0]
     best, second = logits.topk(2).indices.tolist()
     gap = float(logits[best] - logits[second])
     tokens = list(record.tokens)
     tokens[record.prompt_length] = second
-    told = msgspec.structs.replace(record, tokens=tuple(tokens[: record.prompt_length + 1]))
+    changed_record = msgspec.structs.replace(record, tokens=tuple(tokens[: record.prompt_length + 1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TIE_LOGITS, torch.float32, gap * 1.01)
-        assert near_ties(target, told, hidden[:1]) == 1
+        assert near_ties(target, changed_record, hidden[:1]) == 1
         patch.setitem(TIE_LOGITS, torch.float32, gap * 0.99)
-        assert near_ties(target, told, hidden[:1]) is None
+        assert near_ties(target, changed_record, hidden[:1]) is None
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_counted_steps_equal_engine_steps(
     answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
     drafted = accepted = 0
     for record, answer in zip(chosen, answers, strict=True):
-        found = replay(target, record)
-        assert isinstance(found, Replayed)
-        sample = Sample(record, found.conversation)
+        replayed = replay(target, record)
+        assert isinstance(replayed, Replayed)
+        sample = Sample(record, replayed.conversation)
         (tally,) = count_steps([CalibratedDraft(head)], sample, TreeShape.parse(shape), (257,), SIZE)
         assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
         assert tally.tokens == len(answer.tokens) - 1
@@ -130,8 +130,8 @@ def test_counting_two_drafts_together_equals_each_alone(target: Llama, draft: Pa
     head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
     sharp = CalibratedDraft(head, (3.0,))
     record = next(one for one in records if one.sampling.temperature == 0.8)
-    found = replay(target, record)
-    assert isinstance(found, Replayed)
-    sample, shape = Sample(record, found.conversation), TreeShape.chain(3)
+    replayed = replay(target, record)
+    assert isinstance(replayed, Replayed)
+    sample, shape = Sample(record, replayed.conversation), TreeShape.chain(3)
     together = count_steps([CalibratedDraft(head), sharp], sample, shape, (257,), SIZE)
     assert together == [count_steps([one], sample, shape, (257,), SIZE)[0] for one in (CalibratedDraft(head), sharp)]

@@ -68,14 +68,14 @@ def test_no_run_occurs_in_two_splits(rows: list[tuple[list[int], Split]], judged
     splits = [split for _, split in rows]
     golden = runs_of(judged)
     dropped = overlapping(made, splits, golden)
-    kept = {
+    runs_by_split = {
         split: union_of_runs([t.answer for t, s, d in zip(made, splits, dropped, strict=True) if s == split and not d])
         for split in ("train", "validation", "test")
     }
-    parts = [*kept.values(), golden]
+    parts = [*runs_by_split.values(), golden]
     assert not any(shares_run(a, b) for i, a in enumerate(parts) for b in parts[:i])
     for text, split, drop in zip(made, splits, dropped, strict=True):
-        others = [golden, *(kept[s] for s in kept if s != split)]
+        others = [golden, *(runs_by_split[s] for s in runs_by_split if s != split)]
         assert not drop or any(shares_run(text.answer, other) for other in others), "nothing is dropped for nothing"
     if not len(golden):
         assert not any(d for d, s in zip(dropped, splits, strict=True) if s == "test"), "test stays whole"
@@ -108,8 +108,8 @@ def test_the_same_question_in_two_splits_is_an_overlap() -> None:
 def test_short_common_start_after_the_frame_is_not_an_overlap() -> None:
     system, form = list(range(100, 140)), list(range(50, 60))
     others = [[*system, *range(2000 + 90 * i, 2012 + 90 * i)] for i in range(30)]
-    alike = [[*system, *form, 1, 2], [*system, *form, 3, 2], [*system, *form, 3, 2]]
-    made = [Text(str(i), "d", prompt, runs_of([7000 + i])) for i, prompt in enumerate([*alike, *others])]
+    similar = [[*system, *form, 1, 2], [*system, *form, 3, 2], [*system, *form, 3, 2]]
+    made = [Text(str(i), "d", prompt, runs_of([7000 + i])) for i, prompt in enumerate([*similar, *others])]
     splits: list[Split] = ["train", "test", "train", *["test"] * 30]  # type: ignore[list-item]
     assert overlapping(made, splits) == [False, False, True] + [False] * 30
 

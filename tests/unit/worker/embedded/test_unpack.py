@@ -45,16 +45,16 @@ def test_rows_of_a_rotated_matrix_return_to_halves() -> None:
         ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
     ],
 )
-def test_names(gguf: str, hugging_face: str) -> None:
+def test_gguf_names_map_to_hugging_face_names(gguf: str, hugging_face: str) -> None:
     assert unpack.hugging_face_name(gguf) == hugging_face
 
 
 def test_weights_written_by_hand_are_safetensors(tmp_path: Path) -> None:
     written = {"a": np.arange(6, dtype=np.uint16).reshape(2, 3), "b": np.full(4, 0x3F80, np.uint16)}
     unpack._save(written, tmp_path / "x.safetensors")
-    found = load_file(tmp_path / "x.safetensors")
-    assert found["b"].tolist() == [1.0] * 4
-    assert found["a"].view(torch.int16).tolist() == [[0, 1, 2], [3, 4, 5]]
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded["b"].tolist() == [1.0] * 4
+    assert loaded["a"].view(torch.int16).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_unknown_tensor_name_is_refused(tmp_path: Path) -> None:

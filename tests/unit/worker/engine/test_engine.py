@@ -57,10 +57,10 @@ def test_aborting_one_request_does_not_change_the_others(greedy: list[int], pipe
     engine.set_plan(plan_of("chain:3"))
     engine.add(submit("stays", max_tokens=60))
     engine.add(submit("goes", prompt=(9, 8, 7), max_tokens=60))
-    found = [new for _ in range(4) for new in engine.step()]
+    outputs = [new for _ in range(4) for new in engine.step()]
     engine.abort("goes")
     after = drain(engine)
-    assert texts(found + after)["stays"] == greedy
+    assert texts(outputs + after)["stays"] == greedy
     assert {new.request_id for new in after} == {"stays"}
 
 
@@ -71,13 +71,13 @@ def test_requests_that_join_between_steps_emit_the_same_text_as_alone(shape: str
     ]
     engine = small_engine(max_num_seqs=3, budget=16, pipelined=pipelined)
     engine.set_plan(plan_of(shape))
-    found: list[Tokens] = []
+    outputs: list[Tokens] = []
     for request in requests:
         engine.add(request)
-        found += [new for _ in range(3) for new in engine.step()]
-    found += drain(engine)
-    assert texts(found) == {request.request_id: plain_text(request) for request in requests}
-    assert sorted(new.request_id for new in found if new.finish == "length") == ["0", "1", "2", "3", "4"]
+        outputs += [new for _ in range(3) for new in engine.step()]
+    outputs += drain(engine)
+    assert texts(outputs) == {request.request_id: plain_text(request) for request in requests}
+    assert sorted(new.request_id for new in outputs if new.finish == "length") == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(100, 101), (200, 1), (201, 0), (0, 5), (5, 0)])
@@ -101,15 +101,15 @@ def test_a_small_cache_limits_request_length_and_every_accepted_request_finishes
         engine.add(submit("big", prompt=[1] * 45, max_tokens=20))
     engine.add(submit("fits", prompt=[1] * 45, max_tokens=19))
     engine.add(submit("next", max_tokens=5))
-    found = drain(engine, most=150)
-    assert {name: len(text) for name, text in texts(found).items()} == {"fits": 19, "next": 5}
+    outputs = drain(engine, most=150)
+    assert {name: len(text) for name, text in texts(outputs).items()} == {"fits": 19, "next": 5}
 
 
 def end_of(engine: Engine, request: Submit) -> tuple[list[int], str | None]:
     engine.add(request)
-    found = drain(engine)
-    assert [new.finish for new in found[:-1]] == [None] * (len(found) - 1)
-    return texts(found)[request.request_id], found[-1].finish
+    outputs = drain(engine)
+    assert [new.finish for new in outputs[:-1]] == [None] * (len(outputs) - 1)
+    return texts(outputs)[request.request_id], outputs[-1].finish
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -162,11 +162,11 @@ def test_shapes_may_change_with_every_step(greedy: list[int], pipelined: bool) -
     shapes = ["chain:6", "chain:1", "none", "tree:3,2,1", "none", "chain:6", "chain:6", "none"]
     engine = small_engine(pipelined=pipelined)
     engine.add(submit(max_tokens=60))
-    found: list[Tokens] = []
+    outputs: list[Tokens] = []
     while not engine.idle:
-        engine.set_plan(plan_of(shapes[len(found) % len(shapes)], version=len(found)))
-        found += engine.step()
-    assert texts(found)["r"] == greedy
+        engine.set_plan(plan_of(shapes[len(outputs) % len(shapes)], version=len(outputs)))
+        outputs += engine.step()
+    assert texts(outputs)["r"] == greedy
 
 
 def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine, list[Tokens]]:
@@ -185,27 +185,27 @@ def test_emitted_tokens_equal_steps_plus_accepted_tokens(shapes: list[str]) -> N
     Every step of a sequence emits one token and the accepted ones; the first token comes from the prompt. Tokens of a
     request's last step beyond max_tokens count as accepted but are dropped.
     """
-    engine, found = run(shapes)
+    engine, outputs = run(shapes)
     report = engine.report()
-    emitted = sum(len(new.tokens) for new in found)
+    emitted = sum(len(new.tokens) for new in outputs)
     dropped = 0
-    for name in texts(found):
-        mine = [new for new in found if new.request_id == name]
+    for name in texts(outputs):
+        mine = [new for new in outputs if new.request_id == name]
         assert (mine[0].accepted, len(mine[0].tokens)) == (0, 1)
         for before, after in pairwise(mine):
             came = 1 + after.accepted - before.accepted
             assert len(after.tokens) == came or after.finish
             dropped += came - len(after.tokens)
     assert emitted == sum(30 + i for i in range(6))
-    assert emitted + dropped == len(texts(found)) + report.plain_steps + report.drafts + report.accepted_tokens
+    assert emitted + dropped == len(texts(outputs)) + report.plain_steps + report.drafts + report.accepted_tokens
     assert (report.accepted_tokens > 0) == (report.drafts > 0) == (shapes != ["none"])
 
 
 def test_the_report_is_the_sum_of_the_tokens_sent_to_requests() -> None:
     shapes = ["chain:4", "none", "tree:2,2"]
-    engine, found = run(shapes)
+    engine, outputs = run(shapes)
     report = engine.report()
-    last = {new.request_id: new for new in found}
+    last = {new.request_id: new for new in outputs}
     assert report.drafts == sum(new.drafts for new in last.values())
     assert report.draft_tokens == sum(new.draft_tokens for new in last.values())
     assert report.accepted_tokens == sum(new.accepted for new in last.values())
@@ -241,11 +241,11 @@ def test_acceptance_cells_agree_with_accepted_tokens() -> None:
 
 
 def test_step_cells_count_every_step_and_token() -> None:
-    engine, found = run(["chain:3"], requests=3)
+    engine, outputs = run(["chain:3"], requests=3)
     cells = engine.report().steps
     first = sum(cell.emitted for cell in cells if cell.prefill)
-    kept = sum(len(new.tokens) for new in found)
-    assert kept <= sum(cell.emitted for cell in cells) <= kept + 3 * 3
+    output_tokens = sum(len(new.tokens) for new in outputs)
+    assert output_tokens <= sum(cell.emitted for cell in cells) <= output_tokens + 3 * 3
     assert first == 3
     sums = [sum(cell.x[i] for cell in cells) for i in range(6)]
     report = engine.report()
@@ -258,7 +258,7 @@ def test_step_cells_count_every_step_and_token() -> None:
 
 def flat(report: Report) -> dict[str, float]:
     """Return every counter of a report under a unique name."""
-    found = {
+    counters = {
         name: float(getattr(report, name))
         for name in (
             *("clock_seconds", "running_request_seconds", "waiting_request_seconds"),
@@ -266,16 +266,18 @@ def flat(report: Report) -> dict[str, float]:
         )
     }
     for cell in report.acceptance:
-        found |= {f"{cell.task} {cell.sampled} {cell.depth} {cell.parent} {r}": n for r, n in enumerate(cell.ranks)}
+        counters |= {f"{cell.task} {cell.sampled} {cell.depth} {cell.parent} {r}": n for r, n in enumerate(cell.ranks)}
     for sums in report.requests:
-        found |= {f"{sums.task} {sums.sampled} {k}": getattr(sums, k) for k in ("n", "a", "d", "aa", "ad", "dd")}
+        counters |= {f"{sums.task} {sums.sampled} {k}": getattr(sums, k) for k in ("n", "a", "d", "aa", "ad", "dd")}
     for traffic in report.traffic:
-        found |= {f"{traffic.task} {k}": v for k, v in traffic.model_dump(exclude={"task"}).items()}
+        counters |= {f"{traffic.task} {k}": v for k, v in traffic.model_dump(exclude={"task"}).items()}
     for histogram in report.latency:
-        found |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
+        counters |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
     for step in report.steps:
-        found |= {f"{kind(step)} {i}": v for i, v in enumerate((step.count, step.t, step.emitted, *step.x, *step.xx))}
-    return found
+        counters |= {
+            f"{kind(step)} {i}": v for i, v in enumerate((step.count, step.t, step.emitted, *step.x, *step.xx))
+        }
+    return counters
 
 
 def kind(cell: StepCell) -> tuple[int, int, bool, int]:

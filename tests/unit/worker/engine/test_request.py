@@ -10,7 +10,7 @@ from small_engine import request, submit
 from specdecode_worker.engine.request import Request
 
 
-def test_a_stop_token_ends_the_request_and_is_kept() -> None:
+def test_a_stop_token_ends_the_request_and_is_part_of_the_output() -> None:
     one = request(stop_token_ids=(9,))
     assert one.append_output([4, 9, 5]) == [4, 9]
     assert (one.finish, one.tokens, one.emitted) == ("stop", [1, 2, 3, 4, 9], 2)
@@ -42,13 +42,13 @@ def test_eos_can_be_ignored_and_stop_ids_cannot(ignore_eos: bool, finish: str | 
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8), st.integers(1, 20))
-def test_kept_tokens_do_not_depend_on_the_division_into_steps(steps: list[list[int]], most: int) -> None:
+def test_output_tokens_do_not_depend_on_the_division_into_steps(steps: list[list[int]], most: int) -> None:
     one, whole = request(max_tokens=most, stop_token_ids=(9,)), request(max_tokens=most, stop_token_ids=(9,))
-    kept = [token for step in steps for token in one.append_output(step)]
-    assert kept == whole.append_output([token for step in steps for token in step])
-    assert one.tokens == [1, 2, 3, *kept]
+    output = [token for step in steps for token in one.append_output(step)]
+    assert output == whole.append_output([token for step in steps for token in step])
+    assert one.tokens == [1, 2, 3, *output]
     assert one.finish == whole.finish
-    assert one.emitted == len(kept)
+    assert one.emitted == len(output)
 
 
 def test_steps_in_flight_raise_the_bound_of_cached_positions() -> None:

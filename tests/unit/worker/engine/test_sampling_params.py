@@ -85,11 +85,11 @@ def test_end_of_text_waits_for_min_tokens() -> None:
     Every second token ends the text here, so the answer would be short otherwise.
     """
     ends = tuple(range(0, VOCABULARY, 2))
-    found = {}
+    outputs = {}
     for least in (0, 12):
         engine = small_engine(eos=ends)
         engine.add(submit(temperature=1.0, min_tokens=least))
-        found[least] = texts(drain(engine))["r"]
-    assert len(found[0]) < 12
-    assert not set(found[12][:12]) & set(ends)
-    assert len(found[12]) > 12
+        outputs[least] = texts(drain(engine))["r"]
+    assert len(outputs[0]) < 12
+    assert not set(outputs[12][:12]) & set(ends)
+    assert len(outputs[12]) > 12

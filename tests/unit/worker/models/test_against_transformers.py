@@ -71,8 +71,8 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
     theirs = saved(tmp_path, shape, torch.float64, randomise)
     ours = load_llama(tmp_path, dtype=torch.float64, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
-    found = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
-    torch.testing.assert_close(found, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
+    aux_states = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
+    torch.testing.assert_close(aux_states, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()

@@ -63,14 +63,14 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
 
 @pytest.fixture
 def load(target: Llama, target_folder: Path) -> Load:
-    def found(method: WeightMethod, folder: Path) -> Draft:
+    def load_method(method: WeightMethod, folder: Path) -> Draft:
         return load_draft(method, folder, target, target_folder=target_folder, dtype=torch.float32, device=CPU)
 
-    return found
+    return load_method
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_loads_its_own(
+def test_each_method_loads_its_own_network(
     method: WeightMethod, folders: Folders, load: Load, target: Llama, target_folder: Path
 ) -> None:
     network, config = METHODS[method]
@@ -100,7 +100,7 @@ def test_folder_without_a_draft_is_refused(load: Load, tmp_path: Path) -> None:
         load("eagle3", folder)
 
 
-def test_a_head_is_described_for_a_target_only(folders: Folders) -> None:
+def test_a_head_cannot_be_described_without_a_target(folders: Folders) -> None:
     with pytest.raises(ConfigMismatch, match="holds a draft of method medusa, no model of its own"):
         describe(folders["medusa"])
     assert isinstance(describe(folders["draft-model"]), LlamaConfig)
@@ -130,7 +130,7 @@ def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load, 
     assert draft.logits(out.hidden_TE).shape == (1, 97)
 
 
-def test_heads_may_join_a_target_that_is_fused(folders: Folders, load: Load, target: Llama, dense: Any) -> None:
+def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: Llama, dense: Any) -> None:
     """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
     before = load("eagle", folders["eagle"])

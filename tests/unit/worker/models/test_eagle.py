@@ -31,7 +31,7 @@ def load(folder: Path, target: Llama) -> EagleHead:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_an_eagle_head_is_cnets1(
+def test_eagle_head_equals_cnets1(
     layers: int, bias: bool, fused: bool, target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     tensors = eagle_tensors(layers, bias=bias)
@@ -47,9 +47,9 @@ def test_an_eagle_head_is_cnets1(
     if fused:
         fuse(target)
         fuse(head)
-    found = head(head.fuse(feature_TE), TOKENS, SLOTS, dense)
-    torch.testing.assert_close(found, x, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(head.logits(found), wanted_logits, atol=1e-5, rtol=1e-5)
+    state = head(head.fuse(feature_TE), TOKENS, SLOTS, dense)
+    torch.testing.assert_close(state, x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(head.logits(state), wanted_logits, atol=1e-5, rtol=1e-5)
     assert head.reads == TargetStates((), final=True)
     assert head.target_ids is None
 
@@ -62,14 +62,14 @@ def test_an_eagle_head_calls_attend_layer_by_layer(
 
     def attend(layer: int, *qkv: Tensor) -> Tensor:
         called.append(layer)
-        found: Tensor = dense(layer, *qkv)
-        return found
+        output: Tensor = dense(layer, *qkv)
+        return output
 
     head(noise(13, 32), TOKENS, SLOTS, attend)
     assert called == [0, 1, 2]
 
 
-def test_an_eagle_head_shares_the_target_and_reaches_as_far(
+def test_eagle_head_shares_the_targets_embeddings_and_context_length(
     target: Llama, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     head = load(write(tmp_path, eagle_shape(shape), eagle_tensors()), target)
@@ -78,7 +78,9 @@ def test_an_eagle_head_shares_the_target_and_reaches_as_far(
 
 
 @torch.inference_mode()
-def test_an_eagle_head_may_bring_copies(target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path) -> None:
+def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
+    target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
+) -> None:
     """A head may contain its own embedding and lm_head.
 
     SafeAILab's checkpoints contain embeddings; those of speculators contain both, with other names and a nested config.
@@ -125,13 +127,13 @@ def test_an_eagle_head_without_a_tensor_is_refused_by_name(
     ],
     ids=str,
 )
-def test_an_eagle_head_for_something_else_is_refused(
+def test_eagle_head_with_an_incompatible_config_is_refused(
     changes: dict[str, Any], message: str, target: Llama, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         load(write(tmp_path, eagle_shape(shape) | changes, eagle_tensors()), target)
 
 
-def test_a_bias_that_config_denies_is_refused(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bias_that_the_config_excludes_is_refused(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WeightMismatch, match=r"fc\.bias is not part of this model"):
         load(write(tmp_path, eagle_shape(shape) | {"bias": False}, eagle_tensors()), target)

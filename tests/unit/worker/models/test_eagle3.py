@@ -60,7 +60,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_an_eagle3_head_is_what_vllm_computes(
+def test_eagle3_head_equals_vllm(
     variant: str, fused: bool, target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     config = EAGLE3[variant]
@@ -92,14 +92,14 @@ def test_an_eagle3_head_is_what_vllm_computes(
     for i in range(1, layers):
         x = layer(x, tensors, f"layers.{i}.")
     normed = norm(x, tensors["norm.weight"])
-    found = head(head.fuse(aux), TOKENS, SLOTS, dense)
-    torch.testing.assert_close(found, normed if config.get("norm_output") else x, atol=1e-5, rtol=1e-5)
+    state = head(head.fuse(aux), TOKENS, SLOTS, dense)
+    torch.testing.assert_close(state, normed if config.get("norm_output") else x, atol=1e-5, rtol=1e-5)
     wanted_logits = normed @ tensors["lm_head.weight"].T
-    torch.testing.assert_close(head.logits(found), wanted_logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(head.logits(state), wanted_logits, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
-def test_a_head_of_another_size_brings_its_embeddings(
+def test_head_of_another_size_needs_its_own_embeddings(
     target: Llama, shape: dict[str, Any], dense: Any, tmp_path: Path
 ) -> None:
     tensors = eagle3_tensors(size=16) | {"embed_tokens.weight": noise(97, 16)}
@@ -115,7 +115,7 @@ def test_a_head_of_another_size_brings_its_embeddings(
         load3(write(tmp_path, config, tensors), target)
 
 
-def test_speculators_nest_the_layers_shape(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_nested_config_of_speculators_is_read(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
     layer = {name: shape[name] for name in shape if name != "architectures"} | {"head_dim": 8, "num_hidden_layers": 1}
     nested = {
         "architectures": ["Eagle3Speculator"],
@@ -146,21 +146,21 @@ def test_speculators_nest_the_layers_shape(target: Llama, shape: dict[str, Any],
     ],
     ids=str,
 )
-def test_ids_of_layers_come_in_two_conventions_and_the_log_says_which(
+def test_layer_ids_of_both_conventions_are_read_and_logged(
     written: list[int], read: tuple[int, ...], word: str, target: Llama, shape: dict[str, Any], caplog: Any
 ) -> None:
     with caplog.at_level(logging.INFO):
-        found = eagle3_config(shape | {"eagle_aux_hidden_state_layer_ids": written}, target.config)
-    assert found.aux_layers == read
+        config = eagle3_config(shape | {"eagle_aux_hidden_state_layer_ids": written}, target.config)
+    assert config.aux_layers == read
     assert f"name {word} of layers: reading the inputs of layers {list(read)}" in caplog.text
 
 
-def test_norms_that_exclude_each_other(target: Llama, shape: dict[str, Any]) -> None:
+def test_norms_that_exclude_each_other_are_refused(target: Llama, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match="exclude each other"):
         eagle3_config(shape | {"fc_norm": True, "norm_before_fc": True}, target.config)
 
 
-def test_frequencies_of_old_exporters_are_left_aside(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_exporters_are_ignored(target: Llama, shape: dict[str, Any], tmp_path: Path) -> None:
     config = shape | {"num_hidden_layers": 1, "draft_vocab_size": 40, "max_position_embeddings": 8}
     tensors = eagle3_tensors() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.full((4,), torch.nan)}
     head = load3(write(tmp_path, config, tensors), target)

@@ -117,7 +117,7 @@ def qwen2(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return shape | {"architectures": ["Qwen2ForCausalLM"]} | changes
 
 
-def test_a_window_is_refused_where_texts_outgrow_it(shape: dict[str, Any]) -> None:
+def test_sliding_window_below_the_context_length_is_refused(shape: dict[str, Any]) -> None:
     config = mistral(shape, sliding_window=100)
     with pytest.raises(ConfigMismatch, match="sliding_window 100 is below the longest text of 256 tokens"):
         llama_config(config)
@@ -126,7 +126,7 @@ def test_a_window_is_refused_where_texts_outgrow_it(shape: dict[str, Any]) -> No
     assert llama_config(config, max_model_len=100).max_position_embeddings == 256
 
 
-def test_windows_that_are_off_do_not_count(shape: dict[str, Any]) -> None:
+def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
     llama_config(mistral(shape, sliding_window=None))
     llama_config(mistral(shape))  # transformers' default of 4096 is longer than this model's texts
     with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
@@ -139,7 +139,7 @@ def test_windows_that_are_off_do_not_count(shape: dict[str, Any]) -> None:
         llama_config(qwen2(shape, layer_types=["linear_attention"]))
 
 
-def test_yarn_reaches_as_far_as_it_stretches(shape: dict[str, Any]) -> None:
+def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> None:
     config = qwen2(shape, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200})
     assert llama_config(config).max_position_embeddings == 800
 
@@ -174,19 +174,21 @@ def test_yarn_reaches_as_far_as_it_stretches(shape: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str, shape: dict[str, Any]) -> None:
+def test_unsupported_config_field_is_refused_by_name(
+    changes: dict[str, Any], message: str, shape: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         llama_config(shape | changes)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"])
-def test_a_field_that_every_checkpoint_has_is_missed_by_name(name: str, shape: dict[str, Any]) -> None:
+def test_missing_required_field_is_named(name: str, shape: dict[str, Any]) -> None:
     del shape[name]
     with pytest.raises(ConfigMismatch, match=f"{name} must be"):
         llama_config(qwen2(shape))
 
 
-def test_the_family_is_told_by_model_type_where_architectures_are_missing(shape: dict[str, Any]) -> None:
+def test_family_is_read_from_model_type_if_architectures_are_missing(shape: dict[str, Any]) -> None:
     del shape["architectures"]
     assert llama_config(shape | {"model_type": "qwen3"}).qk_norm
     assert llama_config(shape | {"model_type": "qwen2"}).qkv_bias

@@ -46,9 +46,9 @@ def drafted(head: Eagle3Head, dense: Any) -> Tensor:
 @pytest.fixture
 def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
-    found = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
-    randomise(found, 2)
-    return found
+    eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
+    randomise(eagle3_head, 2)
+    return eagle3_head
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)

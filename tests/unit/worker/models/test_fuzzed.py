@@ -153,7 +153,9 @@ def test_whole_folders_load(kind: str, whole: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(changes=CHANGES, dropped=st.sets(st.sampled_from(FIELDS), max_size=2))
-def test_junk_in_config(kind: str, changes: dict[str, Any], dropped: set[str], whole: Path) -> None:
+def test_junk_in_config_raises_only_model_errors(
+    kind: str, changes: dict[str, Any], dropped: set[str], whole: Path
+) -> None:
     with copied(whole / kind) as folder:
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in dropped}))
@@ -182,7 +184,7 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.parametrize("field", [*FIELDS, *(f"rope_scaling.{name}" for name in SCALES)])
-def test_every_field_takes_every_wrong_value(field: str) -> None:
+def test_wrong_values_are_accepted_or_raise_model_errors(field: str) -> None:
     """Every wrong value of a field is either accepted or raises a ModelError, for each kind of network."""
     target = llama_config(SHAPE)
     for value in WRONG:
@@ -263,20 +265,20 @@ def test_corrupt_files_are_refused(kind: str, data: st.DataObject, whole: Path) 
     """Truncated files and changed bytes in the header raise a ModelError or load a network that runs."""
     with copied(whole / kind) as folder:
         path = folder / "model.safetensors"
-        found = bytearray(path.read_bytes())
+        content = bytearray(path.read_bytes())
         if data.draw(st.booleans()):
-            path.write_bytes(found[: data.draw(st.integers(0, len(found) - 1))])
+            path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
             assert not loads(kind, folder, whole)
             return
         for place in data.draw(st.lists(st.integers(0, 600), min_size=1, max_size=4)):
-            found[place] = data.draw(st.integers(0, 255))
-        path.write_bytes(found)
+            content[place] = data.draw(st.integers(0, 255))
+        path.write_bytes(content)
         loads(kind, folder, whole)
 
 
 @few
 @given(index=JUNK | st.fixed_dictionaries({"weight_map": st.dictionaries(st.text(max_size=4), JUNK, max_size=3)}))
-def test_junk_in_the_index(index: Any, whole: Path) -> None:
+def test_junk_in_the_index_is_refused(index: Any, whole: Path) -> None:
     with copied(whole / "target") as folder:
         (folder / INDEX).write_text(json.dumps(index))
         assert not loads("target", folder, whole)

@@ -90,7 +90,7 @@ def load_target(folder: Path) -> Llama:
     return load_llama(folder, dtype=torch.float32, device=CPU)
 
 
-def test_the_lists_above_are_the_networks(target: Llama, head_folder: Path) -> None:
+def test_tensor_lists_match_the_networks(target: Llama, head_folder: Path) -> None:
     assert sorted(load_file(head_folder / "model.safetensors")) == sorted(HEAD_TENSORS)
     assert target.state_dict().keys() >= set(TARGET_TENSORS)
 
@@ -113,9 +113,9 @@ def test_a_head_without_a_tensor_is_refused_by_name(name: str, head_folder: Path
 
 @pytest.mark.parametrize("name", HEAD_TENSORS)
 def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: Llama) -> None:
-    found = load_file(head_folder / "model.safetensors")[name]
-    change(head_folder, **{name: torch.cat((found, found[:1]))})
-    with pytest.raises(WeightMismatch, match=rf"{name} has shape \[{len(found) + 1}.*asks for \[{len(found)}"):
+    tensor = load_file(head_folder / "model.safetensors")[name]
+    change(head_folder, **{name: torch.cat((tensor, tensor[:1]))})
+    with pytest.raises(WeightMismatch, match=rf"{name} has shape \[{len(tensor) + 1}.*asks for \[{len(tensor)}"):
         load_head(head_folder, target)
 
 
@@ -189,16 +189,16 @@ def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, tar
     wanted = load_head(head_folder, target).state_dict()
     tensors = load_file(head_folder / "model.safetensors")
     renamed = {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
-    save_file(renamed | {"t2d": known(tensors["d2t"])}, head_folder / "model.safetensors")
-    found = load_head(head_folder, target).state_dict()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    save_file(renamed | {"t2d": t2d_mask(tensors["d2t"])}, head_folder / "model.safetensors")
+    loaded = load_head(head_folder, target).state_dict()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
-def known(d2t: Tensor) -> Tensor:
+def t2d_mask(d2t: Tensor) -> Tensor:
     """Return the ``t2d`` mask that matches ``d2t``."""
-    found = torch.zeros(97, dtype=torch.bool)
-    found[torch.arange(len(d2t)) + d2t] = True
-    return found
+    mask = torch.zeros(97, dtype=torch.bool)
+    mask[torch.arange(len(d2t)) + d2t] = True
+    return mask
 
 
 def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: Llama) -> None:
@@ -209,7 +209,7 @@ def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: Llama) 
 
 
 def test_maps_that_disagree_are_refused(head_folder: Path, target: Llama) -> None:
-    t2d = known(load_file(head_folder / "model.safetensors")["d2t"])
+    t2d = t2d_mask(load_file(head_folder / "model.safetensors")["d2t"])
     for wrong in (3, 90):
         changed = t2d.clone()
         changed[wrong] = ~changed[wrong]
@@ -223,10 +223,10 @@ def test_maps_that_disagree_are_refused(head_folder: Path, target: Llama) -> Non
 
 def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: Llama) -> None:
     d2t = load_file(head_folder / "model.safetensors")["d2t"]
-    change(head_folder, d2t=d2t.to(torch.int32), t2d=known(d2t).to(torch.uint8))
-    found = load_head(head_folder, target).d2t
-    assert found.dtype == torch.int64
-    assert torch.equal(found, d2t)
+    change(head_folder, d2t=d2t.to(torch.int32), t2d=t2d_mask(d2t).to(torch.uint8))
+    loaded = load_head(head_folder, target).d2t
+    assert loaded.dtype == torch.int64
+    assert torch.equal(loaded, d2t)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -284,7 +284,7 @@ def test_tied_targets_may_or_may_not_repeat_the_matrix(target: Llama, shape: dic
         assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
 
 
-def test_weights_in_several_files_and_old_exporters_frequencies(target_folder: Path) -> None:
+def test_weights_in_several_files_load_without_old_rotary_frequencies(target_folder: Path) -> None:
     tensors = load_file(target_folder / "model.safetensors")
     wanted = load_target(target_folder).state_dict()
     names = sorted(tensors)
@@ -292,8 +292,8 @@ def test_weights_in_several_files_and_old_exporters_frequencies(target_folder: P
     save_file({n: tensors[n] for n in names[:10]} | old, target_folder / "model-00001-of-00002.safetensors")
     save_file({n: tensors[n] for n in names[10:]}, target_folder / "model-00002-of-00002.safetensors")
     (target_folder / "model.safetensors").unlink()
-    found = load_target(target_folder).state_dict()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    loaded = load_target(target_folder).state_dict()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
 def test_other_formats_are_not_read(target_folder: Path) -> None:
@@ -306,9 +306,9 @@ def test_other_formats_are_not_read(target_folder: Path) -> None:
 
 
 def test_hash_covers_every_weight_and_the_config(target_folder: Path) -> None:
-    found = {weights_hash(target_folder)}
+    hashes = {weights_hash(target_folder)}
     change(target_folder, **{"model.norm.weight": torch.full((32,), 1.5)})
-    found.add(weights_hash(target_folder))
+    hashes.add(weights_hash(target_folder))
     (target_folder / "config.json").write_text((target_folder / "config.json").read_text() + "\n")
-    found.add(weights_hash(target_folder))
-    assert len(found) == 3
+    hashes.add(weights_hash(target_folder))
+    assert len(hashes) == 3

@@ -18,14 +18,16 @@ from specdecode_worker.models.networks.medusa import MedusaHeads
 from specdecode_worker.models.transforms.fusion import fuse
 
 
-def vllms(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     """Rename the tensors to vLLM's names, as its converters write them."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         h, i, kind = name.split(".", 2)
         is_matrix = int(i) == layers
-        found[f"lm_heads.{h}.weight" if is_matrix else f"blocks.{h}.layers.{i}.{kind.removeprefix('linear.')}"] = tensor
-    return found
+        renamed[f"lm_heads.{h}.weight" if is_matrix else f"blocks.{h}.layers.{i}.{kind.removeprefix('linear.')}"] = (
+            tensor
+        )
+    return renamed
 
 
 def load_heads(folder: Path, target: Llama) -> MedusaHeads:
@@ -35,28 +37,28 @@ def load_heads(folder: Path, target: Llama) -> MedusaHeads:
 @torch.inference_mode()
 @pytest.mark.parametrize(("heads", "layers", "bias"), [(4, 1, True), (2, 3, True), (3, 1, False)])
 @pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
-def test_medusa_heads_are_fasterdecodings(
+def test_medusa_heads_equal_the_original_of_fasterdecoding(
     heads: int, layers: int, bias: bool, prefix: str, target: Llama, tmp_path: Path
 ) -> None:
     tensors = medusa_tensors(heads, layers, bias=bias)
     config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x/y"}
-    found = load_heads(write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target)
+    medusa_heads = load_heads(write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target)
     hidden = noise(5, 32, seed=4)
-    logits = found.logits(hidden)
-    assert logits.shape == (found.count, 5, 97) == (heads, 5, 97)
+    logits = medusa_heads.logits(hidden)
+    assert logits.shape == (medusa_heads.count, 5, 97) == (heads, 5, 97)
     for h in range(heads):
         x = hidden
         for i in range(layers):
             x = x + F.silu(F.linear(x, tensors[f"{h}.{i}.linear.weight"], tensors.get(f"{h}.{i}.linear.bias")))
         torch.testing.assert_close(logits[h], x @ tensors[f"{h}.{layers}.weight"].T, atol=1e-5, rtol=1e-5)
-    fuse(found)
-    torch.testing.assert_close(found.logits(hidden), logits, atol=1e-5, rtol=1e-5)
-    assert found.reads == TargetStates((), final=True)
-    assert found.target_ids is None
+    fuse(medusa_heads)
+    torch.testing.assert_close(medusa_heads.logits(hidden), logits, atol=1e-5, rtol=1e-5)
+    assert medusa_heads.reads == TargetStates((), final=True)
+    assert medusa_heads.target_ids is None
 
 
 @torch.inference_mode()
-def test_vllms_names_and_truncated_vocabulary(target: Llama, tmp_path: Path) -> None:
+def test_vllm_names_and_a_truncated_vocabulary_load(target: Llama, tmp_path: Path) -> None:
     plain = medusa_tensors(3, 1, rows=40)
     config = {
         "model_type": "medusa",
@@ -67,15 +69,15 @@ def test_vllms_names_and_truncated_vocabulary(target: Llama, tmp_path: Path) -> 
         "truncated_vocab_size": 40,
     }
     token_map = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:40]
-    found = load_heads(write(tmp_path, config, vllms(plain, 1) | {"token_map": token_map}), target)
-    assert found.target_ids is not None
-    assert torch.equal(found.target_ids, token_map)
+    medusa_heads = load_heads(write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
+    assert medusa_heads.target_ids is not None
+    assert torch.equal(medusa_heads.target_ids, token_map)
     same = {"medusa_num_heads": 3, "truncated_vocab_size": 40}
     other = load_heads(write(tmp_path / "b", same, plain | {"token_map": token_map}), target)
-    assert torch.equal(found.logits(noise(5, 32)), other.logits(noise(5, 32)))
+    assert torch.equal(medusa_heads.logits(noise(5, 32)), other.logits(noise(5, 32)))
     token_map[7] = 97
     with pytest.raises(WeightMismatch, match="token_map maps outside"):
-        load_heads(write(tmp_path, config, vllms(plain, 1) | {"token_map": token_map}), target)
+        load_heads(write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
 
 
 def test_medusa_heads_are_loaded_strictly(target: Llama, tmp_path: Path) -> None:

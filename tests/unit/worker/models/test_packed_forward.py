@@ -127,7 +127,7 @@ def test_chunked_prefill_matches_one_pass(
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
-def test_every_node_sees_its_own_path(target: Llama, cache: PagedCache, dense: Any, scattered: bool) -> None:
+def test_every_node_attends_to_its_own_path(target: Llama, cache: PagedCache, dense: Any, scattered: bool) -> None:
     """In a pass with a tree, a chain, a chunk and a plain token, each node gets the state of its own path."""
     sequences = batch(scattered=scattered)
     prefill(target, cache, sequences[:3], (23,))
@@ -137,14 +137,14 @@ def test_every_node_sees_its_own_path(target: Llama, cache: PagedCache, dense: A
         (s, torch.randint(0, 97, (len(tree.parents),), generator=generator).tolist(), tree)
         for s, tree in zip(sequences, trees, strict=False)
     ]
-    found = run(target, cache, [*parts, (sequences[3], sequences[3].tokens, None)])
-    for (sequence, tokens, tree), hidden in zip(parts, found, strict=False):
+    states = run(target, cache, [*parts, (sequences[3], sequences[3].tokens, None)])
+    for (sequence, tokens, tree), hidden in zip(parts, states, strict=False):
         assert tree is not None
         for node in range(len(tokens)):
             path = [tokens[n] for n in range(len(tokens)) if tree.ancestors[node] >> n & 1]
             wanted = dense_hidden(target, sequence.tokens + path, dense)[-1]
             torch.testing.assert_close(hidden[node], wanted, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(found[3], dense_hidden(target, sequences[3].tokens, dense), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(states[3], dense_hidden(target, sequences[3].tokens, dense), atol=1e-10, rtol=1e-10)
 
 
 def test_missing_key_is_detected(target: Llama, cache: PagedCache, dense: Any) -> None:
@@ -153,6 +153,6 @@ def test_missing_key_is_detected(target: Llama, cache: PagedCache, dense: Any) -
     sequence.tokens, last = sequence.tokens[:-1], sequence.tokens[-1]
     prefill(target, cache, [sequence], (30,))
     cache.data[1, 0, sequence.blocks[0], 3] = cache.data[1, 0, sequence.blocks[0], 4]
-    found = run(target, cache, [(sequence, [last], None)])[0]
+    state = run(target, cache, [(sequence, [last], None)])[0]
     wanted = dense_hidden(target, [*sequence.tokens, last], dense)[-1:]
-    assert (found - wanted).abs().max() > 1e-6
+    assert (state - wanted).abs().max() > 1e-6

@@ -38,9 +38,9 @@ def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any
 @pytest.fixture
 def head(target: Llama, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 2, "draft_vocab_size": 40}, target.config)
-    found = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
-    randomise(found, 2)
-    return found.double()
+    eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
+    randomise(eagle3_head, 2)
+    return eagle3_head.double()
 
 
 def logits(model: Llama, dense: Any) -> Tensor:
@@ -57,12 +57,12 @@ def quantised(model: nn.Module) -> set[str]:
 
 
 def state_bytes(model: nn.Module) -> int:
-    kept = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(tensor.nbytes for tensor in kept.values() if tensor.dtype != torch.int64)
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_targets_blocks_alone(target: Llama, kind: Kind, dense: Any) -> None:
+def test_only_the_blocks_of_a_target_are_quantised(target: Llama, kind: Kind, dense: Any) -> None:
     before, embedding = logits(target, dense), target.model.embed_tokens.weight.clone()
     rounded = copy.deepcopy(target)
     quantise_target(target, kind, CPU, stored=True)
@@ -80,7 +80,7 @@ def test_a_targets_blocks_alone(target: Llama, kind: Kind, dense: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drafts_mlps_and_head(head: Eagle3Head, kind: Kind, dense: Any) -> None:
+def test_mlps_and_head_of_a_draft_are_quantised(head: Eagle3Head, kind: Kind, dense: Any) -> None:
     before, rounded = drafted(head, dense), copy.deepcopy(head)
     quantise_draft(head, kind, stored=True)
     quantise_draft(rounded, kind)
@@ -90,7 +90,7 @@ def test_a_drafts_mlps_and_head(head: Eagle3Head, kind: Kind, dense: Any) -> Non
     torch.testing.assert_close(drafted(head, dense), drafted(rounded, dense), atol=1e-12, rtol=1e-12)
 
 
-def test_embeddings_that_are_a_head_too_stay(target: Llama) -> None:
+def test_tied_embeddings_are_not_quantised(target: Llama) -> None:
     """A tied embedding is not quantized with the lm_head of a draft model."""
     embedding = target.model.embed_tokens.weight.clone()
     quantise_draft(target, "int4")
@@ -101,7 +101,7 @@ def test_embeddings_that_are_a_head_too_stay(target: Llama) -> None:
         assert torch.equal(lm_head, dequantise(quantise(embedding, "int8"), torch.float64))
 
 
-def test_int4_leaves_the_head_eight_bits(head: Eagle3Head) -> None:
+def test_int4_draft_has_an_int8_head(head: Eagle3Head) -> None:
     quantise_draft(head, "int4", stored=True)
     kinds = {name: part.kind for name, part in head.named_modules() if isinstance(part, QuantisedLinear)}
     assert kinds.pop("lm_head") == "int8"
@@ -115,12 +115,12 @@ def test_predicted_bytes_are_exact(target: Llama, head: Eagle3Head, kind: Kind, 
     on_gpu = device == CUDA
     for model, draft in ((copy.deepcopy(target), False), (head, True), (target, True)):
         before = state_bytes(model)
-        foretold = added_bytes(model, kind, torch.float64, device, draft=draft)
+        predicted = added_bytes(model, kind, torch.float64, device, draft=draft)
         if draft:
             quantise_draft(model, kind, stored=on_gpu)
         else:
             quantise_target(model, kind, CPU, stored=on_gpu)
-        assert state_bytes(model) - before == foretold
+        assert state_bytes(model) - before == predicted
 
 
 def test_no_quantization_by_default(target: Llama, dense: Any) -> None:

@@ -33,17 +33,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_names_shapes_types_and_bytes(folder: Path) -> None:
-    found = read_tensor_headers(folder)
-    assert found.tensors == {
+def test_headers_have_names_shapes_types_and_bytes(folder: Path) -> None:
+    headers = read_tensor_headers(folder)
+    assert headers.tensors == {
         "a.weight": TensorHeader((2, 3), "F32", 24, "model.safetensors"),
         "b": TensorHeader((5,), "BF16", 10, "model.safetensors"),
         "d2t": TensorHeader((4,), "I64", 32, "model.safetensors"),
         "t2d": TensorHeader((7,), "BOOL", 7, "model.safetensors"),
     }
-    assert found.total_bytes == 73
-    floating = {name for name, tensor in found.tensors.items() if tensor.is_floating_point}
-    assert floating == {name for name in found.tensors if TENSORS[name].is_floating_point()} == {"a.weight", "b"}
+    assert headers.total_bytes == 73
+    floating = {name for name, tensor in headers.tensors.items() if tensor.is_floating_point}
+    assert floating == {name for name in headers.tensors if TENSORS[name].is_floating_point()} == {"a.weight", "b"}
 
 
 def test_a_file_that_is_cut_off_is_refused(folder: Path) -> None:
@@ -60,12 +60,12 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
         read_tensor_headers(folder)
 
 
-def test_mistrals_consolidated_copy_is_left_aside(folder: Path) -> None:
+def test_consolidated_copy_of_mistral_is_ignored(folder: Path) -> None:
     save_file({"b": TENSORS["b"]}, folder / "consolidated.safetensors")
     assert [path.name for path in weight_files(folder)] == ["model.safetensors"]
 
 
-def test_the_index_says_which_files_count(folder: Path) -> None:
+def test_only_files_of_the_index_are_read(folder: Path) -> None:
     save_file({"b": TENSORS["b"]}, folder / "stale.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}))
     assert "a.weight" in read_tensor_headers(folder).tensors

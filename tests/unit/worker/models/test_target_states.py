@@ -15,9 +15,9 @@ TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 
 
 def read(target: Llama, dense: Any, reads: TargetStates) -> Tensor:
-    found = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
-    assert isinstance(found, Tensor)
-    return found
+    states = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
+    assert isinstance(states, Tensor)
+    return states
 
 
 def test_no_states_are_returned_unless_requested(target: Llama, dense: Any) -> None:
@@ -33,11 +33,11 @@ def test_states_come_in_the_order_asked_for(target: Llama, dense: Any) -> None:
 
 
 def test_final_state_is_normed_and_last(target: Llama, dense: Any) -> None:
-    found = read(target, dense, TargetStates((0, 5), final=True))
-    assert found.shape == (9, TargetStates((0, 5), final=True).width(32)) == (9, 96)
-    assert torch.equal(found[:, :32], target.model.embed_tokens(TOKENS))
-    assert torch.equal(target.model.norm(found[:, 32:64]), found[:, 64:])
-    assert torch.equal(found[:, 64:], target(TOKENS, torch.arange(9), dense).hidden_TE)
+    states = read(target, dense, TargetStates((0, 5), final=True))
+    assert states.shape == (9, TargetStates((0, 5), final=True).width(32)) == (9, 96)
+    assert torch.equal(states[:, :32], target.model.embed_tokens(TOKENS))
+    assert torch.equal(target.model.norm(states[:, 32:64]), states[:, 64:])
+    assert torch.equal(states[:, 64:], target(TOKENS, torch.arange(9), dense).hidden_TE)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_final_state_is_normed_and_last(target: Llama, dense: Any) -> None:
     [TargetStates((3, 1)), TargetStates((), final=True), TargetStates((2,), final=True), TargetStates((1, 1))],
     ids=str,
 )
-def test_states_of_one_draft_are_found_in_a_shared_pass(part: TargetStates, target: Llama, dense: Any) -> None:
+def test_states_of_one_draft_are_selected_from_a_shared_pass(part: TargetStates, target: Llama, dense: Any) -> None:
     whole = part | TargetStates((2, 0), final=True)
     assert whole.layers == tuple(sorted(set(whole.layers)))
     pieces = read(target, dense, whole).unflatten(-1, (-1, 32))[:, list(whole.indices_of(part))]

@@ -49,9 +49,9 @@ class Ranks:
         parts = self._exchange(tensor)
         tensor.copy_(torch.stack(parts).sum(0))
 
-    def gather(self, tensor: Tensor, found: list[Tensor] | None, dst: int) -> None:
+    def gather(self, tensor: Tensor, gather_list: list[Tensor] | None, dst: int) -> None:
         parts = self._exchange(tensor)
-        for place, part in zip(found or [], parts, strict=False):
+        for place, part in zip(gather_list or [], parts, strict=False):
             place.copy_(part)
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
@@ -108,7 +108,7 @@ def test_every_row_is_on_one_device(count: int, size: int) -> None:
     assert rows == list(range(count))
 
 
-def test_what_is_split_and_what_is_whole() -> None:
+def test_projections_are_split_and_embeddings_are_whole() -> None:
     shard = Shard(1, 2)
     whole, second = slice(0, 6), slice(3, 6)
     prefix = "model.layers.0."
@@ -120,7 +120,9 @@ def test_what_is_split_and_what_is_whole() -> None:
     assert slices("lm_head.weight", (6, 6), shard) == (second, whole)
 
 
-def test_a_part_is_as_strict_as_the_whole(tmp_path: Path, shape: dict[str, Any], randomise: Any) -> None:
+def test_a_shard_refuses_unsplittable_heads_and_missing_weights(
+    tmp_path: Path, shape: dict[str, Any], randomise: Any
+) -> None:
     folder = written(tmp_path, shape, randomise)
     with pytest.raises(ConfigMismatch, match="num_key_value_heads 2 cannot be split over tensor_parallel_size 4"):
         load_shard(folder, Shard(0, 4), dtype=torch.float64, device=CPU)

@@ -37,7 +37,7 @@ def test_a_token_that_one_lacks_is_named(tmp_path: Path) -> None:
         check_vocabulary(draft, target)
 
 
-def test_rules_that_differ_show_on_the_probe_text(tmp_path: Path) -> None:
+def test_different_tokenizer_rules_are_detected_by_the_probe_text(tmp_path: Path) -> None:
     """Tokenizers with equal vocabularies but different normalizers or merges are refused."""
     target = saved(tmp_path / "a", tokenizer())
     lowered = saved(tmp_path / "b", tokenizer(lowercase=True))
@@ -49,13 +49,13 @@ def test_rules_that_differ_show_on_the_probe_text(tmp_path: Path) -> None:
         check_vocabulary(target, fewer)
 
 
-def test_padding_and_truncation_of_a_tokenizer_do_not_count(tmp_path: Path) -> None:
+def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path: Path) -> None:
     cut = tokenizer()
     cut.enable_truncation(3)
     check_vocabulary(saved(tmp_path / "a", tokenizer()), saved(tmp_path / "b", cut))
 
 
-def test_no_tokenizer_is_no_proof(tmp_path: Path) -> None:
+def test_missing_or_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
     target = saved(tmp_path / "a", tokenizer())
     with pytest.raises(VocabularyMismatch, match=r"tokenizer\.json does not exist"):
         check_vocabulary(target, tmp_path)
@@ -68,7 +68,7 @@ def test_no_tokenizer_is_no_proof(tmp_path: Path) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("size", [90, 97, 120])
-def test_fitting_changes_no_token_that_both_have(
+def test_fitting_preserves_the_logits_of_common_tokens(
     size: int, tied: bool, shape: dict[str, Any], randomise: Any, dense: Any
 ) -> None:
     draft = Llama(llama_config(shape | {"tie_word_embeddings": tied})).requires_grad_(False)

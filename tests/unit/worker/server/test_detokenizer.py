@@ -24,9 +24,9 @@ def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: TextOpti
     pieces = []
     for start, end in itertools.pairwise(edges):
         step = tuple(ids[start:end])
-        told = tuple(Logprobs(token, -float(token), 1) for token in step)
+        logprobs = tuple(Logprobs(token, -float(token), 1) for token in step)
         finish = "stop" if end == len(ids) else None
-        pieces.append(reader.push(Tokens(request_id="r", tokens=step, finish=finish, logprobs=told)))
+        pieces.append(reader.push(Tokens(request_id="r", tokens=step, finish=finish, logprobs=logprobs)))
         if pieces[-1].finish_reason:
             break
     return pieces
@@ -39,10 +39,10 @@ def test_output_does_not_depend_on_step_sizes(tokenizer: Tokenizer, text: str, c
     pieces = read(tokenizer, tokenizer.encode(text), cuts, reading)
     shown = "".join(piece.text for piece in pieces)
     assert shown == (text.partition(stop)[0] if stop else text)
-    told = [one for piece in pieces for one in piece.scored]
-    assert tokenizer.decode([one.token for one in told]) == shown
-    assert [one.offset for one in told] == [i for i, letter in enumerate(shown) for _ in letter.encode()]
-    assert all(one.logprobs is not None and one.logprobs.token == one.token for one in told)
+    scored = [one for piece in pieces for one in piece.scored]
+    assert tokenizer.decode([one.token for one in scored]) == shown
+    assert [one.offset for one in scored] == [i for i, letter in enumerate(shown) for _ in letter.encode()]
+    assert all(one.logprobs is not None and one.logprobs.token == one.token for one in scored)
 
 
 def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tokenizer) -> None:
@@ -61,6 +61,6 @@ def test_stop_token_is_counted_and_shown_only_if_requested(tokenizer: Tokenizer)
 
 def test_mean_logprob_is_over_all_tokens(tokenizer: Tokenizer) -> None:
     reader = ChoiceDetokenizer(tokenizer, [], TextOptions())
-    told = tuple(Logprobs(token, value, 1) for token, value in ((65, -1.0), (END, -4.0)))
-    reader.push(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=told))
+    logprobs = tuple(Logprobs(token, value, 1) for token, value in ((65, -1.0), (END, -4.0)))
+    reader.push(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=logprobs))
     assert reader.mean_logprob == -2.5

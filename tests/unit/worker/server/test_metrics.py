@@ -74,12 +74,12 @@ def still() -> ServerCounters:
 
 def samples(counts: ServerCounters | None = None, report: Report = REPORT) -> dict[str, float]:
     """Return the value of each sample, keyed by name and label values."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(render(report, counts or still()).decode()):
         for sample in family.samples:
             labels = ",".join(value for name, value in sorted(sample.labels.items()) if name != "model_name")
-            found[f"{sample.name}[{labels}]"] = sample.value
-    return found
+            values[f"{sample.name}[{labels}]"] = sample.value
+    return values
 
 
 def count_request(counts: ServerCounters, task: str, *sums: tuple[int, int, int]) -> None:
@@ -99,37 +99,37 @@ def test_all_contract_metrics_are_exposed() -> None:
 
 
 def test_metric_values_equal_the_report() -> None:
-    found = samples()
-    assert found["specdecode_num_requests_running[]"] == 2
-    assert found["specdecode_num_requests_waiting[]"] == 3
-    assert found["specdecode_kv_cache_usage_perc[]"] == 0.25
-    assert found["specdecode_plan_version[]"] == 9
-    assert found["specdecode_guard_suppressed[]"] == found["specdecode_synthetic[]"] == 1
-    assert found["specdecode_generation_tokens_total[t]"] == 60
-    assert found["specdecode_request_success_total[other]"] == 1
-    assert found["specdecode_num_preemptions_total[]"] == 6
-    assert found["specdecode_prefill_chunks_total[]"] == 5
-    assert found["specdecode_prefix_cache_queries_total[]"] == 80
-    assert found["specdecode_prefix_cache_hits_total[]"] == 48
-    assert found["specdecode_kv_cache_reusable_perc[]"] == 0.1
-    assert found["specdecode_spec_decode_num_plain_steps_total[]"] == 8
-    assert found["specdecode_memory_bytes[kv_cache]"] == 30
-    assert [found[f"specdecode_step_phase_seconds_total[{phase}]"] for phase in PhaseSeconds.model_fields] == [
+    values = samples()
+    assert values["specdecode_num_requests_running[]"] == 2
+    assert values["specdecode_num_requests_waiting[]"] == 3
+    assert values["specdecode_kv_cache_usage_perc[]"] == 0.25
+    assert values["specdecode_plan_version[]"] == 9
+    assert values["specdecode_guard_suppressed[]"] == values["specdecode_synthetic[]"] == 1
+    assert values["specdecode_generation_tokens_total[t]"] == 60
+    assert values["specdecode_request_success_total[other]"] == 1
+    assert values["specdecode_num_preemptions_total[]"] == 6
+    assert values["specdecode_prefill_chunks_total[]"] == 5
+    assert values["specdecode_prefix_cache_queries_total[]"] == 80
+    assert values["specdecode_prefix_cache_hits_total[]"] == 48
+    assert values["specdecode_kv_cache_reusable_perc[]"] == 0.1
+    assert values["specdecode_spec_decode_num_plain_steps_total[]"] == 8
+    assert values["specdecode_memory_bytes[kv_cache]"] == 30
+    assert [values[f"specdecode_step_phase_seconds_total[{phase}]"] for phase in PhaseSeconds.model_fields] == [
         1,
         2,
         3,
         4,
     ]
-    assert found["specdecode_guard_state[0,0]"] == 1
-    assert found["specdecode_guard_time_per_token_seconds[0,0,speculative]"] == 2
-    assert (found["specdecode_iteration_seconds_count[]"], found["specdecode_iteration_seconds_sum[]"]) == (8, 5)
+    assert values["specdecode_guard_state[0,0]"] == 1
+    assert values["specdecode_guard_time_per_token_seconds[0,0,speculative]"] == 2
+    assert (values["specdecode_iteration_seconds_count[]"], values["specdecode_iteration_seconds_sum[]"]) == (8, 5)
 
 
 def test_histograms_accumulate() -> None:
-    found = samples()
+    values = samples()
     name = "specdecode_time_to_first_token_seconds"
-    assert [found[f"{name}_bucket[{edge}]"] for edge in ("0.1", "0.2", "+Inf")] == [5, 5, 7]
-    assert (found[f"{name}_count[]"], found[f"{name}_sum[]"]) == (7, 1.5)
+    assert [values[f"{name}_bucket[{edge}]"] for edge in ("0.1", "0.2", "+Inf")] == [5, 5, 7]
+    assert (values[f"{name}_count[]"], values[f"{name}_sum[]"]) == (7, 1.5)
 
 
 def test_speculation_by_task_adds_up_to_the_report() -> None:
@@ -137,12 +137,12 @@ def test_speculation_by_task_adds_up_to_the_report() -> None:
     count_request(counts, "t", (1, 3, 2), (2, 6, 5))
     count_request(counts, "t", (1, 3, 0))
     count_request(counts, "other", (3, 9, 3))
-    found = samples(counts)
-    assert found["specdecode_spec_decode_num_drafts_total[t]"] == 3
-    assert found["specdecode_spec_decode_num_drafts_total[other]"] == 10 - 3
-    assert found["specdecode_spec_decode_num_accepted_tokens_total[t]"] == 5
-    assert found["specdecode_spec_decode_num_accepted_tokens_total[other]"] == 12 - 5
-    positions = [found[f"specdecode_spec_decode_num_accepted_tokens_per_pos_total[{p},t]"] for p in "012"]
+    values = samples(counts)
+    assert values["specdecode_spec_decode_num_drafts_total[t]"] == 3
+    assert values["specdecode_spec_decode_num_drafts_total[other]"] == 10 - 3
+    assert values["specdecode_spec_decode_num_accepted_tokens_total[t]"] == 5
+    assert values["specdecode_spec_decode_num_accepted_tokens_total[other]"] == 12 - 5
+    positions = [values[f"specdecode_spec_decode_num_accepted_tokens_per_pos_total[{p},t]"] for p in "012"]
     assert positions == [2, 2, 1]
 
 
@@ -153,15 +153,15 @@ def test_stale_report_gives_no_negative_count() -> None:
 
 
 def test_ranks_are_summed_by_task_and_depth() -> None:
-    found = samples()
-    assert found["specdecode_spec_decode_num_ranked_total[1,0,t]"] == 10
-    assert found["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
+    values = samples()
+    assert values["specdecode_spec_decode_num_ranked_total[1,0,t]"] == 10
+    assert values["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
 
 
 def test_draft_info_lists_every_draft() -> None:
-    found = samples()
-    assert found["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
-    assert found["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
+    values = samples()
+    assert values["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
+    assert values["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
 
 
 def test_request_is_counted_once() -> None:
@@ -173,14 +173,14 @@ def test_request_is_counted_once() -> None:
     request_counter.end()
     request_counter.end()
     counts.request_counter("t", 9).end()
-    found = samples(counts)
-    assert found["specdecode_request_prompt_tokens_sum[]"] == 30
+    values = samples(counts)
+    assert values["specdecode_request_prompt_tokens_sum[]"] == 30
     assert (
-        found["specdecode_request_generation_tokens_sum[]"],
-        found["specdecode_request_generation_tokens_count[]"],
+        values["specdecode_request_generation_tokens_sum[]"],
+        values["specdecode_request_generation_tokens_count[]"],
     ) == (3, 1)
     name = "specdecode_request_time_per_output_token_seconds"
-    assert (found[f"{name}_bucket[0.0005]"], found[f"{name}_count[]"]) == (1, 1), "1 ms for two tokens"
+    assert (values[f"{name}_bucket[0.0005]"], values[f"{name}_count[]"]) == (1, 1), "1 ms for two tokens"
 
 
 def test_captured_and_dropped_records_are_counted() -> None:
@@ -188,8 +188,8 @@ def test_captured_and_dropped_records_are_counted() -> None:
     counts.capture.records["t"] += 3
     counts.capture.dropped[Dropped.queue_full] += 2
     counts.capture.stored_bytes = 99
-    found = samples(counts)
-    assert found["specdecode_capture_records_total[t]"] == 3
-    assert found["specdecode_capture_dropped_total[queue_full]"] == 2
-    assert found["specdecode_capture_dropped_total[redacted]"] == 0, "there before anything is dropped"
-    assert found["specdecode_capture_stored_bytes[]"] == 99
+    values = samples(counts)
+    assert values["specdecode_capture_records_total[t]"] == 3
+    assert values["specdecode_capture_dropped_total[queue_full]"] == 2
+    assert values["specdecode_capture_dropped_total[redacted]"] == 0, "there before anything is dropped"
+    assert values["specdecode_capture_stored_bytes[]"] == 99

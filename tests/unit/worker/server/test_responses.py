@@ -51,9 +51,9 @@ def test_statistics_add_up_over_choices() -> None:
 
 def test_prompt_tokens_count_once_for_several_choices() -> None:
     again = Statistics(3, 10, 3, 0, 0, 0, counts_prompt=False)
-    found = usage([STATISTICS, again])
-    assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 20)
-    assert found["prompt_tokens_details"] == {"cached_tokens": 2}
+    reported_usage = usage([STATISTICS, again])
+    assert (reported_usage["prompt_tokens"], reported_usage["completion_tokens"]) == (3, 20)
+    assert reported_usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 def test_plain_decoding_has_one_token_per_step() -> None:
@@ -89,9 +89,9 @@ def test_stream_chunks_match_openai(tokenizer: Tokenizer) -> None:
 
 def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> None:
     choice = Choice("é", "stop", STATISTICS, scored(tokenizer, "é"))
-    found = ChatCompletion.model_validate(ChatWriter(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
-    assert found.choices[0].logprobs is not None
-    first, second = found.choices[0].logprobs.content or ()
+    completion = ChatCompletion.model_validate(ChatWriter(head(tokenizer, logprobs=True)).whole([choice]), strict=True)
+    assert completion.choices[0].logprobs is not None
+    first, second = completion.choices[0].logprobs.content or ()
     assert bytes([*(first.bytes or ()), *(second.bytes or ())]).decode() == "é"
     assert (first.token, first.logprob) == ("\ufffd", -3.0)
     assert [(top.bytes, top.logprob) for top in first.top_logprobs] == [([0xC3], -1.0), ([0x21], -9999.0)]
@@ -100,11 +100,11 @@ def test_logprobs_of_a_chat_have_bytes_and_stay_finite(tokenizer: Tokenizer) -> 
 def test_logprobs_of_a_completion_are_four_lists(tokenizer: Tokenizer) -> None:
     known = scored(tokenizer, "aé")
     choice = Choice("aé", "stop", STATISTICS, (ScoredToken(known[0].token, 0, None), *known[1:]))
-    found = CompletionWriter(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
-    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
-    assert found["text_offset"] == [0, 1, 2]
-    assert found["token_logprobs"] == [None, -3.0, -3.0]
-    assert found["top_logprobs"] == [
+    logprobs = CompletionWriter(head(tokenizer, logprobs=True)).whole([choice])["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["text_offset"] == [0, 1, 2]
+    assert logprobs["token_logprobs"] == [None, -3.0, -3.0]
+    assert logprobs["top_logprobs"] == [
         None,
         {"a": -1.0, "!": -9999.0, "bytes:\\xc3": -3.0},
         {"a": -1.0, "!": -9999.0, "bytes:\\xa9": -3.0},

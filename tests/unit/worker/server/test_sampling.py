@@ -12,10 +12,10 @@ seeds = st.integers(-(2**63), 2**63 - 1)
 
 @given(seed=seeds, count=st.integers(1, 128))
 def test_seeds_are_distinct_and_start_with_the_requests_seed(seed: int, count: int) -> None:
-    found = seeds_of(seed, count)
-    assert found[0] == seed % 2**63
-    assert len(set(found)) == count
-    assert all(0 <= one < 2**63 for one in found)
+    choice_seeds = seeds_of(seed, count)
+    assert choice_seeds[0] == seed % 2**63
+    assert len(set(choice_seeds)) == count
+    assert all(0 <= one < 2**63 for one in choice_seeds)
 
 
 @given(seed=seeds)

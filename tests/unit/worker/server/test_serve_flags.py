@@ -30,7 +30,7 @@ def test_tree_draft_sets_its_width() -> None:
     assert (plan.initial.nodes, plan.max_depth, plan.top_k) == (20, 3, 4)
 
 
-def test_a_target_alone_is_served_plainly() -> None:
+def test_target_without_a_draft_is_served_without_speculation() -> None:
     config, plan = read("--model", "file:///models/llama", "--served-model-name", "x")
     assert (config.draft.method, config.model.served_name, plan) == ("none", "x", Plan())
 
@@ -45,7 +45,7 @@ def test_vllm_speculative_config_is_accepted() -> None:
         read("--speculative-config", form, "--depth", "2")
 
 
-def test_vllms_draft_of_two_models_and_its_lookup() -> None:
+def test_vllm_draft_model_and_ngram_configs_are_accepted() -> None:
     two, _ = read("--model", "file:///m", "--speculative-config", '{"method": "draft_model", "model": "file:///d"}')
     assert (two.draft.method, two.draft.uri) == ("draft-model", "file:///d")
     form = '{"method": "ngram", "model": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6}'
@@ -54,7 +54,7 @@ def test_vllms_draft_of_two_models_and_its_lookup() -> None:
     assert (lookup.draft.prompt_lookup_min, lookup.draft.prompt_lookup_max) == (2, 6)
 
 
-def test_quantised_weights() -> None:
+def test_quantization_flags_of_target_and_draft_are_read() -> None:
     form = '{"method": "eagle3", "model": "file:///d", "quantization": "int4"}'
     config, _ = read("--model", "file:///m", "--speculative-config", form, "--quantization", "fp8")
     assert (config.draft.quantization, config.model.quantization) == ("int4", "fp8")
@@ -77,7 +77,7 @@ def test_quantised_weights() -> None:
         (("--quantization", "int8", "--tensor-parallel-size", "2"), "tensor_parallel_size 1"),
     ],
 )
-def test_what_cannot_be_quantised_is_named(words: tuple[str, ...], named: str) -> None:
+def test_unsupported_quantization_is_reported(words: tuple[str, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(*words)
 
@@ -89,7 +89,7 @@ def test_invalid_speculative_config_is_reported(form: str) -> None:
         read("--speculative-config", form)
 
 
-def test_vllms_names_of_the_engines_bounds() -> None:
+def test_vllm_engine_flags_are_accepted() -> None:
     words = "--max-num-seqs 3 --max-num-batched-tokens 64 --max-model-len 99 --gpu-memory-utilization 0.5 "
     words += "--tensor-parallel-size 2 --no-enable-prefix-caching --no-enable-chunked-prefill --sampler mss "
     words += "--enforce-eager --cuda-graph-sizes 1 3 "
@@ -126,7 +126,7 @@ def test_invalid_flags_are_reported(words: list[str], named: str, capsys: pytest
     assert named in capsys.readouterr().err
 
 
-def test_a_wrong_config_in_the_environment_is_named(
+def test_wrong_field_of_a_config_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv(Env.config, '{"model": {"uri": "x", "served_name": "m"}, "engine": {"max_num_seqs": "many"}}')
@@ -136,7 +136,7 @@ def test_a_wrong_config_in_the_environment_is_named(
     assert "engine.max_num_seqs" in (tmp_path / "words").read_text()
 
 
-def test_capture_is_off_until_it_is_asked_for() -> None:
+def test_capture_is_off_by_default() -> None:
     assert read()[0].capture is None
     assert read("--capture", "/d")[0].capture == CaptureConfig(dir="/d")
     words = "--capture /d --capture-max-bytes 99999 --capture-max-age 60 --capture-share 0.1 code=1 qa=0"

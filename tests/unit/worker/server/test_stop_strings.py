@@ -46,6 +46,6 @@ def test_no_text_is_returned_after_a_stop() -> None:
     assert (finder.push("three"), finder.flush(), finder.matched) == ("", "", "END")
 
 
-def test_an_empty_stop_string_is_a_bug_of_the_caller() -> None:
+def test_an_empty_stop_string_raises() -> None:
     with pytest.raises(AssertionError):
         StopFinder(("",))

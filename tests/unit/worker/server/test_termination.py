@@ -10,7 +10,7 @@ from specdecode_worker import termination
 from specdecode_worker.termination import ENV_PATH, MAX_BYTES, write_termination_message
 
 
-def test_the_first_bytes_stand_in_the_file_that_the_environment_names(
+def test_message_is_truncated_and_written_to_the_configured_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path / "log"))
@@ -21,7 +21,7 @@ def test_the_first_bytes_stand_in_the_file_that_the_environment_names(
     assert (tmp_path / "log").read_text() == "x" + "é" * (MAX_BYTES // 2 - 1), "half a character is none"
 
 
-def test_first_termination_message_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_termination_message_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path / "log"))
     write_termination_message("no memory")
     write_termination_message("the engine is gone")

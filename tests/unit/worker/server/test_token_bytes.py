@@ -30,6 +30,6 @@ def test_sentencepiece_writes_spaces_and_bytes() -> None:
     words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "<0x0A>": 1, "é": 2}, unk_token="é"))
     words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     words.add_special_tokens(["</s>"])
-    found = Vocabulary(words)
-    assert [found.bytes_of(token) for token in (0, 1, 2, 3, 99)] == [b" a", b"\n", "é".encode(), b"</s>", b""]
-    assert (found.piece_of(0), found.piece_of(99)) == ("▁a", "")
+    vocabulary = Vocabulary(words)
+    assert [vocabulary.bytes_of(token) for token in (0, 1, 2, 3, 99)] == [b" a", b"\n", "é".encode(), b"</s>", b""]
+    assert (vocabulary.piece_of(0), vocabulary.piece_of(99)) == ("▁a", "")

@@ -31,7 +31,7 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer,
 
 @given(ids=st.lists(st.integers(0, 255), max_size=40))
 @fixture_is_constant
-def test_bytes_that_are_no_text_end_up_as_they_decode_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_invalid_bytes_decode_in_pieces_as_in_one_call(tokenizer: Tokenizer, ids: list[int]) -> None:
     detokenizer = tokenizer.detokenizer(tokenizer.encode("p"))
     shown = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
     assert shown.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
@@ -53,7 +53,7 @@ def test_invalid_bytes_are_released(tokenizer: Tokenizer) -> None:
     assert any(detokenizer.push(continuation) for _ in range(64))
 
 
-def test_spaces_that_depend_on_what_stands_before_are_kept() -> None:
+def test_spaces_that_depend_on_the_previous_token_are_preserved() -> None:
     # Llama 2's tokenizer drops the space before the first word that it decodes.
     words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     words.decoder = decoders.Metaspace()
@@ -92,17 +92,17 @@ def _folder(tmp_path: Path, template: object) -> Path:
         ("a\n  {%- if true %}\n  b\n  {%- endif %}", "a  b"),
     ],
 )
-def test_templates_have_what_published_ones_use(tmp_path: Path, template: object, expected: str) -> None:
-    found = find_template(_folder(tmp_path, template))
-    assert found is not None
-    assert found.render([{"role": "user", "content": "hi"}]) == expected
+def test_features_of_published_templates_are_supported(tmp_path: Path, template: object, expected: str) -> None:
+    chat_template = find_template(_folder(tmp_path, template))
+    assert chat_template is not None
+    assert chat_template.render([{"role": "user", "content": "hi"}]) == expected
 
 
-def test_a_template_of_its_own_file_wins(tmp_path: Path) -> None:
+def test_template_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
     (_folder(tmp_path, "old") / "chat_template.jinja").write_text("new")
-    found = find_template(tmp_path)
-    assert found is not None
-    assert found.render([]) == "new"
+    chat_template = find_template(tmp_path)
+    assert chat_template is not None
+    assert chat_template.render([]) == "new"
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_a_template_of_its_own_file_wins(tmp_path: Path) -> None:
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_can_refuse_but_not_reach_out(tmp_path: Path, template: str) -> None:
-    found = find_template(_folder(tmp_path, template))
-    assert found is not None
+def test_failing_and_unsafe_templates_are_refused(tmp_path: Path, template: str) -> None:
+    chat_template = find_template(_folder(tmp_path, template))
+    assert chat_template is not None
     with pytest.raises(TemplateRefused):
-        found.render([{"role": "user", "content": "hi"}])
+        chat_template.render([{"role": "user", "content": "hi"}])
 
 
-def test_folders_without_what_is_needed_say_so(tmp_path: Path) -> None:
+def test_missing_and_invalid_tokenizer_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(TokenizerProblem, match=r"tokenizer\.json does not exist"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES.values(), ids=CASES)
-def test_calls_are_found_and_nothing_else_is_lost(
+def test_calls_are_parsed_and_other_text_is_preserved(
     name: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read(name, [text]) == (content, calls)

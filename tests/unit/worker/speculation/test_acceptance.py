@@ -35,7 +35,7 @@ class Case:
         tree = self.trees[b]
         return [-2, *(self.ranked[b][tree.parents[n]][tree.ranks[n]] for n in range(1, len(tree.parents)))]
 
-    def run(self, kept: list[int] | None = None) -> Outcome:
+    def run(self, cut_depths: list[int] | None = None) -> Outcome:
         """Return the outcome of `accept`."""
         widest, all_nodes = max(t.verified for t in self.trees), max(len(t.parents) for t in self.trees)
         ranked_BNK = torch.full((len(self.trees), all_nodes, MAX_RANKS), -1)
@@ -46,7 +46,9 @@ class Case:
             chosen_BN[b, : tree.verified] = torch.tensor(self.chosen[b])
             for node in set(tree.parents[1:]):
                 ranked_BNK[b, node] = torch.tensor(self.ranked[b][node])
-        return accept(self.forest, tokens_BN, chosen_BN, ranked_BNK, None if kept is None else torch.tensor(kept))
+        return accept(
+            self.forest, tokens_BN, chosen_BN, ranked_BNK, None if cut_depths is None else torch.tensor(cut_depths)
+        )
 
     def by_hand(self, b: int) -> tuple[list[int], list[int], list[int]]:
         """Return the expected emitted tokens, path and ranks of one tree."""
@@ -88,44 +90,44 @@ def unpadded(row: torch.Tensor, pad: int = -1) -> list[int]:
 
 @given(cases())
 def test_the_walk_emits_the_targets_tokens_and_keeps_their_nodes(case: Case) -> None:
-    found = case.run()
+    outcome = case.run()
     for b in range(len(case.trees)):
         emitted, path, _ = case.by_hand(b)
-        assert unpadded(found.emitted_BD[b]) == emitted
-        assert unpadded(found.path_BD[b]) == path
-        assert int(found.count_B[b]) == len(emitted) - 1
+        assert unpadded(outcome.emitted_BD[b]) == emitted
+        assert unpadded(outcome.path_BD[b]) == path
+        assert int(outcome.count_B[b]) == len(emitted) - 1
 
 
 @given(cases())
 def test_ranks_are_counted_along_the_path_and_nowhere_else(case: Case) -> None:
-    found = case.run()
+    outcome = case.run()
     for b in range(len(case.trees)):
         ranks = case.by_hand(b)[2]
-        assert found.rank_BD[b].tolist() == ranks + [-1] * (found.rank_BD.shape[1] - len(ranks))
+        assert outcome.rank_BD[b].tolist() == ranks + [-1] * (outcome.rank_BD.shape[1] - len(ranks))
 
 
 @given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
-def test_a_cut_shortens_the_text_of_a_step_and_never_changes_it(case: Case, kept: list[int]) -> None:
-    whole, cut = case.run(), case.run(kept[: len(case.trees)])
+def test_a_cut_shortens_the_text_of_a_step_and_never_changes_it(case: Case, cut_depths: list[int]) -> None:
+    whole, cut = case.run(), case.run(cut_depths[: len(case.trees)])
     for b in range(len(case.trees)):
         emitted = unpadded(whole.emitted_BD[b])
-        count = min(len(emitted) - 1, kept[b])
+        count = min(len(emitted) - 1, cut_depths[b])
         assert unpadded(cut.emitted_BD[b]) == emitted[: count + 1]
         assert unpadded(cut.path_BD[b]) == unpadded(whole.path_BD[b])[:count]
         assert int(cut.count_B[b]) == count
 
 
 @given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
-def test_the_token_behind_a_cut_is_a_miss_and_those_before_it_keep_their_ranks(case: Case, kept: list[int]) -> None:
-    whole, cut = case.run(), case.run(kept[: len(case.trees)])
+def test_the_token_after_a_cut_is_a_miss_and_earlier_ranks_are_unchanged(case: Case, cut_depths: list[int]) -> None:
+    whole, cut = case.run(), case.run(cut_depths[: len(case.trees)])
     for b in range(len(case.trees)):
         ranks, count = whole.rank_BD[b].tolist(), int(cut.count_B[b])
-        last = MAX_RANKS if count == kept[b] and ranks[count] >= 0 else ranks[count]
+        last = MAX_RANKS if count == cut_depths[b] and ranks[count] >= 0 else ranks[count]
         assert cut.rank_BD[b].tolist() == [*ranks[:count], last, *[-1] * (len(ranks) - count - 1)]
 
 
-def test_without_a_draft_one_token_comes_out_and_nothing_is_ranked() -> None:
-    found = accept(forest_of((PLAIN, PLAIN), CPU), torch.tensor([[-2], [-2]]), torch.tensor([[4], [7]]), None)
-    assert found.emitted_BD.tolist() == [[4], [7]]
-    assert found.count_B.tolist() == [0, 0]
-    assert found.rank_BD.tolist() == [[-1], [-1]]
+def test_without_a_draft_one_token_is_emitted_and_nothing_is_ranked() -> None:
+    outcome = accept(forest_of((PLAIN, PLAIN), CPU), torch.tensor([[-2], [-2]]), torch.tensor([[4], [7]]), None)
+    assert outcome.emitted_BD.tolist() == [[4], [7]]
+    assert outcome.count_B.tolist() == [0, 0]
+    assert outcome.rank_BD.tolist() == [[-1], [-1]]

@@ -74,9 +74,9 @@ def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     none, two = torch.zeros(60).long(), torch.full((60,), 2)
     deep = coupling_of([params], [5], 2).choose(logits_RV, none, two, two)
     here = coupling_of([params], [7], 0).choose(logits_RV, none, none, none)
-    beside = coupling_of([params], [6], 0).choose(logits_RV, none, none, none)
+    previous = coupling_of([params], [6], 0).choose(logits_RV, none, none, none)
     assert torch.equal(deep, here)
-    assert not torch.equal(here, beside), "another position has other noise"
+    assert not torch.equal(here, previous), "another position has other noise"
 
 
 def test_seeds_differ_and_temperature_matters() -> None:
@@ -116,10 +116,10 @@ def test_draft_with_a_smaller_vocabulary_proposes_target_ids(batch_params: list[
     wide = torch.full((len(batch_R), V), -1e9, dtype=torch.float64)
     wide[:, ids] = narrow
     untruncated = [params for params in batch_params if not params.truncated]
-    found = coupling.propose(narrow, ids, batch_R, depth_R, depth_R, 1.0, 4)
-    assert set(found.flatten().tolist()) <= set(ids.tolist())
+    proposals = coupling.propose(narrow, ids, batch_R, depth_R, depth_R, 1.0, 4)
+    assert set(proposals.flatten().tolist()) <= set(ids.tolist())
     if len(untruncated) == len(batch_params):
-        assert torch.equal(found, coupling.propose(wide, None, batch_R, depth_R, depth_R, 1.0, 4))
+        assert torch.equal(proposals, coupling.propose(wide, None, batch_R, depth_R, depth_R, 1.0, 4))
 
 
 def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> None:
@@ -151,12 +151,12 @@ def test_kernel_arguments_match_the_reference(
     logits_RV = logits(len(batch_R))
     drafted_RV = logits_RV if ids_V is None else logits(len(batch_R), 1)[:, : len(ids_V)]
 
-    def found() -> tuple[Tensor, Tensor]:
+    def propose_and_choose() -> tuple[Tensor, Tensor]:
         coupling = coupling_of(batch_params, roots, depth)
         proposed = coupling.propose(drafted_RV, ids_V, batch_R, depth_R, depth_R, sharpness, 4)
         return proposed, coupling.choose(logits_RV, batch_R, depth_R, depth_R)
 
-    wanted = found()
+    wanted = propose_and_choose()
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # On float64 input the operations run their references.
-    for one, other in zip(found(), wanted, strict=True):
+    for one, other in zip(propose_and_choose(), wanted, strict=True):
         assert torch.equal(one, other)

@@ -66,11 +66,11 @@ def test_concurrency_edges_are_inclusive_and_the_hysteresis_delays_the_way_up(ru
     assert dispatcher().load(running) == bucket
 
 
-def test_a_load_that_wavers_at_an_edge_does_not_flap() -> None:
-    found = dispatcher()
-    assert [found.load(n) for n in (16, 17, 16, 18, 17, 16)] == [4] * 6
-    assert [found.load(n) for n in (19, 17, 18, 17)] == [5] * 4, "once in, it stays until the edge"
-    assert found.load(16) == 4
+def test_load_that_oscillates_around_an_edge_does_not_change_the_bucket() -> None:
+    plan_dispatcher = dispatcher()
+    assert [plan_dispatcher.load(n) for n in (16, 17, 16, 18, 17, 16)] == [4] * 6
+    assert [plan_dispatcher.load(n) for n in (19, 17, 18, 17)] == [5] * 4, "once in, it stays until the edge"
+    assert plan_dispatcher.load(16) == 4
 
 
 @given(st.lists(st.integers(0, 60), max_size=30), st.floats(0, 0.9), st.sets(st.integers(1, 40), max_size=6))
@@ -78,32 +78,32 @@ def test_a_bucket_never_lies_above_the_load_nor_more_than_the_hysteresis_below(
     loads: list[int], hysteresis: float, edges: set[int]
 ) -> None:
     buckets = Buckets(concurrency=tuple(sorted(edges)), hysteresis=hysteresis)
-    found = dispatcher(buckets=buckets, rows=())
+    plan_dispatcher = dispatcher(buckets=buckets, rows=())
     for running in loads:
-        bucket = found.load(running)
+        bucket = plan_dispatcher.load(running)
         assert bucket == 0 or running > buckets.concurrency[bucket - 1]
         assert all(running <= edge * (1 + hysteresis) for edge in buckets.concurrency[bucket:])
 
 
 def test_a_plan_of_another_deployment_is_refused_and_the_old_one_stays() -> None:
-    found = dispatcher()
+    plan_dispatcher = dispatcher()
     with pytest.raises(PlanRefused, match="uid 'x', this worker belongs to 'u'"):
-        found.set_plan(Plan(uid="x", version=9))
-    assert found.state.version == 3
+        plan_dispatcher.set_plan(Plan(uid="x", version=9))
+    assert plan_dispatcher.state.version == 3
 
 
 def test_an_older_version_is_refused_unless_it_is_for_another_draft() -> None:
-    found = dispatcher()
+    plan_dispatcher = dispatcher()
     with pytest.raises(PlanRefused, match="version 2 is older than 3"):
-        found.set_plan(Plan(uid="u", draft="d", version=2))
-    found.set_plan(Plan(uid="u", draft="d", version=3, initial=CHAIN(1)))
-    found.set_plan(Plan(uid="u", draft="new", version=1))
-    assert (found.state.version, found.state.draft) == (1, "new")
+        plan_dispatcher.set_plan(Plan(uid="u", draft="d", version=2))
+    plan_dispatcher.set_plan(Plan(uid="u", draft="d", version=3, initial=CHAIN(1)))
+    plan_dispatcher.set_plan(Plan(uid="u", draft="new", version=1))
+    assert (plan_dispatcher.state.version, plan_dispatcher.state.draft) == (1, "new")
 
 
-def test_fewer_buckets_than_before_leave_no_index_behind() -> None:
-    found = dispatcher()
-    found.load(100)
-    found.set_plan(Plan(uid="u", draft="d", version=4, buckets=Buckets(concurrency=(64, 128))))
-    assert found.load(100) == 1
-    assert found.load(5) == 0
+def test_plan_with_fewer_buckets_resets_the_bucket() -> None:
+    plan_dispatcher = dispatcher()
+    plan_dispatcher.load(100)
+    plan_dispatcher.set_plan(Plan(uid="u", draft="d", version=4, buckets=Buckets(concurrency=(64, 128))))
+    assert plan_dispatcher.load(100) == 1
+    assert plan_dispatcher.load(5) == 0

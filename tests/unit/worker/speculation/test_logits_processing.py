@@ -114,21 +114,21 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_every_node_counts_its_own_path(case: Case) -> None:
-    found = case.processing.adjusted(case.logits, None, case.at)
-    assert torch.equal(found, torch.stack([case.wanted(row) for row in range(len(case.logits))]))
+    adjusted = case.processing.adjusted(case.logits, None, case.at)
+    assert torch.equal(adjusted, torch.stack([case.wanted(row) for row in range(len(case.logits))]))
 
 
 @given(cases())
 def test_masked_and_indexed_rows_give_the_same_result(case: Case) -> None:
     """The mask that selects rows on an accelerator gives the same result as row indices."""
     right = Group.of
-    found = Coupling(case.batch_params, case.texts, case.forest, V)
+    coupling = Coupling(case.batch_params, case.texts, case.forest, V)
     at = case.at.batch_R, case.at.node_R, case.at.depth_R
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "of", lambda self, batch: replace(right(self, batch), rows=None))
-        masked = found.choose(case.logits, *at), found.propose(case.logits, None, *at, 1.3, 4)
-    assert torch.equal(masked[0], found.choose(case.logits, *at))
-    assert torch.equal(masked[1], found.propose(case.logits, None, *at, 1.3, 4))
+        masked = coupling.choose(case.logits, *at), coupling.propose(case.logits, None, *at, 1.3, 4)
+    assert torch.equal(masked[0], coupling.choose(case.logits, *at))
+    assert torch.equal(masked[1], coupling.propose(case.logits, None, *at, 1.3, 4))
 
 
 @given(cases())
@@ -193,8 +193,8 @@ def test_only_rows_with_adjustments_are_processed(monkeypatch: pytest.MonkeyPatc
 def test_paths_lead_from_below_the_root_to_the_node() -> None:
     tree = tree_of(TreeShape.parse("0,0,1,2,2"))
     assert tree.paths == ((), (1,), (2,), (1, 3), (2, 4), (2, 5))
-    found = paths_of((tree, tree_of(TreeShape.chain(1))), CPU)
-    assert found.tolist() == [
+    paths = paths_of((tree, tree_of(TreeShape.chain(1))), CPU)
+    assert paths.tolist() == [
         [[0, 0], [1, 0], [2, 0], [1, 3], [2, 4], [2, 5]],
         [[0, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0, 0]],
     ]

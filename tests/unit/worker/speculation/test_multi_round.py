@@ -45,15 +45,15 @@ def test_siblings_are_drawn_without_replacement() -> None:
     q = torch.softmax(logits(1)[0], -1)
     trees = Forest((TREE,) * batch, (), torch.full((batch, 1), -1), 0, all_chains=False)
     sampler = MultiRound(batch_params, texts(batch), trees, V)
-    found = sampler.propose(logits(1).expand(batch, -1), None, *roots(batch), 3.0, 3)
-    assert all(len(set(row)) == 3 for row in found.tolist())
-    assert chisquare(torch.bincount(found[:, 0], minlength=V), (q * batch)).pvalue > 1e-3
+    proposals = sampler.propose(logits(1).expand(batch, -1), None, *roots(batch), 3.0, 3)
+    assert all(len(set(row)) == 3 for row in proposals.tolist())
+    assert chisquare(torch.bincount(proposals[:, 0], minlength=V), (q * batch)).pvalue > 1e-3
     best = int(q.argmax())
-    second = torch.bincount(found[found[:, 0] == best, 1], minlength=V)
+    second = torch.bincount(proposals[proposals[:, 0] == best, 1], minlength=V)
     rest = q.clone()
     rest[best] = 0
-    kept = [token for token in range(V) if token != best]
-    assert chisquare(second[kept], rest[kept] / rest.sum() * second.sum()).pvalue > 1e-3
+    other_tokens = [token for token in range(V) if token != best]
+    assert chisquare(second[other_tokens], rest[other_tokens] / rest.sum() * second.sum()).pvalue > 1e-3
 
 
 def test_greedy_requests_behave_as_under_coupling() -> None:
@@ -64,13 +64,13 @@ def test_greedy_requests_behave_as_under_coupling() -> None:
     assert torch.equal(proposed[0][:2], proposed[1][:2])
     at = torch.arange(3).repeat_interleave(7), torch.arange(7).repeat(3), torch.tensor(TREE.depths).repeat(3)
     tokens = torch.randint(0, V, (3, 7), generator=torch.Generator().manual_seed(2))
-    found = [s.accept(forest(3), tokens, logits(21), *at, None, None) for s in (mss, coupled)]
-    assert torch.equal(found[0].emitted_BD[:2], found[1].emitted_BD[:2])
-    assert torch.equal(found[0].path_BD[:2], found[1].path_BD[:2])
+    outcomes = [s.accept(forest(3), tokens, logits(21), *at, None, None) for s in (mss, coupled)]
+    assert torch.equal(outcomes[0].emitted_BD[:2], outcomes[1].emitted_BD[:2])
+    assert torch.equal(outcomes[0].path_BD[:2], outcomes[1].path_BD[:2])
     alone = MultiRound(batch_params[:2], texts(2), forest(2), V)
     rows = at[0] < 2
     only = alone.accept(forest(2), tokens[:2], logits(21)[rows], *(column[rows] for column in at), None, None)
-    assert torch.equal(only.emitted_BD, found[1].emitted_BD[:2])
+    assert torch.equal(only.emitted_BD, outcomes[1].emitted_BD[:2])
 
 
 def test_certain_tokens_and_a_perfect_draft_are_always_accepted() -> None:
@@ -83,9 +83,9 @@ def test_certain_tokens_and_a_perfect_draft_are_always_accepted() -> None:
     tokens = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), proposed), dim=1)
     at = torch.arange(batch).repeat_interleave(2), torch.arange(2).repeat(batch), torch.arange(2).repeat(batch)
     behind = torch.stack((logits(batch), logits(batch, 1)), dim=1).flatten(0, 1)
-    found = sampler.accept(chain, tokens, behind, *at, None, None)
-    assert found.count_B.tolist() == [1] * batch
-    assert torch.equal(found.emitted_BD[:, 0], proposed[:, 0])
+    outcome = sampler.accept(chain, tokens, behind, *at, None, None)
+    assert outcome.count_B.tolist() == [1] * batch
+    assert torch.equal(outcome.emitted_BD[:, 0], proposed[:, 0])
     unasked = MultiRound(batch_params, texts(batch), chain, V)
     assert unasked.accept(chain, tokens, behind, *at, None, None).count_B.sum() < batch, "a point mass is not that law"
 

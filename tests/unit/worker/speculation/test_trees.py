@@ -62,7 +62,7 @@ def test_the_main_path_is_rank_0_all_along(tree: Tree) -> None:
 
 
 @given(shapes(most=20), st.integers(0, 16))
-def test_a_shadow_lengthens_the_main_path_and_changes_nothing_that_is_verified(shape: TreeShape, depth: int) -> None:
+def test_shadow_nodes_extend_the_main_path_and_change_no_verified_node(shape: TreeShape, depth: int) -> None:
     plain, tree = tree_of(shape), tree_of(shape, depth)
     assert tree.parents[: tree.verified] == plain.parents
     assert len(tree.main_path) - 1 == max(len(plain.main_path) - 1, depth)
@@ -70,7 +70,7 @@ def test_a_shadow_lengthens_the_main_path_and_changes_nothing_that_is_verified(s
     assert (tree.depth, tree.main_depth, tree.is_chain) == (plain.depth, plain.main_depth, plain.is_chain)
 
 
-def test_a_shadow_stops_at_the_mask() -> None:
+def test_shadow_nodes_are_limited_by_the_ancestor_mask() -> None:
     assert len(tree_of(TreeShape.levels(8, 6), 16).parents) == 1 + 8 + 48 + 7
     assert tree_of(TreeShape.chain(MAX_NODES), MAX_NODES + 5) == tree_of(TreeShape.chain(MAX_NODES))
 
@@ -98,11 +98,11 @@ def test_a_level_takes_states_from_parents_and_gives_children_their_rank(trees: 
         for (b, node), source, mask in zip(rows, level.source_R.tolist(), level.ancestors_R.tolist(), strict=True):
             assert before[source] == (b, trees[b].parents[node] if depth else 0)
             assert mask == trees[b].ancestors[node]
-        found = zip(
+        children = zip(
             *(t.tolist() for t in (level.child_batch_C, level.child_node_C, level.child_source_C, level.child_rank_C)),
             strict=True,
         )
-        for b, child, source, rank in found:
+        for b, child, source, rank in children:
             assert rows[source] == (b, trees[b].parents[child])
             assert rank == trees[b].ranks[child]
         assert set(level.depth_R.tolist()) == {depth}

@@ -84,7 +84,7 @@ def test_second_pull_makes_no_requests(pull: Pull) -> None:
     assert repository.requests == []
 
 
-def test_a_cut_connection_is_resumed_where_it_broke(pull: Pull) -> None:
+def test_cut_connection_resumes_where_it_broke(pull: Pull) -> None:
     repository = Repository(FILES, cut_after=len(WEIGHTS) // 3 + 1)
     folder = pull(repository)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
@@ -92,7 +92,7 @@ def test_a_cut_connection_is_resumed_where_it_broke(pull: Pull) -> None:
     assert ranges == [None, *(f"bytes={n * (len(WEIGHTS) // 3 + 1)}-" for n in (1, 2))]
 
 
-def test_a_pull_that_was_killed_goes_on_where_it_was(pull: Pull, tmp_path: Path) -> None:
+def test_killed_pull_resumes_where_it_stopped(pull: Pull, tmp_path: Path) -> None:
     partial(tmp_path).parent.mkdir(parents=True)
     partial(tmp_path).write_bytes(WEIGHTS[:1000])
     repository = Repository(FILES)
@@ -106,7 +106,7 @@ def test_hub_without_range_support_restarts_the_download(pull: Pull, tmp_path: P
     assert (pull(Repository(FILES, ignores_range=True)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_connection_that_brings_nothing_ends_in_an_error(pull: Pull, tmp_path: Path) -> None:
+def test_connection_without_data_raises(pull: Pull, tmp_path: Path) -> None:
     with pytest.raises(HubUnreachable, match=r"model\.safetensors breaks off at 0 bytes"):
         pull(Repository(FILES, cut_after=0))
     with pytest.raises(NotPresent, match="specdecode-worker pull"):
@@ -131,14 +131,14 @@ def test_small_files_are_checked_too(pull: Pull) -> None:
         pull(Repository(FILES, tampered="tokenizer.json"))
 
 
-def test_a_gated_model_without_a_token_says_which_secret(pull: Pull) -> None:
+def test_gated_model_without_a_token_names_the_secret(pull: Pull) -> None:
     with pytest.raises(AccessDenied, match=r"HF_TOKEN.*tokenSecretRef"):
         pull(Repository(FILES, token="secret"))
     with pytest.raises(AccessDenied, match="accept the model's terms"):
         pull(Repository(FILES, token="secret"), token="another")
 
 
-def test_a_token_opens_and_stays_with_the_hub(pull: Pull) -> None:
+def test_token_is_sent_to_the_hub_only(pull: Pull) -> None:
     # The test hub redirects large files to another host name, which fails if it receives the token.
     assert (pull(Repository(FILES, token="secret"), token="secret") / "model.safetensors").is_file()
 
@@ -152,7 +152,7 @@ def test_full_disk_is_reported_before_downloading(pull: Pull, tmp_path: Path, mo
     assert not any(method == "GET" and "/resolve/" in path for method, path, _ in repository.requests)
 
 
-def test_a_disk_that_fills_up_keeps_what_came(pull: Pull, tmp_path: Path) -> None:
+def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> None:
     def full(name: str, there: int, size: int) -> None:
         if name == "model.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_keeps_what_came(pull: Pull, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
-def test_a_disk_that_is_really_full(pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_file_system_is_reported(pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.system(f"mount -t tmpfs -o size=256k tmpfs {tmp_path}") != 0:
         pytest.skip("no mounts here")
     try:
@@ -187,7 +187,7 @@ def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[st
         pull(Repository(files))
 
 
-def test_a_busy_hub_is_asked_again(pull: Pull) -> None:
+def test_busy_hub_is_retried(pull: Pull) -> None:
     assert pull(Repository(FILES, busy=3)).is_dir()
 
 
@@ -202,7 +202,7 @@ def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
         hub.Hub(stand_in.url, None, retry_seconds=0).pull(model, tmp_path, nothing, nothing)
 
 
-def test_two_pulls_at_once_wait_for_each_other(tmp_path: Path) -> None:
+def test_second_pull_waits_for_the_first(tmp_path: Path) -> None:
     notes: list[str] = []
     folder = MODEL.folder(tmp_path)
     folder.mkdir(parents=True)
@@ -245,7 +245,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         yield command
 
 
-def test_the_command_shows_progress_and_where_it_is(command: Callable[..., Ended], tmp_path: Path) -> None:
+def test_pull_command_shows_progress_and_the_folder(command: Callable[..., Ended], tmp_path: Path) -> None:
     ended = command("hf://org/model", "--cache-dir", str(tmp_path))
     assert ended.code == 0, ended.said
     assert "model.safetensors  100 %  of 1.0 MB" in ended.said
@@ -267,7 +267,7 @@ def pod(tmp_path: Path, **draft: Any) -> str:
 
 
 @pytest.mark.parametrize(("required", "code"), [(False, 0), (True, 1)])
-def test_a_pod_without_its_draft_starts_unless_it_is_required(
+def test_pull_without_the_draft_fails_only_if_it_is_required(
     command: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: bool, code: int
 ) -> None:
     monkeypatch.setenv(Env.config, pod(tmp_path, method="eagle3", uri="hf://org/no-draft", required=required))
@@ -285,7 +285,7 @@ def test_a_wrong_config_names_the_field(command: Callable[..., Ended], monkeypat
     assert command().code == 2
 
 
-def test_every_failure_is_a_pull_that_failed() -> None:
+def test_every_pull_error_is_a_pull_failed() -> None:
     assert all(
         issubclass(kind, PullFailed) for kind in (AccessDenied, DiskFull, HashMismatch, HubUnreachable, NotOnHub)
     )

@@ -10,14 +10,14 @@ from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import BadUri, NotPresent
 
 
-def test_a_folder_is_named_as_it_is(tmp_path: Path) -> None:
+def test_file_uri_resolves_to_the_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert model_store.resolve(f"file://{tmp_path}") == tmp_path
     with pytest.raises(NotPresent, match=r"holds no config\.json"):
         model_store.resolve("file:///nowhere")
 
 
-def test_a_claim_is_where_the_operator_mounts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_uri_resolves_to_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_store, "CLAIMS", tmp_path)
     folder = tmp_path / "claim" / "llama" / "8b"
     folder.mkdir(parents=True)
@@ -42,7 +42,7 @@ def test_folder_without_a_manifest_is_not_present(tmp_path: Path) -> None:
         model_store.resolve("hf://a/b", tmp_path)
 
 
-def test_the_users_own_cache_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert model_store.default_cache_dir() == Path("/somewhere/specdecode/models")
 

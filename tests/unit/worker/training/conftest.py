@@ -42,22 +42,22 @@ def head(target: Llama) -> Eagle3Head:
 
     Noise is added to its weights, so that no half of a matrix is zero.
     """
-    found = new_head(target, torch.arange(0, VOCABULARY, 2))
+    draft_head = new_head(target, torch.arange(0, VOCABULARY, 2))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in draft_head.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return found
+    return draft_head
 
 
 @pytest.fixture
 def conversations(target: Llama) -> list[Conversation]:
     """Return six random conversations of two domains with the target's states, half of them greedy."""
     generator = torch.Generator().manual_seed(2)
-    found = []
+    samples = []
     for i, length in enumerate((17, 23, 9, 30, 12, 26)):
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
         aux, hidden = read_states(target, tokens)
         temperature = 0.0 if i % 2 == 0 else 0.8
-        found.append(Conversation(tokens.int(), aux, hidden, 3 + i % 3, temperature, "code" if i < 3 else "prose"))
-    return found
+        samples.append(Conversation(tokens.int(), aux, hidden, 3 + i % 3, temperature, "code" if i < 3 else "prose"))
+    return samples

@@ -38,7 +38,7 @@ def wide(target: Llama) -> Llama:
     return Llama(config).requires_grad_(False)
 
 
-def said(target: Llama, tokens: Tensor) -> Conversation:
+def conversation_of(target: Llama, tokens: Tensor) -> Conversation:
     """Return ``tokens`` as a conversation with the target's states."""
     return Conversation(tokens.int(), *read_states(target, tokens), answer_start=1, temperature=0.0, domain="code")
 
@@ -46,7 +46,7 @@ def said(target: Llama, tokens: Tensor) -> Conversation:
 @pytest.fixture
 def recorded(wide: Llama) -> list[Conversation]:
     generator = torch.Generator().manual_seed(1)
-    return [said(wide, torch.randint(1, 96, (60,), generator=generator)) for _ in range(40)]
+    return [conversation_of(wide, torch.randint(1, 96, (60,), generator=generator)) for _ in range(40)]
 
 
 class Weights(UnrolledAttention):
@@ -61,7 +61,7 @@ class Weights(UnrolledAttention):
         return super().__call__(layer, q_THD, k_TKD, v_TKD)
 
 
-def looked_at(head: Eagle3Head, text: Conversation) -> Tensor:
+def attention_weights(head: Eagle3Head, text: Conversation) -> Tensor:
     """Return the attention weights of the last query head, [slots, slots]. Slot s holds token s + 1."""
     tokens_L = text.tokens_N[1:].long()
     attend = Weights(torch.arange(len(tokens_L))[None])
@@ -79,7 +79,7 @@ def test_copy_heads_attend_to_the_token_after_the_earlier_occurrence(
     for _ in range(5):
         once = torch.randperm(95, generator=generator)[:PERIOD] + 1
         with torch.no_grad():
-            weights_LL = looked_at(head, said(wide, torch.cat((once, once))))
+            weights_LL = attention_weights(head, conversation_of(wide, torch.cat((once, once))))
         for slot in range(PERIOD, 2 * PERIOD - 1):
             right += int(weights_LL[slot].argmax()) == slot - PERIOD + 1
             total += 1
@@ -92,7 +92,8 @@ def test_copy_heads_attend_weakly_without_repetition(wide: Llama, recorded: list
     twice = torch.cat((once[:PERIOD], once[:PERIOD]))
     with torch.no_grad():
         new, again = (
-            looked_at(head, said(wide, tokens))[PERIOD:-1].max(dim=-1).values.mean() for tokens in (once, twice)
+            attention_weights(head, conversation_of(wide, tokens))[PERIOD:-1].max(dim=-1).values.mean()
+            for tokens in (once, twice)
         )
     assert again > 1.5 * new
 

@@ -16,9 +16,9 @@ def test_domain_probabilities_are_the_mean_target_probabilities(
     target: Llama, conversations: list[Conversation], tmp_path: Path
 ) -> None:
     write_shard(tmp_path, 0, conversations)
-    found = domain_probabilities(shard_paths(tmp_path), target.lm_head.weight, every=1)
-    assert list(found) == ["code", "prose"]
-    for domain, mass_V in found.items():
+    probabilities = domain_probabilities(shard_paths(tmp_path), target.lm_head.weight, every=1)
+    assert list(probabilities) == ["code", "prose"]
+    for domain, mass_V in probabilities.items():
         mine = [c.hidden_NE[c.answer_start :] for c in conversations if c.domain == domain]
         expected = torch.softmax(target.logits(torch.cat(mine)), dim=-1).mean(dim=0).double()
         torch.testing.assert_close(mass_V, expected, atol=1e-6, rtol=1e-4)

@@ -74,15 +74,15 @@ def test_heads_of_all_families_draft_identically(
 ) -> None:
     head = shaken(new_head(target, torch.arange(0, 64, 2), layers))
     assert isinstance(head, Eagle3Head)
-    found = []
+    ranks = []
     for names in FAMILIES:
         write_head(head, tmp_path / names, names)
         loaded = load_eagle3(tmp_path / names, target, dtype=torch.float32, device=CPU)
         assert loaded.config == head.config
-        found.append(torch.cat(target_token_ranks(loaded, conversations, target.lm_head.weight, 3)))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert len(found[0].unique()) > 3
+        ranks.append(torch.cat(target_token_ranks(loaded, conversations, target.lm_head.weight, 3)))
+    assert torch.equal(ranks[0], ranks[1])
+    assert torch.equal(ranks[0], ranks[2])
+    assert len(ranks[0].unique()) > 3
 
 
 def test_head_with_the_whole_vocabulary_has_no_token_maps(target: Llama, tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_a_narrow_head_keeps_its_vocabulary(target: Llama) -> None:
     config = replace(head_config(target.config, 32), hidden_size=16)
     head = Eagle3Head(config, torch.nn.Embedding(64, 16), own_embedding=True)
     head.d2t.copy_(torch.arange(32))
-    kept = prepare_eagle3_head(head, target, head.target_ids)
-    assert torch.equal(kept.lm_head.weight, head.lm_head.weight)
-    assert kept.embed_tokens is not None
+    prepared = prepare_eagle3_head(head, target, head.target_ids)
+    assert torch.equal(prepared.lm_head.weight, head.lm_head.weight)
+    assert prepared.embed_tokens is not None
     with pytest.raises(DraftNotTrainable, match="hidden_size 16"):
         prepare_eagle3_head(head, target, torch.arange(32))
     with pytest.raises(DraftNotTrainable, match="leave --layers out"):

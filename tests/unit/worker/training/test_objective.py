@@ -94,16 +94,16 @@ def test_losses_of_accumulated_batches_sum_to_one_loss(
 
 def test_normalisers_give_probabilities_over_the_whole_vocabulary(target: Llama, head: Eagle3Head) -> None:
     states = torch.randn(700, 32, generator=torch.Generator().manual_seed(4))
-    found = normalisers(states, target.lm_head.weight, 5)
-    assert found.shape == (700, len(TEMPERATURES))
-    assert not found[:5].any()
+    normalisers_RT = normalisers(states, target.lm_head.weight, 5)
+    assert normalisers_RT.shape == (700, len(TEMPERATURES))
+    assert not normalisers_RT[:5].any()
     for at, temperature in enumerate(TEMPERATURES):
         p = target_distribution(
             states[5:],
             target.lm_head.weight,
             head.target_ids,
             temperature=temperature,
-            normaliser_R=found[5:, at],
+            normaliser_R=normalisers_RT[5:, at],
         )
         expected = torch.softmax(target.logits(states[5:]) / temperature, dim=-1)[:, head.target_ids]
         torch.testing.assert_close(p, expected)

@@ -35,10 +35,10 @@ def plain_greedy(target: Llama, ids: tuple[int, ...], count: int) -> list[int]:
 
 def test_greedy_rollout_equals_plain_decoding(target: Llama) -> None:
     questions = asked(40)
-    found = list(Rollout(target, SETTINGS, iter(questions)).conversations())
+    conversations = list(Rollout(target, SETTINGS, iter(questions)).conversations())
     expected = [plain_greedy(target, q.ids or (), SETTINGS.answer_tokens - 1) for q in questions]
     expected = [tokens for q, tokens in zip(questions, expected, strict=True) if len(tokens) > len(q.ids or ())]
-    assert sorted(c.tokens_N.tolist() for c in found) == sorted(expected)
+    assert sorted(c.tokens_N.tolist() for c in conversations) == sorted(expected)
 
 
 def test_recorded_states_equal_one_pass_over_the_text(target: Llama) -> None:

@@ -36,15 +36,15 @@ class Growing:
     """Naive attention of several layers: every query attends to all keys that its layer has received, in order."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.stored: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         outs = []
         for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
-            self.kept[layer].append((k_KD, v_KD))
+            self.stored[layer].append((k_KD, v_KD))
             groups = len(q_HD) // len(k_KD)
             keys, values = (
-                torch.stack([pair[i] for pair in self.kept[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
+                torch.stack([pair[i] for pair in self.stored[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
             )
             scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
             outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
@@ -53,19 +53,19 @@ class Growing:
 
 def made(method: str, target: Llama) -> Draft:
     known = torch.arange(0, 64, 2)
-    found: Draft
+    draft: Draft
     match method:
         case "eagle3":
-            found = new_head(target, known)
+            draft = new_head(target, known)
         case "two layers":
-            found = new_head(target, known, layers=2)
+            draft = new_head(target, known, layers=2)
         case "eagle":
-            found = new_eagle(target, layers=2)
+            draft = new_eagle(target, layers=2)
         case "medusa":
-            found = new_medusa(target, known, heads=DEPTH)
+            draft = new_medusa(target, known, heads=DEPTH)
         case _:
-            found = new_draft_model(target, layers=3)
-    return found
+            draft = new_draft_model(target, layers=3)
+    return draft
 
 
 def shaken(draft: Draft) -> Draft:
@@ -86,11 +86,11 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
     attend, slots = Growing(), torch.arange(1, root + 1)
     read = conversation.hidden_NE if draft.reads.final else conversation.aux_NA
     state = draft(draft.fuse(read[slots - 1]), tokens[slots], slots, attend)[-1:]
-    found = [draft.logits(state)[0]]
+    logits = [draft.logits(state)[0]]
     for slot in range(root + 1, end):
         state = draft(state, tokens[slot : slot + 1], torch.tensor([slot]), attend)
-        found.append(draft.logits(state)[0])
-    return found
+        logits.append(draft.logits(state)[0])
+    return logits
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -86,10 +86,10 @@ def test_a_checkpoint_of_other_settings_is_refused(target: Llama, recorded: Path
 
 
 def test_run_saves_the_head_and_history(target: Llama, recorded: Path, tmp_path: Path) -> None:
-    run, kept, said = trainer(target, recorded), [], []
-    run.run(tmp_path, said.append, kept.append)
+    run, saved, said = trainer(target, recorded), [], []
+    run.run(tmp_path, said.append, saved.append)
     assert run.progress.step == 12
-    assert kept == [run.master]
+    assert saved == [run.master]
     assert len(run.progress.history) == 1
     assert len(run.progress.history[0]["acceptance"]) == 3
 
@@ -97,9 +97,9 @@ def test_run_saves_the_head_and_history(target: Llama, recorded: Path, tmp_path:
 def test_run_without_progress_stops_and_restores_the_best_weights(
     target: Llama, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter([1.1, 1.5, 1.4, 1.3, 1.2])
+    scores = iter([1.1, 1.5, 1.4, 1.3, 1.2])
     monkeypatch.setattr(
-        "specdecode_worker.training.optimization.trainer.validation_line", lambda *_: {"tokens_per_step": next(found)}
+        "specdecode_worker.training.optimization.trainer.validation_line", lambda *_: {"tokens_per_step": next(scores)}
     )
     run = trainer(target, recorded, replace(SETTINGS, steps=500, patience=2, validate_every=0.0))
     best: list[torch.Tensor] = []
@@ -175,19 +175,19 @@ def test_soft_cross_entropy_and_gradient_equal_torch() -> None:
 
 def test_soft_targets_are_renormalised_over_the_draft_vocabulary(target: Llama, head: Eagle3Head) -> None:
     states = torch.randn(5, 32, generator=torch.Generator().manual_seed(4))
-    found = target_distribution(states, target.lm_head.weight, head.target_ids)
+    probabilities = target_distribution(states, target.lm_head.weight, head.target_ids)
     whole = torch.softmax(target.logits(states), dim=-1)[:, head.target_ids]
-    torch.testing.assert_close(found, whole / whole.sum(dim=-1, keepdim=True))
+    torch.testing.assert_close(probabilities, whole / whole.sum(dim=-1, keepdim=True))
 
 
 def test_an_epoch_has_every_conversation_once(conversations: list[Conversation]) -> None:
-    found = batches(conversations * 9, tokens=60, seed=1, epoch=0)
-    assert sorted(map(id, (c for batch in found for c in batch))) == sorted(map(id, conversations * 9))
-    assert all(len(batch) * max(map(answer_length, batch)) <= 60 for batch in found)
+    epoch_batches = batches(conversations * 9, tokens=60, seed=1, epoch=0)
+    assert sorted(map(id, (c for batch in epoch_batches for c in batch))) == sorted(map(id, conversations * 9))
+    assert all(len(batch) * max(map(answer_length, batch)) <= 60 for batch in epoch_batches)
     again = batches(conversations * 9, tokens=60, seed=1, epoch=0)
-    assert [[id(c) for c in batch] for batch in found] == [[id(c) for c in batch] for batch in again]
+    assert [[id(c) for c in batch] for batch in epoch_batches] == [[id(c) for c in batch] for batch in again]
     other = batches(conversations * 9, tokens=60, seed=1, epoch=1)
-    assert [[id(c) for c in batch] for batch in found] != [[id(c) for c in batch] for batch in other]
+    assert [[id(c) for c in batch] for batch in epoch_batches] != [[id(c) for c in batch] for batch in other]
 
 
 def test_empty_data_set_is_refused(target: Llama, tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_new_shards_join_at_the_next_epoch(target: Llama, recorded: Path, conver
 def test_agreement_is_measured_by_depth_and_factor(
     target: Llama, head: Eagle3Head, conversations: list[Conversation]
 ) -> None:
-    found = agreement(head, conversations, target.lm_head.weight, depth=2)
-    assert found.shape == (len(TEMPERATURES), 2, len(FACTORS))
-    assert ((found >= 0) & (found <= 1)).all()
+    rates = agreement(head, conversations, target.lm_head.weight, depth=2)
+    assert rates.shape == (len(TEMPERATURES), 2, len(FACTORS))
+    assert ((rates >= 0) & (rates <= 1)).all()
 
 
 def test_perfect_draft_agrees_without_calibration() -> None:

@@ -75,9 +75,9 @@ def test_only_slots_with_a_root_in_the_answer_are_valid(head: Eagle3Head, conver
 
 @torch.no_grad()
 def test_replayed_ranks_equal_a_naive_loop(target: Llama, head: Eagle3Head, conversations: list[Conversation]) -> None:
-    found = target_token_ranks(head, conversations, target.lm_head.weight, DEPTH)
+    ranks = target_token_ranks(head, conversations, target.lm_head.weight, DEPTH)
     seen = set()
-    for conversation, ranks_IK in zip(conversations, found, strict=True):
+    for conversation, ranks_IK in zip(conversations, ranks, strict=True):
         wanted = target.logits(conversation.hidden_NE).argmax(dim=-1)
         for i in range(len(conversation.tokens_N) - conversation.answer_start):
             root = conversation.answer_start + i

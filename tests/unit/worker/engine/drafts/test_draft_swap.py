@@ -19,15 +19,15 @@ def asked(call_id: int, uri: str, name: str = "") -> SetDraft:
 
 
 def wait(swaps: DraftSwapQueue) -> list[DraftSwap]:
-    found: list[DraftSwap] = []
+    finished: list[DraftSwap] = []
     deadline = time.monotonic() + 10
     while swaps.pending:
         assert time.monotonic() < deadline
-        found += swaps.finished()
-    return found
+        finished += swaps.finished()
+    return finished
 
 
-def test_a_load_is_waited_for_without_blocking_and_taken_in_order() -> None:
+def test_drafts_load_in_the_background_and_finish_in_order() -> None:
     gate = threading.Event()
 
     def load(config: DraftConfig, name: str = "") -> Any:
@@ -47,7 +47,7 @@ def test_a_load_is_waited_for_without_blocking_and_taken_in_order() -> None:
     swaps.close()
 
 
-def test_what_does_not_fit_is_told_and_the_next_one_loads() -> None:
+def test_unusable_draft_is_reported_and_the_next_one_loads() -> None:
     def load(config: DraftConfig, name: str = "") -> Any:
         if config.uri == "file:///bad":
             raise ModelError("fc.weight is missing")
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_told_and_the_next_one_loads() -> None:
     assert good.loaded == "file:///good"
 
 
-def test_a_bug_in_loading_is_no_answer() -> None:
+def test_a_bug_in_loading_is_raised() -> None:
     def load(config: DraftConfig, name: str = "") -> Any:
         raise ZeroDivisionError
 
@@ -75,7 +75,7 @@ def test_a_bug_in_loading_is_no_answer() -> None:
         wait(swaps)
 
 
-def test_an_engine_that_cannot_load_says_so() -> None:
+def test_an_engine_without_a_loader_reports_it() -> None:
     swaps = DraftSwapQueue(None)
     swaps.begin(asked(1, "file:///a"))
     assert "cannot load" in wait(swaps)[0].problem

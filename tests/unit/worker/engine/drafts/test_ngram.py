@@ -29,18 +29,18 @@ texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 5))
-def test_lookup_finds_what_a_search_finds(cases: list[tuple[list[int], list[int]]], shortest: int, noise: int) -> None:
+def test_lookup_equals_a_naive_search(cases: list[tuple[list[int], list[int]]], shortest: int, noise: int) -> None:
     longest = 4
     suffixes = [(suffix * longest)[-longest:] for _, suffix in cases]
     width = max(len(text) for text, _ in cases) + noise
     padded = torch.tensor([text + [3] * (width - len(text)) for text, _ in cases])
     known = torch.tensor([len(text) for text, _ in cases])
-    found = lookup(padded, known, torch.tensor(suffixes), shortest, VOCABULARY)
-    for row, (text, _), suffix in zip(found.tolist(), cases, suffixes, strict=True):
+    proposals = lookup(padded, known, torch.tensor(suffixes), shortest, VOCABULARY)
+    for row, (text, _), suffix in zip(proposals.tolist(), cases, suffixes, strict=True):
         assert [token for token in row if token >= 0] == searched(text, suffix, shortest)
 
 
 @pytest.mark.parametrize("shortest", [1, 2])
-def test_nothing_is_made_up(shortest: int) -> None:
-    found = lookup(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.tensor([[7, 8]]), shortest, 9)
-    assert found.unique().tolist() == [-1]
+def test_suffix_without_a_match_proposes_nothing(shortest: int) -> None:
+    proposals = lookup(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.tensor([[7, 8]]), shortest, 9)
+    assert proposals.unique().tolist() == [-1]

@@ -68,12 +68,12 @@ class Watch(TorchDispatchMode):
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         ):
             raise AssertionError(f"{name} by a mask: its size is what the mask holds")
-        self.trace.append((name, self._told(args), self._told(sorted(kwargs.items()))))
-        found = func(*args, **kwargs)
-        for made in found if isinstance(found, (tuple, list)) else (found,):
+        self.trace.append((name, self._describe(args), self._describe(sorted(kwargs.items()))))
+        output = func(*args, **kwargs)
+        for made in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(made, Tensor) and not self._known(made, args):
                 self._made[made.untyped_storage().data_ptr()] = made
-        return found
+        return output
 
     @staticmethod
     def _known(made: Tensor, args: Any) -> bool:
@@ -81,13 +81,13 @@ class Watch(TorchDispatchMode):
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         return any(made.untyped_storage().data_ptr() == arg.untyped_storage().data_ptr() for arg in tensors)
 
-    def _told(self, value: Any) -> Any:
+    def _describe(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             address = value.untyped_storage().data_ptr()
             place = None if address in self._made else (address, value.storage_offset())
             return str(value.dtype), tuple(value.shape), value.stride(), str(value.device), place
         if isinstance(value, (list, tuple)):
-            return tuple(map(self._told, value))
+            return tuple(map(self._describe, value))
         return repr(value)
 
 
@@ -178,7 +178,7 @@ BUGS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_seen(bug: str) -> None:
+def test_a_planted_bug_is_detected(bug: str) -> None:
     kind, method, code, words = BUGS[bug]
     with planted(kind, method, code), pytest.raises(AssertionError, match=words):
         run("chain:2")[1].check()

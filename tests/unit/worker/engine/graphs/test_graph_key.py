@@ -19,7 +19,7 @@ from specdecode_worker.speculation.trees import PLAIN, Tree, tree_of
 CHAIN, TREE = tree_of(TreeShape.chain(3)), tree_of(TreeShape.parse("tree:3,2,1"))
 
 
-def test_buckets_of_rows_reach_what_may_run() -> None:
+def test_row_buckets_reach_the_most_rows() -> None:
     assert row_buckets(16) == (1, 2, 4, 8, 16)
     assert row_buckets(21) == (1, 2, 4, 8, 16, 21)
     assert row_buckets(3) == (1, 2, 3)
@@ -30,11 +30,11 @@ def test_buckets_of_rows_reach_what_may_run() -> None:
     ("changed", "some"),
     [({}, True), ({"enforce_eager": True}, False), ({"sampler": "mss"}, False), ({"tensor_parallel_size": 2}, False)],
 )
-def test_who_captures_graphs(changed: dict[str, object], some: bool) -> None:
+def test_which_configs_capture_graphs(changed: dict[str, object], some: bool) -> None:
     assert bool(graph_rows(EngineConfig.model_validate(changed))) == some
 
 
-def test_a_key_is_of_buckets_and_not_of_trees() -> None:
+def test_key_depends_on_buckets_and_not_on_trees() -> None:
     assert key_of(4, [CHAIN] * 3, 1, cuts=False) == GraphKey(4, 4, 3, 1)
     assert key_of(4, [PLAIN, CHAIN, CHAIN, CHAIN], 4, cuts=False) == GraphKey(4, 4, 3, 1)
     assert key_of(4, [PLAIN], 1, cuts=True) == GraphKey(4, 1, cuts=True)
@@ -44,7 +44,7 @@ def test_a_key_is_of_buckets_and_not_of_trees() -> None:
 
 
 @pytest.mark.parametrize("trees", [(CHAIN,), (TREE, PLAIN), (PLAIN, CHAIN, TREE, CHAIN)], ids=len)
-def test_tables_hold_the_trees(trees: tuple[Tree, ...]) -> None:
+def test_tables_describe_the_trees(trees: tuple[Tree, ...]) -> None:
     """The tables describe the trees completely.
 
     They give every packed token its sequence and ancestors, and every draft pass its nodes and their parents.
@@ -72,7 +72,7 @@ def test_tables_hold_the_trees(trees: tuple[Tree, ...]) -> None:
     assert (at["node_depth"][len(trees) :] == -1).all(), "nothing is written for padding"
 
 
-def test_the_plans_graphs_are_captured_before_anybody_waits_and_others_when_asked_for_often() -> None:
+def test_graphs_of_the_plan_are_captured_at_once_and_others_after_repeated_use() -> None:
     engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1, 2))
     graphs = engine._graphs
     assert graphs is not None

@@ -30,7 +30,7 @@ def poison(engine: Engine) -> None:
 @pytest.mark.parametrize(("shape", "sampled"), [("none", True), ("chain:3", False), ("tree:2,2,1", True)])
 def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
     requests = [submit(i, sampled=sampled, tokens=14 + i) for i in range(3)]
-    found = []
+    outputs = []
     for poisoned in (False, True):
         engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(4,))
         engine.set_plan(plan_of(shape))
@@ -40,11 +40,11 @@ def test_poison_in_padding_changes_nothing(shape: str, sampled: bool) -> None:
         assert engine._graphs is not None
         assert engine._graphs.replayed > 3, "three rows or fewer in a bucket of four"
         report = engine.report()
-        found.append((text, report.drafts, report.accepted_tokens))
-    assert found[0] == found[1]
+        outputs.append((text, report.drafts, report.accepted_tokens))
+    assert outputs[0] == outputs[1]
     eager = engine_of(networks(torch.float64))
     eager.set_plan(plan_of(shape))
-    assert texts(eager, requests) == found[0][0]
+    assert texts(eager, requests) == outputs[0][0]
 
 
 def _before_every_step(engine: Engine) -> None:

@@ -190,7 +190,7 @@ def test_owned_blocks_are_not_evicted() -> None:
     pool.release(mine)
 
 
-def test_marks_are_kept_per_draft_and_removed_with_the_block() -> None:
+def test_marks_are_stored_per_draft_and_removed_with_the_block() -> None:
     pool = BlockPool(5)
     blocks = hold(pool, "ab")
     index = pool.prefixes
@@ -207,10 +207,10 @@ def test_marks_are_kept_per_draft_and_removed_with_the_block() -> None:
 
 def test_digests_depend_on_all_earlier_tokens_and_on_the_target() -> None:
     def of(tokens: list[int], salt: str = "t") -> list[bytes]:
-        found: list[bytes] = []
-        extend_digests(found, tokens, 1, root_digest(salt), 2)
-        extend_digests(found, tokens, len(tokens) // 2, root_digest(salt), 2)
-        return found
+        block_digests: list[bytes] = []
+        extend_digests(block_digests, tokens, 1, root_digest(salt), 2)
+        extend_digests(block_digests, tokens, len(tokens) // 2, root_digest(salt), 2)
+        return block_digests
 
     text = [1, 2, 3, 4, 5, 6, 7]
     assert len(of(text)) == 3

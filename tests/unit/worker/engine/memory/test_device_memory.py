@@ -38,12 +38,12 @@ def head(tmp_path: Path) -> Path:
 
 def storages(*modules: nn.Module | Tensor) -> int:
     """Return the bytes of all storage that modules and tensors hold, each counted once."""
-    found: dict[int, int] = {}
+    bytes_by_address: dict[int, int] = {}
     for module in modules:
         tensors = [module] if isinstance(module, Tensor) else [*module.parameters(), *module.buffers()]
         for tensor in tensors:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+            bytes_by_address[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(bytes_by_address.values())
 
 
 def drafters(engine: Engine) -> list[Any]:
@@ -51,9 +51,9 @@ def drafters(engine: Engine) -> list[Any]:
 
 
 def memory(engine: Engine) -> MemoryState:
-    found = engine.report().memory
-    assert found is not None
-    return found
+    state = engine.report().memory
+    assert state is not None
+    return state
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,11 +68,11 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
     config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
     engine = load_engine(config, Path)
-    found = take_inventory(config, Path, CPU).budget
+    budget = take_inventory(config, Path, CPU).budget
     (drafter,) = drafters(engine)
-    assert memory(engine).weights + found.target.tables == storages(engine._target._model)
-    assert memory(engine).drafts + found.drafts[0].tables == storages(drafter._head)
-    assert found.drafts[0].tables == found.target.tables == 2 * 256 * 8 * 4
+    assert memory(engine).weights + budget.target.tables == storages(engine._target._model)
+    assert memory(engine).drafts + budget.drafts[0].tables == storages(drafter._head)
+    assert budget.drafts[0].tables == budget.target.tables == 2 * 256 * 8 * 4
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -95,14 +95,14 @@ def test_quantised_weights_are_counted_at_their_stored_size(
         }
     )
     engine = load_engine(config, Path)
-    found = take_inventory(config, Path, CPU).budget
+    budget = take_inventory(config, Path, CPU).budget
     (drafter,) = drafters(engine)
-    assert found.target.weights + found.target.tables == storages(engine._target._model)
-    assert found.draft_weights + found.drafts[0].tables == storages(drafter._head)
+    assert budget.target.weights + budget.target.tables == storages(engine._target._model)
+    assert budget.draft_weights + budget.drafts[0].tables == storages(drafter._head)
     gpu = Device(kind="cuda", limit=GIB, free=GIB, source="GPU memory")
     there = take_inventory(config, Path, torch.device("cuda"), gpu).budget
-    assert there.target.weights < found.target.weights
-    assert there.draft_weights < found.draft_weights
+    assert there.target.weights < budget.target.weights
+    assert there.draft_weights < budget.draft_weights
 
 
 def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,13 +126,13 @@ def test_own_embeddings_count_for_the_draft(tmp_path: Path, target: Path, head: 
 def test_the_caches_have_the_computed_size(target: Path, head: Path, tokens: int | None) -> None:
     config = config_of(target, head, kv_cache_tokens=tokens)
     engine = load_engine(config, Path)
-    found = take_inventory(config, Path, CPU).budget
+    budget = take_inventory(config, Path, CPU).budget
     made = engine._target.cache.data.nbytes + sum(each._cache.data.nbytes for each in drafters(engine))
     assert engine._state.block_aux_NA is not None
     made += engine._state.block_aux_NA.nbytes
-    assert memory(engine).kv_cache == made == kv_cache_bytes(found, kv_tokens(found))
-    assert engine.report().kv_tokens_total == kv_tokens(found)
-    assert (memory(engine).limit, memory(engine).reserve) == (found.device.limit, found.reserve)
+    assert memory(engine).kv_cache == made == kv_cache_bytes(budget, kv_tokens(budget))
+    assert engine.report().kv_tokens_total == kv_tokens(budget)
+    assert (memory(engine).limit, memory(engine).reserve) == (budget.device.limit, budget.reserve)
 
 
 def test_several_drafts_each_bring_weights_and_a_cache(tmp_path: Path, target: Path, head: Path) -> None:
@@ -146,36 +146,36 @@ def test_several_drafts_each_bring_weights_and_a_cache(tmp_path: Path, target: P
         NamedDraft(name="other", method="eagle3", uri=str(misfit)),
     )
     config = config_of(target, head).model_copy(update={"drafts": more})
-    engine, found = load_engine(config, Path), take_inventory(config, Path, CPU)
-    assert [draft.name for draft in found.budget.drafts] == ["draft", "draft code"]
+    engine, inventory = load_engine(config, Path), take_inventory(config, Path, CPU)
+    assert [draft.name for draft in inventory.budget.drafts] == ["draft", "draft code"]
     first, second, _ = drafters(engine)
     made = engine._target.cache.data.nbytes + first._cache.data.nbytes + second._cache.data.nbytes
     assert engine._state.block_aux_NA is not None
     assert memory(engine).kv_cache == made + engine._state.block_aux_NA.nbytes
-    tables = sum(draft.tables for draft in found.budget.drafts)
+    tables = sum(draft.tables for draft in inventory.budget.drafts)
     assert memory(engine).drafts + tables == storages(first._head) + storages(second._model)
-    assert (found.draft_problem or "").startswith("draft other: ")
-    assert make_verdict(found).serves
+    assert (inventory.draft_problem or "").startswith("draft other: ")
+    assert make_verdict(inventory).serves
 
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_the_computed_slot_state_matches_the_allocation(target: Path, head: Path, draft: bool) -> None:
     config = config_of(target, head if draft else None, max_num_seqs=7, model={"max_model_len": 131})
-    engine, found = load_engine(config, Path), take_inventory(config, Path, CPU).budget
-    kept = [v for k, v in vars(engine._state).items() if isinstance(v, Tensor) and k != "block_aux_NA"]
-    tables = found.target.tables + sum(each.tables for each in found.drafts)
-    assert found.state == storages(*kept) + tables
+    engine, budget = load_engine(config, Path), take_inventory(config, Path, CPU).budget
+    slot_tensors = [v for k, v in vars(engine._state).items() if isinstance(v, Tensor) and k != "block_aux_NA"]
+    tables = budget.target.tables + sum(each.tables for each in budget.drafts)
+    assert budget.state == storages(*slot_tensors) + tables
 
 
 def test_a_mismatched_draft_takes_no_memory_and_is_reported_as_at_loading(tmp_path: Path, target: Path) -> None:
     narrow = write_head(tmp_path / "narrow", intermediate_size=40)
     (narrow / "config.json").write_text((narrow / "config.json").read_text().replace("40", "48", 1))
     config = config_of(target, narrow)
-    found = make_verdict(take_inventory(config, Path, CPU))
-    assert (found.serves, found.memory.drafts) == (True, 0)
-    assert "midlayer.mlp" in (found.draft_problem or "")
+    verdict = make_verdict(take_inventory(config, Path, CPU))
+    assert (verdict.serves, verdict.memory.drafts) == (True, 0)
+    assert "midlayer.mlp" in (verdict.draft_problem or "")
     engine = load_engine(config, Path)
-    assert engine.report().draft.problem == found.draft_problem
+    assert engine.report().draft.problem == verdict.draft_problem
     needed = config.model_copy(update={"draft": config.draft.model_copy(update={"required": True})})
     with pytest.raises(CannotServe, match=r"midlayer\.mlp"):
         load_engine(needed, Path)
@@ -183,8 +183,8 @@ def test_a_mismatched_draft_takes_no_memory_and_is_reported_as_at_loading(tmp_pa
 
 def test_a_draft_for_another_target_is_reported_with_its_field(tmp_path: Path, target: Path) -> None:
     other = write_head(tmp_path / "other", target={"vocab_size": 98}, vocab_size=98)
-    found = make_verdict(take_inventory(config_of(target, other), Path, CPU))
-    assert found.draft_problem == "the draft's vocab_size is 98, the target's 97"
+    verdict = make_verdict(take_inventory(config_of(target, other), Path, CPU))
+    assert verdict.draft_problem == "the draft's vocab_size is 98, the target's 97"
 
 
 def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -195,10 +195,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def test_nothing_is_loaded_when_it_cannot_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, GIB // 4)
     monkeypatch.setattr(factory, "load_llama", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(CannotServe, match=r"limit of 0\.25 GiB leaves no room") as told:
+    with pytest.raises(CannotServe, match=r"limit of 0\.25 GiB leaves no room") as caught:
         load_engine(config_of(target), Path)
-    assert "- weights of the target" in str(told.value)
-    assert not told.value.verdict.serves
+    assert "- weights of the target" in str(caught.value)
+    assert not caught.value.verdict.serves
 
 
 def test_the_engine_stays_within_the_container_limit(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_the_engine_stays_within_the_container_limit(target: Path, head: Path, m
     engine.set_plan(plan_of("chain:3", draft=engine.report().draft.hash))
     for index in range(40):
         engine.add(submit(str(index), max_tokens=30))
-    assert {found.finish for found in drain(engine) if found.finish} == {"length"}
+    assert {tokens.finish for tokens in drain(engine) if tokens.finish} == {"length"}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_the_engine_stays_within_the_container_limit(target: Path, head: Path, m
         ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
     ],
 )
-def test_the_limit_of_a_container(
+def test_memory_limit_is_read_from_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, limit: int | None
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -232,17 +232,17 @@ def test_the_limit_of_a_container(
     meminfo.write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:  6291456 kB\n")
     monkeypatch.setattr(memory_of, "CGROUP", tmp_path)
     monkeypatch.setattr(memory_of, "MEMINFO", meminfo)
-    found = memory_of.device_memory(CPU)
-    assert found.limit == (limit or 8 * GIB)
-    assert found.free == (limit or 6 * GIB)
-    assert ("container" in found.source) == (limit is not None)
+    device = memory_of.device_memory(CPU)
+    assert device.limit == (limit or 8 * GIB)
+    assert device.free == (limit or 6 * GIB)
+    assert ("container" in device.source) == (limit is not None)
 
 
 def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((70 - 30 * index) * GIB, 80 * GIB))
-    found = memory_of.device_memory(torch.device("cuda"), 2)
-    assert (found.limit, found.free, found.count) == (80 * GIB, 40 * GIB, 2)
+    device = memory_of.device_memory(torch.device("cuda"), 2)
+    assert (device.limit, device.free, device.count) == (80 * GIB, 40 * GIB, 2)
     with pytest.raises(ModelError, match="torch sees 2 GPUs"):
         memory_of.device_memory(torch.device("cuda"), 4)
 

@@ -69,14 +69,18 @@ def budget(
 
 
 def test_llama_8b_on_80_gib_by_hand() -> None:
-    found = budget()
-    assert found.bytes_per_token == 2 * 33 * 8 * 128 * 2
-    assert found.usable == int(0.8 * 80 * GIB)
-    spent = found.runtime + 16_060_522_496 + 850_000_000 + found.state + found.activations
-    assert found.kv_bytes_left == found.usable - spent
-    assert 0 <= found.kv_bytes_left - kv_cache_bytes(found, kv_tokens(found)) < BLOCK_SIZE * found.bytes_per_token
-    assert found.fits
-    assert 300_000 < kv_tokens(found) < 400_000
+    memory_budget = budget()
+    assert memory_budget.bytes_per_token == 2 * 33 * 8 * 128 * 2
+    assert memory_budget.usable == int(0.8 * 80 * GIB)
+    spent = memory_budget.runtime + 16_060_522_496 + 850_000_000 + memory_budget.state + memory_budget.activations
+    assert memory_budget.kv_bytes_left == memory_budget.usable - spent
+    assert (
+        0
+        <= memory_budget.kv_bytes_left - kv_cache_bytes(memory_budget, kv_tokens(memory_budget))
+        < BLOCK_SIZE * memory_budget.bytes_per_token
+    )
+    assert memory_budget.fits
+    assert 300_000 < kv_tokens(memory_budget) < 400_000
 
 
 def test_graphs_reduce_the_memory_left_for_keys() -> None:
@@ -84,13 +88,13 @@ def test_graphs_reduce_the_memory_left_for_keys() -> None:
 
     Their pool holds the largest captured step: 128 tokens of the widest layer, logits and states.
     """
-    without, found = budget(), budget(graph_rows=16)
-    widest = 4 * 4096 + 4 * found.target.intermediate_size
-    pool = 128 * 2 * (widest + 2 * found.target.vocab_size + 3 * 4096)
-    assert found.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
-    assert found.kv_bytes_left == without.kv_bytes_left - found.graphs
+    without, memory_budget = budget(), budget(graph_rows=16)
+    widest = 4 * 4096 + 4 * memory_budget.target.intermediate_size
+    pool = 128 * 2 * (widest + 2 * memory_budget.target.vocab_size + 3 * 4096)
+    assert memory_budget.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
+    assert memory_budget.kv_bytes_left == without.kv_bytes_left - memory_budget.graphs
     assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)
-    assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(found).arithmetic)
+    assert any("CUDA graphs of up to 16 sequences" in line for line in verdict_of(memory_budget).arithmetic)
 
 
 def test_memory_of_other_processes_is_subtracted_once() -> None:
@@ -137,27 +141,30 @@ def test_a_larger_network_never_leaves_more(sizes: dict[str, Any], field: str) -
 
 @given(SIZES)
 def test_caches_never_exceed_the_memory(sizes: dict[str, Any]) -> None:
-    found = budget(**sizes)
-    if found.fits:
-        assert kv_cache_bytes(found, kv_tokens(found)) <= found.kv_bytes_left
-        assert kv_tokens(found) >= found.bounds.max_model_len + SLACK_TOKENS
-        assert 1 <= found.sequences <= found.bounds.max_num_seqs
+    memory_budget = budget(**sizes)
+    if memory_budget.fits:
+        assert kv_cache_bytes(memory_budget, kv_tokens(memory_budget)) <= memory_budget.kv_bytes_left
+        assert kv_tokens(memory_budget) >= memory_budget.bounds.max_model_len + SLACK_TOKENS
+        assert 1 <= memory_budget.sequences <= memory_budget.bounds.max_num_seqs
     else:
-        assert found.sequences == 0
+        assert memory_budget.sequences == 0
 
 
 @given(SIZES)
 def test_max_fitting_model_len_fits_and_the_next_length_does_not(sizes: dict[str, Any]) -> None:
-    found = budget(**sizes)
-    if found.fits:
-        assert found.max_fitting_model_len == found.bounds.max_model_len
-    elif found.max_fitting_model_len:
+    memory_budget = budget(**sizes)
+    if memory_budget.fits:
+        assert memory_budget.max_fitting_model_len == memory_budget.bounds.max_model_len
+    elif memory_budget.max_fitting_model_len:
         other = [
-            replace(found, bounds=replace(found.bounds, max_model_len=found.max_fitting_model_len + d)).fits
+            replace(
+                memory_budget,
+                bounds=replace(memory_budget.bounds, max_model_len=memory_budget.max_fitting_model_len + d),
+            ).fits
             for d in (0, 1)
         ]
         assert other == [True, False]
-    assert found.bounds.max_model_len >= found.max_fitting_model_len
+    assert memory_budget.bounds.max_model_len >= memory_budget.max_fitting_model_len
 
 
 def test_requested_cache_tokens_are_allocated_or_refused() -> None:
@@ -172,17 +179,17 @@ def test_a_cpu_cache_is_capped_at_the_need_of_a_full_batch() -> None:
     assert kv_tokens(budget(800)) > kv_tokens(asked)
 
 
-def verdict_of(found: Budget) -> Any:
-    return make_verdict(Inventory(budget=found))
+def verdict_of(memory_budget: Budget) -> Any:
+    return make_verdict(Inventory(budget=memory_budget))
 
 
 def test_a_refusal_names_the_length_that_would_fit() -> None:
-    found = verdict_of(budget(24, max_model_len=131072))
+    verdict = verdict_of(budget(24, max_model_len=131072))
     length = budget(24, max_model_len=131072).max_fitting_model_len
-    assert not found.serves
+    assert not verdict.serves
     assert 1000 < length < 131072
-    assert f"set max_model_len to at most {length}" in found.problem
-    assert "131,072 needs 131,136" in found.problem
+    assert f"set max_model_len to at most {length}" in verdict.problem
+    assert "131,072 needs 131,136" in verdict.problem
 
 
 @pytest.mark.parametrize(
@@ -196,10 +203,10 @@ def test_a_refusal_names_the_length_that_would_fit() -> None:
         ({"gib": 16}, "take a larger GPU"),
     ],
 )
-def test_remedies(changed: dict[str, Any], remedy: str) -> None:
-    found = verdict_of(budget(**changed))
-    assert not found.serves
-    assert re.search(remedy, found.problem), found.problem
+def test_a_refusal_suggests_a_remedy(changed: dict[str, Any], remedy: str) -> None:
+    verdict = verdict_of(budget(**changed))
+    assert not verdict.serves
+    assert re.search(remedy, verdict.problem), verdict.problem
 
 
 def test_a_large_draft_is_warned_about_and_not_refused() -> None:

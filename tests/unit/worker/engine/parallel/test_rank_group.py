@@ -32,9 +32,11 @@ def config(target: Path, head: Path | None, ranks: int, **engine: Any) -> Worker
 
     Without rounding differences, different tokens prove an error in the code.
     """
-    found = config_of(target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine)
-    model = ModelConfig.model_construct(**dict(found.model) | {"dtype": "float64"})
-    return found.model_copy(update={"model": model})
+    worker_config = config_of(
+        target, head, tensor_parallel_size=ranks, max_num_seqs=8, max_num_batched_tokens=48, **engine
+    )
+    model = ModelConfig.model_construct(**dict(worker_config.model) | {"dtype": "float64"})
+    return worker_config.model_copy(update={"model": model})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ TRUNCATED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3,2,1"])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED, TRUNCATED], ids=["greedy", "sampled", "truncated"])
-def test_two_ranks_say_what_one_says(
+def test_two_ranks_emit_the_same_tokens_as_one(
     whole: Engine, split: Engine, shape: str, count: int, sampling: dict[str, Any]
 ) -> None:
     expected = run(whole, "none", count, **sampling)
@@ -85,21 +87,21 @@ def test_two_ranks_say_what_one_says(
     assert all(len(tokens) == 20 for tokens in expected.values())
 
 
-def test_a_prompt_is_told_by_all_ranks(whole: Engine, split: Engine) -> None:
+def test_prompt_logprobs_are_equal_on_one_and_two_ranks(whole: Engine, split: Engine) -> None:
     """Prompt logprobs are the same on two ranks.
 
     Their logits are computed separately from those of the pass.
     """
-    found = []
+    logprobs = []
     for engine in (whole, split):
-        engine.add(submit("told", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
-        found.append([told for one in drain(engine) for told in one.prompt_logprobs])
-    assert len(found[0]) == len(PROMPTS[3]) - 1
-    one, two = (numbers(msgspec.to_builtins(told)) for told in found)
+        engine.add(submit("prompt", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
+        logprobs.append([entry for one in drain(engine) for entry in one.prompt_logprobs])
+    assert len(logprobs[0]) == len(PROMPTS[3]) - 1
+    one, two = (numbers(msgspec.to_builtins(entries)) for entries in logprobs)
     assert one == pytest.approx(two, abs=1e-9)
 
 
-def test_trees_were_accepted_beside_the_main_path(split: Engine) -> None:
+def test_siblings_of_the_main_path_were_accepted(split: Engine) -> None:
     """Trees have accepted siblings of the main path.
 
     Otherwise no key would have moved on the other rank, and the tests above would prove nothing.
@@ -112,7 +114,7 @@ def test_trees_were_accepted_beside_the_main_path(split: Engine) -> None:
     assert siblings
 
 
-def test_a_rank_holds_its_part_and_the_check_counts_it(whole: Engine, split: Engine) -> None:
+def test_a_rank_stores_only_its_part_and_reports_its_bytes(whole: Engine, split: Engine) -> None:
     one, two = whole.report().memory, split.report().memory
     assert one is not None
     assert two is not None
@@ -131,15 +133,17 @@ def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: 
 
 def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
     """Return the processes that ``pid`` spawned, without multiprocessing's resource tracker."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if name in Path(f"/proc/{child}/cmdline").read_bytes()]
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in pids if name in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def served(target: Path, head: Path) -> WorkerConfig:
     """Return the config of an engine process, with models given by URI."""
-    found = config_of(target, head, tensor_parallel_size=2)
-    model = found.model.model_copy(update={"uri": f"file://{target}"})
-    return found.model_copy(update={"model": model, "draft": found.draft.model_copy(update={"uri": f"file://{head}"})})
+    worker_config = config_of(target, head, tensor_parallel_size=2)
+    model = worker_config.model.model_copy(update={"uri": f"file://{target}"})
+    return worker_config.model_copy(
+        update={"model": model, "draft": worker_config.draft.model_copy(update={"uri": f"file://{head}"})}
+    )
 
 
 @pytest.fixture
@@ -160,7 +164,7 @@ class TestLoss:
     """The loss of one rank ends the whole replica."""
 
     @pytest.mark.parametrize("busy", [False, True])
-    def test_the_engine_learns_of_it_wherever_it_is(self, doomed: tuple[Engine, int], busy: bool) -> None:
+    def test_an_idle_and_a_busy_engine_report_the_lost_rank(self, doomed: tuple[Engine, int], busy: bool) -> None:
         engine, second = doomed
         with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
             os.kill(second, signal.SIGKILL)

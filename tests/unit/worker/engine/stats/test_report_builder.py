@@ -61,41 +61,41 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
     return statistics
 
 
-def test_every_number_stands_in_its_field() -> None:
+def test_every_value_is_in_its_field() -> None:
     statistics = Statistics()
     statistics.record_draft(5, 3)
     statistics.record_draft(0, 0)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
-    found = build_report(identity(9), MOMENT, statistics)
-    assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (1, 5, 3, 1)
-    assert (found.running_request_seconds, found.waiting_request_seconds) == (7, 8)
-    assert (found.running, found.waiting, found.kv_tokens_total, found.kv_tokens_used) == (2, 3, 640, 64)
-    assert (found.kv_tokens_cached, found.preemptions, found.prefill_chunks) == (32, 5, 6)
-    assert (found.prefix_query_tokens, found.prefix_hit_tokens) == (70, 48)
-    assert (found.boot_id, found.worker, found.model, found.target, found.max_num_seqs) == ("b", "w", "m", "t", 9)
-    assert (found.clock_seconds, found.plan, found.synthetic) == (12.5, MOMENT.plan, MOMENT.synthetic)
-    assert [histogram.name for histogram in found.latency] == ["ttft", "ttit", "e2e", "queue"]
+    report = build_report(identity(9), MOMENT, statistics)
+    assert (report.drafts, report.draft_tokens, report.accepted_tokens, report.plain_steps) == (1, 5, 3, 1)
+    assert (report.running_request_seconds, report.waiting_request_seconds) == (7, 8)
+    assert (report.running, report.waiting, report.kv_tokens_total, report.kv_tokens_used) == (2, 3, 640, 64)
+    assert (report.kv_tokens_cached, report.preemptions, report.prefill_chunks) == (32, 5, 6)
+    assert (report.prefix_query_tokens, report.prefix_hit_tokens) == (70, 48)
+    assert (report.boot_id, report.worker, report.model, report.target, report.max_num_seqs) == ("b", "w", "m", "t", 9)
+    assert (report.clock_seconds, report.plan, report.synthetic) == (12.5, MOMENT.plan, MOMENT.synthetic)
+    assert [histogram.name for histogram in report.latency] == ["ttft", "ttit", "e2e", "queue"]
 
 
-def test_a_report_survives_the_wire() -> None:
-    found = build_report(identity(), MOMENT, busy(2, 6, 40))
-    assert Report.model_validate_json(found.model_dump_json()) == found
+def test_report_round_trips_through_json() -> None:
+    report = build_report(identity(), MOMENT, busy(2, 6, 40))
+    assert Report.model_validate_json(report.model_dump_json()) == report
 
 
 @pytest.mark.parametrize(("tasks", "depth", "kinds"), [(2, 6, 30), (MAX_TASKS, 16, 64), (MAX_TASKS + 4, 16, 200)])
 def test_a_report_is_never_larger_than_the_operator_reads(tasks: int, depth: int, kinds: int) -> None:
-    found = build_report(identity(), MOMENT, busy(tasks, depth, kinds))
-    assert len(found.model_dump_json().encode()) <= MAX_REPORT_BYTES
-    assert len(found.steps) >= 8, "a planner can do nothing without the cost of steps"
-    assert {cell.depth for cell in found.acceptance} >= set(range(1, 5))
+    report = build_report(identity(), MOMENT, busy(tasks, depth, kinds))
+    assert len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES
+    assert len(report.steps) >= 8, "a planner can do nothing without the cost of steps"
+    assert {cell.depth for cell in report.acceptance} >= set(range(1, 5))
 
 
 def test_nothing_is_left_out_of_a_small_report() -> None:
-    found = build_report(identity(), MOMENT, busy(2, 6, 30))
-    assert (len(found.acceptance), len(found.steps)) == (2 * 2 * 6 * 2, 30)
+    report = build_report(identity(), MOMENT, busy(2, 6, 30))
+    assert (len(report.acceptance), len(report.steps)) == (2 * 2 * 6 * 2, 30)
 
 
-def test_what_is_left_out_was_seen_least() -> None:
-    found = build_report(identity(), MOMENT, busy(1, 1, 200))
-    assert len(found.steps) <= MAX_STEP_CELLS
-    assert sum(cell.count == 2 for cell in found.steps) == 3
+def test_cells_with_the_fewest_steps_are_left_out() -> None:
+    report = build_report(identity(), MOMENT, busy(1, 1, 200))
+    assert len(report.steps) <= MAX_STEP_CELLS
+    assert sum(cell.count == 2 for cell in report.steps) == 3

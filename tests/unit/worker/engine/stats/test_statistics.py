@@ -27,18 +27,18 @@ def use(statistics: Statistics, task: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*TASKS, OTHER_TASK]), max_size=40))
-def test_at_most_eight_named_tasks_whatever_comes_and_nothing_is_lost(tasks: list[str]) -> None:
+def test_at_most_eight_tasks_are_named_and_no_count_is_lost(tasks: list[str]) -> None:
     statistics = Statistics()
     for task in tasks:
         use(statistics, task)
-    for found in labels(statistics):
-        assert len(found - {OTHER_TASK}) <= MAX_TASKS
+    for task_labels in labels(statistics):
+        assert len(task_labels - {OTHER_TASK}) <= MAX_TASKS
     assert sum(cell.arrivals for cell in statistics.traffic_cells()) == len(tasks)
     assert sum(cell.total for cell in statistics.acceptance_cells(1000)) == len(tasks)
     assert sum(cell.n for cell in statistics.request_cells()) == len(tasks)
 
 
-def test_other_takes_no_name_away_from_eight_tasks() -> None:
+def test_other_does_not_count_towards_the_eight_named_tasks() -> None:
     statistics = Statistics()
     for task in [OTHER_TASK, *TASKS[:MAX_TASKS], "one-too-many"]:
         use(statistics, task)
@@ -47,7 +47,7 @@ def test_other_takes_no_name_away_from_eight_tasks() -> None:
     assert other.arrivals == 2
 
 
-def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
+def test_drafting_steps_and_plain_steps_are_counted_separately() -> None:
     statistics = Statistics()
     statistics.record_draft(5, 2)
     statistics.record_draft(3, 0)
@@ -56,14 +56,14 @@ def test_a_drafting_step_and_a_plain_one_are_told_apart() -> None:
     assert statistics.plain_steps == 1
 
 
-def test_ranks_fall_into_their_cell() -> None:
+def test_ranks_are_counted_in_their_cell() -> None:
     statistics = Statistics()
     for rank in (0, 0, 3, MAX_RANKS):
         statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=True, rank=rank)
     statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=False, rank=1)
     statistics.record_rank(AcceptanceCategory("a", False, "d"), 2, main=True, rank=7)
-    found = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
-    assert found == {
+    ranks_by_cell = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
+    assert ranks_by_cell == {
         (True, "main"): (2, 0, 0, 1, 0, 0, 0, 0, 1),
         (True, "sibling"): (0, 1, 0, 0, 0, 0, 0, 0, 0),
         (False, "main"): (0, 0, 0, 0, 0, 0, 0, 1, 0),
@@ -84,7 +84,7 @@ def test_request_sums_are_moments_of_accepted_and_drafts(pairs: list[tuple[int, 
 
 
 @pytest.mark.parametrize("name", ["ttft", "ttit", "e2e", "queue"])
-def test_histogram_edges_are_inclusive_and_beyond_the_last_is_infinity(name: str) -> None:
+def test_histogram_edges_are_inclusive_and_the_last_bucket_is_open(name: str) -> None:
     histogram = Histogram.of(name)  # type: ignore[arg-type]
     for edge in histogram.edges:
         histogram.add(edge)
@@ -95,7 +95,7 @@ def test_histogram_edges_are_inclusive_and_beyond_the_last_is_infinity(name: str
     assert cell.sum == pytest.approx(sum(cell.edges) + 1e9)
 
 
-def test_tokens_of_one_step_count_each() -> None:
+def test_each_token_of_a_step_is_counted() -> None:
     histogram = Histogram.of("ttit")
     histogram.add(0.0042, 3)
     assert sum(histogram.counts) == 3
@@ -103,6 +103,6 @@ def test_tokens_of_one_step_count_each() -> None:
     assert histogram.counts[histogram.edges.index(0.005)] == 3
 
 
-def test_a_millisecond_is_told_from_the_next_where_tokens_are_fast() -> None:
+def test_ttit_buckets_of_fast_tokens_are_at_most_1_ms_wide() -> None:
     edges = Histogram.of("ttit").edges
     assert all(edges[i + 1] - edges[i] <= 0.0011 for i in range(edges.index(0.008)))

@@ -25,9 +25,9 @@ def size(**change: int) -> StepSize:
     return StepSize(**{**fields, **change})
 
 
-def test_x_is_the_contracts_features_in_their_order() -> None:
-    found = StepSize(sequences=2, verify_tokens=3, kv_tokens=4, draft_passes=5, prefill_tokens=6)
-    assert dict(zip(FEATURES, found.x, strict=True)) == {
+def test_x_has_the_features_in_the_order_of_the_contract() -> None:
+    step_size = StepSize(sequences=2, verify_tokens=3, kv_tokens=4, draft_passes=5, prefill_tokens=6)
+    assert dict(zip(FEATURES, step_size.x, strict=True)) == {
         "one": 1,
         "sequences": 2,
         "verify_tokens": 3,
@@ -44,7 +44,7 @@ def test_the_tokens_bucket_is_the_next_power_of_two(tokens: int, edge: int) -> N
 
 
 @given(STEPS)
-def test_sums_are_those_of_least_squares(steps: list[tuple[StepSize, int, float, int]]) -> None:
+def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, float, int]]) -> None:
     costs = StepCosts()
     for step, emitted, seconds, context in steps:
         costs.add(context, step, emitted, seconds, seconds / 2)
@@ -98,7 +98,7 @@ def test_a_reading_is_exact_enough_to_subtract() -> None:
     assert after.xt[kv] - cell.xt[kv] == pytest.approx(1e3, rel=1e-3)
 
 
-def test_a_stall_is_clipped_and_told() -> None:
+def test_stall_is_clipped_and_reported() -> None:
     costs = StepCosts()
     for _ in range(10):
         costs.add(0, size(), 1, 0.01, 0.01)
@@ -110,7 +110,7 @@ def test_a_stall_is_clipped_and_told() -> None:
     assert cell.xt[0] == pytest.approx(cell.t)
 
 
-def test_a_machine_that_became_slower_is_believed_in_the_end() -> None:
+def test_clipping_ends_if_the_machine_stays_slower() -> None:
     costs = StepCosts()
     for seconds in [0.01] * 20 + [1.0] * 60:
         costs.add(0, size(), 1, seconds, seconds)

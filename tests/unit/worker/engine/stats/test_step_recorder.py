@@ -38,7 +38,7 @@ def cells(of: StepRecorder) -> dict[tuple[int, str], dict[int, int]]:
     }
 
 
-def test_ranks_are_counted_by_depth_and_by_where_the_parent_stands() -> None:
+def test_ranks_are_counted_by_depth_and_parent() -> None:
     into, one = recorder(), request()
     walk(into, one, WIDE, [5, 6, 7], ranks=[1, 0, -1], path=[2, 4])
     assert cells(into) == {(1, "main"): {1: 1}, (2, "sibling"): {0: 1}}
@@ -47,37 +47,46 @@ def test_ranks_are_counted_by_depth_and_by_where_the_parent_stands() -> None:
     assert cells(into)[2, "main"] == {MAX_RANKS: 1}
 
 
-def test_below_a_sibling_everything_is_a_siblings() -> None:
+def test_all_depths_below_a_sibling_count_as_sibling() -> None:
     into, one = recorder(), request()
     walk(into, one, tree_of(TreeShape.levels(2, 1, 1)), [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
     assert set(cells(into)) == {(1, "main"), (2, "sibling"), (3, "sibling")}
 
 
-def test_drafts_tokens_and_accepted_add_up_to_what_came_out() -> None:
+def test_drafts_plain_steps_and_accepted_tokens_add_up_to_the_output() -> None:
     into, one = recorder(), request()
     walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
     walk(into, one, CHAIN, [5], ranks=[MAX_RANKS, -1, -1], path=[-1, -1])
     walk(into, one, PLAIN, [5], ranks=[-1], path=[])
-    found = into.statistics
-    assert (found.drafts, found.draft_tokens, found.accepted_tokens, found.plain_steps) == (2, 4, 2, 1)
-    assert found.traffic("other").output_tokens == found.drafts + found.plain_steps + found.accepted_tokens == 5
+    statistics = into.statistics
+    assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens, statistics.plain_steps) == (
+        2,
+        4,
+        2,
+        1,
+    )
+    assert (
+        statistics.traffic("other").output_tokens
+        == statistics.drafts + statistics.plain_steps + statistics.accepted_tokens
+        == 5
+    )
 
 
-def test_what_a_stop_drops_teaches_nothing() -> None:
+def test_tokens_dropped_by_a_stop_are_not_counted() -> None:
     into, one = recorder(), request(stop_token_ids=(6,))
     walk(into, one, CHAIN, [6, 7, 8], ranks=[0, 0, -1], path=[1, 2])
     assert cells(into) == {(1, "main"): {0: 1}}
     assert into.statistics.traffic("other").output_tokens == 1
 
 
-def test_a_prompts_first_token_is_no_step_of_decoding() -> None:
+def test_first_token_of_a_prompt_is_not_a_decoding_step() -> None:
     into, one = recorder(), request()
     one.cached = 3
     into.record_row(Row(one, 3, start=0), RowResult([5], [], [-1], None, 0), one.append_output([5]), now=5.5)
-    found = into.statistics
-    assert (found.drafts, found.plain_steps, found.traffic("other").output_tokens) == (0, 0, 1)
-    assert found.ttft.sum == pytest.approx(0.5)
-    assert sum(found.ttit.counts) == 0
+    statistics = into.statistics
+    assert (statistics.drafts, statistics.plain_steps, statistics.traffic("other").output_tokens) == (0, 0, 1)
+    assert statistics.ttft.sum == pytest.approx(0.5)
+    assert sum(statistics.ttit.counts) == 0
 
 
 def test_tokens_of_a_step_share_its_time() -> None:
@@ -85,10 +94,10 @@ def test_tokens_of_a_step_share_its_time() -> None:
     walk(into, one, PLAIN, [5], ranks=[-1], path=[])
     one.last_emit_seconds = 5.1
     walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
-    found = into.statistics
-    assert sum(found.ttft.counts) == 1
-    assert sum(found.ttit.counts) == 3
-    assert found.ttit.sum == pytest.approx(0.9)
+    statistics = into.statistics
+    assert sum(statistics.ttft.counts) == 1
+    assert sum(statistics.ttit.counts) == 3
+    assert statistics.ttit.sum == pytest.approx(0.9)
 
 
 SHADOWED = tree_of(TreeShape.chain(1), 4)
@@ -99,7 +108,7 @@ The draft ranked candidates after the root and nodes 1 to 3.
 RANKED = [[1, 9], [2, 9], [3, 9], [8, 4], [-1, -1]]
 
 
-def test_a_shadow_is_scored_once_its_tokens_are_out_without_verifying_them() -> None:
+def test_shadow_nodes_are_scored_without_verification_when_their_tokens_are_known() -> None:
     into, one = recorder(), request(prompt=(0, 0))
     one.cached = 1
     walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED)
@@ -112,7 +121,7 @@ def test_a_shadow_is_scored_once_its_tokens_are_out_without_verifying_them() -> 
     assert sum(sum(ranks.values()) for ranks in cells(into).values()) == 4, "scored once"
 
 
-def test_a_shadow_of_a_cut_path_is_a_miss() -> None:
+def test_shadow_node_of_a_cut_path_is_a_miss() -> None:
     into, one = recorder(), request(prompt=(0, 0))
     one.cached = 1
     walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED, depth_limit=2)
@@ -121,7 +130,7 @@ def test_a_shadow_of_a_cut_path_is_a_miss() -> None:
     assert (4, "main") not in cells(into)
 
 
-def test_shadows_of_a_request_that_ended_are_forgotten() -> None:
+def test_shadow_nodes_of_an_ended_request_are_dropped() -> None:
     into, one = recorder(), request(prompt=(0, 0))
     one.cached = 1
     walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED)
@@ -133,7 +142,7 @@ def test_shadows_of_a_request_that_ended_are_forgotten() -> None:
     assert set(cells(into)) == {(1, "main"), (2, "main")}
 
 
-def test_the_queue_is_left_once_even_when_a_preemption_comes_before_the_first_token() -> None:
+def test_queue_time_is_recorded_once_despite_a_preemption_before_the_first_token() -> None:
     into, one = recorder(), request()
     into.record_admission(one, 5.2)
     one.forget_cache()
@@ -143,7 +152,7 @@ def test_the_queue_is_left_once_even_when_a_preemption_comes_before_the_first_to
 
 
 @pytest.mark.parametrize(("finish", "counted"), [("stop", 1), ("length", 1), ("abort", 0), ("error", 0)])
-def test_only_requests_that_came_to_their_end_are_finished(finish: str, counted: int) -> None:
+def test_only_completed_requests_count_as_finished(finish: str, counted: int) -> None:
     into, one = recorder(), request()
     into.record_arrival(one)
     one.accepted, one.drafts, one.finish = 7, 3, finish  # type: ignore[assignment]
@@ -158,6 +167,6 @@ def test_the_size_of_a_step_counts_every_packed_token_once() -> None:
     one, two, three = request("1"), request("2"), request("3")
     one.cached, two.cached = 10, 20
     rows = [Row(one, CHAIN.verified, CHAIN), Row(two, 1), Row(three, 8, start=0, emits=False)]
-    found = step_size_of(rows, draft_passes=2)
-    assert (found.sequences, found.verify_tokens, found.prefill_tokens) == (2, 4, 8)
-    assert (found.kv_tokens, found.draft_passes) == (30, 2)
+    step_size = step_size_of(rows, draft_passes=2)
+    assert (step_size.sequences, step_size.verify_tokens, step_size.prefill_tokens) == (2, 4, 8)
+    assert (step_size.kv_tokens, step_size.draft_passes) == (30, 2)

@@ -8,12 +8,12 @@ from small_engine import drain, plan_of, small_engine, submit
 from specdecode_worker.engine.stats.step_time_calibration import calibrate
 
 
-def test_every_load_is_timed_and_nothing_else_stays() -> None:
+def test_every_load_is_timed_and_only_step_times_remain() -> None:
     engine = small_engine(max_num_seqs=4)
     engine.set_plan(plan_of("chain:3", guard=True))
-    found = calibrate(engine, 60)
-    assert list(found) == [1, 2, 4]
-    assert min(found.values()) > 0
+    seconds_by_load = calibrate(engine, 60)
+    assert list(seconds_by_load) == [1, 2, 4]
+    assert min(seconds_by_load.values()) > 0
     report = engine.report()
     assert engine.idle
     engine.check()
@@ -22,7 +22,7 @@ def test_every_load_is_timed_and_nothing_else_stays() -> None:
     assert sum(cell.count for cell in report.steps) >= 3 * 5
 
 
-def test_the_first_report_tells_what_drafting_costs() -> None:
+def test_the_first_report_has_step_times_with_drafts() -> None:
     """The first report has step times of the deepest and the shallowest chain at every load.
 
     It leaves out the steps of the warm-up.
@@ -44,28 +44,28 @@ def test_the_first_report_tells_what_drafting_costs() -> None:
     assert engine.report().drafts > 0, "the plan is followed again"
 
 
-def test_shapes_are_not_timed_where_none_may_be_tried() -> None:
+def test_shapes_are_not_timed_if_exploration_is_off() -> None:
     engine = small_engine(max_num_seqs=2)
     engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0))
     calibrate(engine, 60)
     assert {cell.draft_passes for cell in engine.report().steps} == {0}
 
 
-def test_a_short_model_is_calibrated_all_the_same() -> None:
+def test_a_model_with_a_short_context_is_calibrated() -> None:
     engine = small_engine(max_num_seqs=2, max_model_len=24)
     engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0.01))
     assert list(calibrate(engine, 60)) == [1, 2]
     engine.check()
 
 
-def test_the_guard_knows_what_plain_decoding_takes_before_it_has_seen_any() -> None:
+def test_the_guard_starts_with_calibrated_plain_step_times() -> None:
     engine = small_engine(max_num_seqs=4)
     engine.set_plan(plan_of("chain:3", guard=True))
-    found = calibrate(engine, 60)
+    seconds_by_load = calibrate(engine, 60)
     engine.add(submit("a", max_tokens=4))  # ends before the guard could stop drafts and run plain steps itself
     drain(engine)
     cells = {cell.concurrency: cell for cell in engine.report().guard}
-    assert cells[0].plain == pytest.approx(found[1])
+    assert cells[0].plain == pytest.approx(seconds_by_load[1])
     assert engine.report().drafts > 0, "speculation is back after the calibration"
 
 
@@ -74,5 +74,5 @@ def test_too_little_time_leaves_large_loads_out() -> None:
     assert list(calibrate(engine, 0.0)) == [1]
 
 
-def test_without_a_draft_there_is_nothing_to_compare() -> None:
+def test_without_a_draft_nothing_is_calibrated() -> None:
     assert calibrate(small_engine(draft=False), 60) == {}

@@ -43,11 +43,11 @@ def test_the_first_token_is_copied_before_the_draft_prefill(monkeypatch: pytest.
 
 def test_tensors_that_will_be_overwritten_are_copied() -> None:
     static = torch.tensor([1, 2])
-    [kept], arrival = to_host([static], overwritten=True)
+    [copied], arrival = to_host([static], overwritten=True)
     [same], _ = to_host([static])
     static.zero_()
     arrival.wait()
-    assert kept.tolist() == [1, 2]
+    assert copied.tolist() == [1, 2]
     assert same is static
     assert to_device([3, 4], torch.device("cpu")).tolist() == [3, 4]
 

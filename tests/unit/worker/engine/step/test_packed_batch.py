@@ -80,12 +80,12 @@ def test_attention_reads_only_the_keys_of_its_sequence() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(40, heads, 4, generator=generator).double() for heads in (2, 1, 1))
 
-    def run(blocks: list[int], chunks: list[int], beside: bool) -> torch.Tensor:
+    def run(blocks: list[int], chunks: list[int], with_other: bool) -> torch.Tensor:
         paged, out, start = cache(9), [], 0
         paged.data += 0.5  # stale values of other sequences are finite and must not be read
         for count in chunks:
             rows = slice(start, start + count)
-            if beside:
+            if with_other:
                 other = torch.ones(2, 2, 4).double()
                 step = packed([blocks, [7, 8, 0]], [start, 0], [count, 2], [0] * (count + 2))
                 tensors = (torch.cat((x[rows], other[:, : x.shape[1]])) for x in (q, k, v))
@@ -95,9 +95,9 @@ def test_attention_reads_only_the_keys_of_its_sequence() -> None:
             start += count
         return torch.cat(out)
 
-    whole = run([1, 2, 3], [40], beside=False)
-    for found in (run([5, 1, 4], [40], False), run([1, 2, 3], [7, 20, 13], False), run([6, 2, 1], [16, 24], True)):
-        torch.testing.assert_close(found, whole)
+    whole = run([1, 2, 3], [40], with_other=False)
+    for output in (run([5, 1, 4], [40], False), run([1, 2, 3], [7, 20, 13], False), run([6, 2, 1], [16, 24], True)):
+        torch.testing.assert_close(output, whole)
 
 
 def test_accepted_keys_move_behind_the_prefix_and_others_stay() -> None:

@@ -113,14 +113,14 @@ class SimulatedDevice:
         length, keys = self._lengths[name], self._keys[one.id]
         assert not row.is_chunk or row.start == length, "chunks follow each other"
         if row.is_chunk:
-            emitted, kept = int(row.emits), row.count
+            emitted, committed = int(row.emits), row.count
         else:
-            emitted = kept = self.random.randint(1, row.tree.depth + 1)
+            emitted = committed = self.random.randint(1, row.tree.depth + 1)
         for behind in range(row.count if row.is_chunk else len(row.tree.parents)):
             place = length + behind
-            self._write(one, place, keys[place] if behind < kept else GARBAGE)
-        self._lengths[name] = length + kept
-        for place in range(length + kept):
+            self._write(one, place, keys[place] if behind < committed else GARBAGE)
+        self._lengths[name] = length + committed
+        for place in range(length + committed):
             assert self._cells[self._cell(one, place)] == keys[place], f"{one.id} reads another's key at {place}"
         return emitted
 

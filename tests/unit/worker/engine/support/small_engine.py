@@ -134,17 +134,17 @@ def request(name: str = "r", prompt: Sequence[int] = (1, 2, 3), **sampling: Any)
 
 def drain(engine: Engine, most: int = 2000) -> list[Tokens]:
     """Run steps until the engine is idle and return everything that it emitted."""
-    found: list[Tokens] = []
+    outputs: list[Tokens] = []
     while not engine.idle:
         assert most > 0, "the engine does not come to an end"
         most -= 1
-        found += engine.step()
+        outputs += engine.step()
     engine.check()
-    return found
+    return outputs
 
 
-def texts(found: Iterable[Tokens]) -> dict[str, list[int]]:
+def texts(outputs: Iterable[Tokens]) -> dict[str, list[int]]:
     by_request: dict[str, list[int]] = {}
-    for new in found:
+    for new in outputs:
         by_request.setdefault(new.request_id, []).extend(new.tokens)
     return by_request

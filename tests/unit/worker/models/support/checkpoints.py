@@ -23,8 +23,8 @@ Tensors = dict[str, Tensor]
 def noise(*shape: int, seed: int = 0) -> Tensor:
     """Return reproducible random weights; a vector is a norm's weight near one."""
     scale = 0.2 if len(shape) > 1 else 0.1
-    found = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return found if len(shape) > 1 else 1 + found
+    weight = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return weight if len(shape) > 1 else 1 + weight
 
 
 def block_tensors(
@@ -32,12 +32,12 @@ def block_tensors(
 ) -> Tensors:
     """Return the tensors of a small decoder layer under their checkpoint names."""
     matrices = {"q_proj": (size, inputs), "k_proj": (size // 2, inputs), "v_proj": (size // 2, inputs)}
-    found = {f"self_attn.{name}": noise(*shape, seed=seed + i) for i, (name, shape) in enumerate(matrices.items())}
-    found["self_attn.o_proj"] = noise(size, size, seed=seed + 3)
-    found |= {f"mlp.{name}": noise(48, size, seed=seed + i) for i, name in enumerate(("gate_proj", "up_proj"), 4)}
-    found["mlp.down_proj"] = noise(size, 48, seed=seed + 6)
-    found |= {name: noise(size, seed=seed + i) for i, name in enumerate((*norms, "post_attention_layernorm"), 7)}
-    return {f"{prefix}{name}.weight": tensor for name, tensor in found.items()}
+    tensors = {f"self_attn.{name}": noise(*shape, seed=seed + i) for i, (name, shape) in enumerate(matrices.items())}
+    tensors["self_attn.o_proj"] = noise(size, size, seed=seed + 3)
+    tensors |= {f"mlp.{name}": noise(48, size, seed=seed + i) for i, name in enumerate(("gate_proj", "up_proj"), 4)}
+    tensors["mlp.down_proj"] = noise(size, 48, seed=seed + 6)
+    tensors |= {name: noise(size, seed=seed + i) for i, name in enumerate((*norms, "post_attention_layernorm"), 7)}
+    return {f"{prefix}{name}.weight": tensor for name, tensor in tensors.items()}
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
@@ -73,8 +73,8 @@ def reference(config: LlamaConfig, size: int = 32) -> tuple[Callable[[Tensor, Te
         if "input_layernorm.weight" not in own:
             block.input_layernorm = torch.nn.Identity()
         block.load_state_dict(own)
-        found: Tensor = block(x_TE[None], attention_mask=mask, position_embeddings=tables)[0]
-        return found
+        output: Tensor = block(x_TE[None], attention_mask=mask, position_embeddings=tables)[0]
+        return output
 
     return layer, tables
 
@@ -84,26 +84,26 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def eagle_tensors(layers: int = 1, *, bias: bool = True) -> Tensors:
-    found = block_tensors("layers.0.")
+    tensors = block_tensors("layers.0.")
     for i in range(1, layers):
-        found |= block_tensors(f"layers.{i}.", seed=20 * i, norms=("input_layernorm",))
-    found["fc.weight"] = noise(32, 64)
-    return found | ({"fc.bias": noise(32)} if bias else {})
+        tensors |= block_tensors(f"layers.{i}.", seed=20 * i, norms=("input_layernorm",))
+    tensors["fc.weight"] = noise(32, 64)
+    return tensors | ({"fc.bias": noise(32)} if bias else {})
 
 
 def eagle3_tensors(layers: int = 1, *, size: int = 32, states: int = 3) -> Tensors:
-    found = block_tensors("midlayer.", inputs=2 * size, size=size, norms=("hidden_norm", "input_layernorm"))
+    tensors = block_tensors("midlayer.", inputs=2 * size, size=size, norms=("hidden_norm", "input_layernorm"))
     for i in range(1, layers):
-        found |= block_tensors(f"layers.{i}.", size=size, seed=20 * i, norms=("input_layernorm",))
-    found |= {"norm.weight": noise(size, seed=3), "lm_head.weight": noise(40, size), "d2t": torch.arange(40)}
-    return found | ({"fc.weight": noise(size, 32 * states)} if states else {})
+        tensors |= block_tensors(f"layers.{i}.", size=size, seed=20 * i, norms=("input_layernorm",))
+    tensors |= {"norm.weight": noise(size, seed=3), "lm_head.weight": noise(40, size), "d2t": torch.arange(40)}
+    return tensors | ({"fc.weight": noise(size, 32 * states)} if states else {})
 
 
 def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for h in range(heads):
         for i in range(layers):
-            found[f"{h}.{i}.linear.weight"] = noise(32, 32, seed=10 * h + i)
-            found |= {f"{h}.{i}.linear.bias": noise(32, seed=10 * h + i)} if bias else {}
-        found[f"{h}.{layers}.weight"] = noise(rows, 32, seed=h)
-    return found
+            tensors[f"{h}.{i}.linear.weight"] = noise(32, 32, seed=10 * h + i)
+            tensors |= {f"{h}.{i}.linear.bias": noise(32, seed=10 * h + i)} if bias else {}
+        tensors[f"{h}.{layers}.weight"] = noise(rows, 32, seed=h)
+    return tensors

@@ -15,13 +15,13 @@ def tokenizer(
     """Return a tokenizer with the vocabulary: bytes, then merged tokens, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = alphabet + [a + b for a, b in MERGES]
-    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     if lowercase:
-        found.normalizer = normalizers.Lowercase()
-    found.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return found
+        bpe.normalizer = normalizers.Lowercase()
+    bpe.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return bpe
 
 
 def saved(folder: Path, made: Tokenizer) -> Path:
