@@ -24,13 +24,13 @@ def cluster() -> Cluster:
 
     Without a cluster, tests that are started by hand are skipped with a message; `make test` always provides one.
     """
-    found = connect()
-    if found is None:
+    connected = connect()
+    if connected is None:
         message = "no cluster answers: run hack/cluster/up and hack/cluster/images first"
         if os.environ.get("SPECDECODE_REQUIRE_CLUSTER"):
             pytest.fail(message)
         pytest.skip(message)
-    return found
+    return connected
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def blocking(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
     return python(textwrap.dedent(BLOCK.format(names=names)) + textwrap.dedent(code))
 
 
-def test_blocking_blocks() -> None:
+def test_blocked_import_fails() -> None:
     done = blocking({"torch"}, "import torch")
     assert done.returncode != 0
     assert "torch is blocked" in done.stderr
@@ -77,7 +77,7 @@ def test_the_standard_library_is_not_shadowed() -> None:
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN_INIT)
-def test_no_package_where_it_would_shadow_another(folder: str) -> None:
+def test_folder_has_no_init_that_would_shadow_a_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 

@@ -26,8 +26,8 @@ class Rendered(list[Manifest]):
 
     def one(self, kind: str) -> Manifest:
         """Return the only installed manifest of this kind, without the manifests that only `helm test` creates."""
-        (found,) = [manifest for manifest in self.of(kind) if "helm.sh/hook" not in annotations(manifest)]
-        return found
+        (installed,) = [manifest for manifest in self.of(kind) if "helm.sh/hook" not in annotations(manifest)]
+        return installed
 
 
 class Chart:

@@ -25,17 +25,17 @@ def alerts(file: Path) -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_the_rules_file_is_one_that_prometheus_loads(promtool: Promtool, file: Path) -> None:
+def test_promtool_accepts_the_rules_file(promtool: Promtool, file: Path) -> None:
     done = promtool("check", "rules", str(file))
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_every_alert_fires_where_it_should_and_stays_quiet_where_it_should(promtool: Promtool) -> None:
+def test_alerts_pass_their_unit_tests(promtool: Promtool) -> None:
     done = promtool("test", "rules", str(TESTS))
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_the_unit_tests_see_a_rule_that_never_fires(promtool: Promtool, file: Path, tmp_path: Path) -> None:
+def test_alert_unit_tests_detect_a_rule_that_never_fires(promtool: Promtool, file: Path, tmp_path: Path) -> None:
     """A broken alert rule makes the promtool unit tests fail."""
     (tmp_path / "tests" / "chart").mkdir(parents=True)
     shutil.copy(TESTS, tmp_path / "tests" / "chart")
@@ -47,7 +47,7 @@ def test_the_unit_tests_see_a_rule_that_never_fires(promtool: Promtool, file: Pa
     assert "SpecdecodeReportsStale" in done.stdout + done.stderr
 
 
-def test_every_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_does_not(
+def test_every_alert_has_a_firing_and_a_quiet_unit_test(
     alerts: list[dict[str, Any]],
 ) -> None:
     fires: dict[str, set[bool]] = {}
@@ -58,7 +58,7 @@ def test_every_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_does_
     assert fires == {rule["alert"]: {True, False} for rule in alerts}
 
 
-def test_every_alert_has_words_a_severity_and_something_to_do(alerts: list[dict[str, Any]], root: Path) -> None:
+def test_every_alert_has_a_severity_texts_and_a_troubleshooting_entry(alerts: list[dict[str, Any]], root: Path) -> None:
     page = (root / "docs" / "troubleshooting.md").read_text()
     for rule in alerts:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
@@ -68,13 +68,13 @@ def test_every_alert_has_words_a_severity_and_something_to_do(alerts: list[dict[
     assert listed == {rule["alert"] for rule in alerts}
 
 
-def test_alerts_ask_for_series_that_are_exposed(alerts: list[dict[str, Any]]) -> None:
+def test_alerts_query_only_exposed_series(alerts: list[dict[str, Any]]) -> None:
     for rule in alerts:
         assert series_of(rule["expr"]), rule["alert"]
         assert series_of(rule["expr"]) <= known_series(), rule["alert"]
 
 
-def test_the_resource_has_the_rules_of_the_file(chart: Any, file: Path) -> None:
+def test_prometheus_rule_resource_equals_the_rules_file(chart: Any, file: Path) -> None:
     assert not chart.template().of("PrometheusRule")
     asked = {"metrics": {"rules": {"enabled": True, "labels": {"release": "p"}}}}
     rule = chart.template(asked).one("PrometheusRule")
@@ -83,6 +83,6 @@ def test_the_resource_has_the_rules_of_the_file(chart: Any, file: Path) -> None:
 
 
 def test_promtool_is_fetched_once(promtool: Promtool, root: Path) -> None:
-    found = [subprocess.run([root / "hack/cluster/prometheus"], capture_output=True, text=True) for _ in range(2)]
-    assert found[0].stdout == found[1].stdout
-    assert "Fetching" not in found[1].stderr
+    runs = [subprocess.run([root / "hack/cluster/prometheus"], capture_output=True, text=True) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout
+    assert "Fetching" not in runs[1].stderr

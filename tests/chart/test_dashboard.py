@@ -29,19 +29,19 @@ def test_every_query_parses(promtool: Promtool, dashboard: dict[str, Any], tmp_p
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_every_query_asks_for_series_that_are_exposed(dashboard: dict[str, Any]) -> None:
+def test_dashboard_queries_only_exposed_series(dashboard: dict[str, Any]) -> None:
     for query in queries_of(dashboard):
         assert series_of(query), query
         assert series_of(query) <= known_series(), query
 
 
-def test_what_the_columns_show_is_on_it(dashboard: dict[str, Any]) -> None:
+def test_dashboard_shows_the_kubectl_columns(dashboard: dict[str, Any]) -> None:
     shown = set().union(*map(series_of, queries_of(dashboard)))
     columns = {"ready_replicas", "depth", "acceptance_rate", "speedup", "realised_gain_ratio", "condition"}
     assert {f"specdecode_{name}" for name in columns} <= shown
 
 
-def test_panels_have_titles_words_and_room(dashboard: dict[str, Any]) -> None:
+def test_panels_have_titles_descriptions_and_do_not_overlap(dashboard: dict[str, Any]) -> None:
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert all(panel["title"] and panel["description"] for panel in panels)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
@@ -58,16 +58,16 @@ def test_panels_have_titles_words_and_room(dashboard: dict[str, Any]) -> None:
         taken |= cells
 
 
-def test_the_config_map_carries_the_label_of_grafanas_sidecar(chart: Any, dashboard: dict[str, Any]) -> None:
+def test_config_map_has_the_grafana_sidecar_label(chart: Any, dashboard: dict[str, Any]) -> None:
     assert not chart.template().of("ConfigMap")
     asked = {"metrics": {"dashboard": {"enabled": True, "annotations": {"grafana_folder": "Models"}}}}
-    found = chart.template(asked).one("ConfigMap")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert found["metadata"]["annotations"] == {"grafana_folder": "Models"}
-    assert json.loads(found["data"]["specdecode.json"]) == dashboard
+    config_map = chart.template(asked).one("ConfigMap")
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert config_map["metadata"]["annotations"] == {"grafana_folder": "Models"}
+    assert json.loads(config_map["data"]["specdecode.json"]) == dashboard
 
 
-def test_monitors_give_the_labels_that_the_queries_go_by(chart: Any) -> None:
+def test_monitors_set_the_labels_that_the_queries_use(chart: Any) -> None:
     """The monitors keep the labels namespace and name of a deployment.
 
     The labels that the operator exports must win over those of the scrape target; workers get theirs from their pods.

@@ -18,30 +18,30 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_fits_the_resource(path: Path) -> None:
+def test_example_matches_the_models(path: Path) -> None:
     """Every example is valid according to the models.
 
     The models are the CRD's source, carry its cross-field rules and refuse unknown fields.
     """
-    (found,) = yaml.safe_load_all(path.read_text())
-    assert (found["apiVersion"], found["kind"]) == (f"{GROUP}/{VERSION}", KIND)
-    spec = Spec.model_validate(found["spec"])
-    assert worker_config(spec, "uid").model.served_name == found["spec"]["model"]["servedName"]
+    (example,) = yaml.safe_load_all(path.read_text())
+    assert (example["apiVersion"], example["kind"]) == (f"{GROUP}/{VERSION}", KIND)
+    spec = Spec.model_validate(example["spec"])
+    assert worker_config(spec, "uid").model.served_name == example["spec"]["model"]["servedName"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_fits_the_structural_schema(path: Path, root: Path) -> None:
-    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    found = yaml.safe_load(path.read_text())
-    assert list(misfits(found["spec"], schema["properties"]["spec"], "spec")) == []
+    example = yaml.safe_load(path.read_text())
+    assert list(schema_errors(example["spec"], schema["properties"]["spec"], "spec")) == []
 
 
-def test_the_schema_check_sees_a_misfit(root: Path) -> None:
-    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+def test_schema_check_detects_an_invalid_resource(root: Path) -> None:
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     bad = {"model": {"uri": "x", "size": 1}, "speculation": {"depth": {"max": 99}, "method": "magic"}}
-    assert sorted(misfits(bad, schema, "spec")) == [
+    assert sorted(schema_errors(bad, schema, "spec")) == [
         "spec.model.size: unknown",
         "spec.model.uri: does not match the pattern",
         "spec.speculation.depth.max: 99 is above 16",
@@ -49,7 +49,7 @@ def test_the_schema_check_sees_a_misfit(root: Path) -> None:
     ]
 
 
-def misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
+def schema_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
     """Yield what the API server would refuse or prune, for the parts of a structural schema that the CRD uses."""
     types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
     if not isinstance(value, types[schema["type"]]):
@@ -59,17 +59,17 @@ def misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
         properties = schema.get("properties", {})
         for key, child in value.items():
             if key in properties:
-                yield from misfits(child, properties[key], f"{path}.{key}")
+                yield from schema_errors(child, properties[key], f"{path}.{key}")
             elif not schema.get("x-kubernetes-preserve-unknown-fields"):
                 yield f"{path}.{key}: unknown"
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from misfits(item, schema["items"], f"{path}[{index}]")
+            yield from schema_errors(item, schema["items"], f"{path}[{index}]")
     else:
-        yield from _scalar_misfits(value, schema, path)
+        yield from _scalar_errors(value, schema, path)
 
 
-def _scalar_misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
+def _scalar_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
     if "enum" in schema and value not in schema["enum"]:
         yield f"{path}: {value!r} is none of {schema['enum']}"
     if "pattern" in schema and not re.search(schema["pattern"], value):
@@ -80,12 +80,12 @@ def _scalar_misfits(value: Any, schema: dict[str, Any], path: str) -> Any:
         yield f"{path}: {value} is above {schema['maximum']}"
 
 
-def test_the_crd_and_the_charts_copy_are_what_the_models_say(root: Path) -> None:
+def test_crd_and_chart_copy_match_the_models(root: Path) -> None:
     command = [sys.executable, "-m", "specdecode_operator.api.crd", "--check", "--root", str(root)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_charts_crd_renders_to_the_crd(chart: Any, root: Path) -> None:
-    (crd,) = (yaml.safe_load(found.read_text()) for found in (root / "crds").glob("*.yaml"))
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
     assert chart.template().one("CustomResourceDefinition") == crd

@@ -17,18 +17,18 @@ OF_OPERATOR = {m._name: m for m in vars(operator_metrics).values() if isinstance
 @pytest.fixture
 def sections(root: Path) -> dict[str, list[list[str]]]:
     """Return the cells of the table rows, by section."""
-    found = {}
+    rows_by_section = {}
     for part in (root / "docs" / "metrics.md").read_text().split("\n## ")[1:]:
         rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| `specdecode_")]
-        found[part.split(":")[0]] = [[cell.strip(" `") for cell in row] for row in rows]
-    return found
+        rows_by_section[part.split(":")[0]] = [[cell.strip(" `") for cell in row] for row in rows]
+    return rows_by_section
 
 
-def test_worker(sections: dict[str, list[list[str]]]) -> None:
+def test_page_lists_every_worker_metric(sections: dict[str, list[list[str]]]) -> None:
     assert {name.removesuffix("_total") for name, *_ in sections["Worker"]} == set(Metric)
 
 
-def test_operator(sections: dict[str, list[list[str]]]) -> None:
+def test_page_lists_every_operator_metric(sections: dict[str, list[list[str]]]) -> None:
     listed = {name.removesuffix("_total"): (kind, labels) for name, kind, labels, _ in sections["Operator"]}
     assert listed == {name: (m._type, ", ".join(m._labelnames)) for name, m in OF_OPERATOR.items()}
 

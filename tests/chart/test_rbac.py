@@ -23,14 +23,14 @@ BY_ARGUMENT = {"get", "list", "pages", "create", "watch", "patch", "delete"}
 """Methods of Cluster that are named after an API verb and take the kind as their first argument."""
 
 
-def granted(rules: list[dict[str, Any]]) -> Rights:
+def granted_rights(rules: list[dict[str, Any]]) -> Rights:
     """Return the rights that the rules of a Role or ClusterRole grant."""
-    found: Rights = defaultdict(set)
+    rights: Rights = defaultdict(set)
     for rule in rules:
         for group in rule["apiGroups"]:
             for resource in rule["resources"]:
-                found[group, resource] |= set(rule["verbs"])
-    return dict(found)
+                rights[group, resource] |= set(rule["verbs"])
+    return dict(rights)
 
 
 def resource(kind: cluster.Kind) -> tuple[str, str]:
@@ -38,18 +38,18 @@ def resource(kind: cluster.Kind) -> tuple[str, str]:
     return group, kind.plural
 
 
-def used() -> Rights:
+def used_rights() -> Rights:
     """Return the rights that the operator's modules use through Cluster, and kopf through its event handlers."""
-    found: Rights = defaultdict(set)
+    rights: Rights = defaultdict(set)
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            for target, verbs in asked(call, tree):
-                found[target] |= verbs
-    return dict(found)
+            for target, verbs in required_rights(call, tree):
+                rights[target] |= verbs
+    return dict(rights)
 
 
-def asked(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str], set[str]]]:
+def required_rights(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str], set[str]]]:
     """Yield the (target, verbs) that one call of Cluster or kopf requires."""
     if not isinstance(call.func, ast.Attribute):
         return
@@ -78,16 +78,16 @@ def kinds_in_loops(module: ast.Module) -> Iterator[cluster.Kind]:
 def test_rights_are_exactly_what_the_code_uses(chart: Any, namespaces: list[str]) -> None:
     rendered = chart.template({"watchNamespaces": namespaces})
     role = rendered.one("Role" if namespaces else "ClusterRole")
-    assert granted(role["rules"]) == used()
+    assert granted_rights(role["rules"]) == used_rights()
 
 
-def test_watched_namespaces_get_a_role_each_and_nothing_is_cluster_wide(chart: Any) -> None:
+def test_each_watched_namespace_gets_a_role_and_nothing_is_cluster_wide(chart: Any) -> None:
     rendered = chart.template({"watchNamespaces": ["team-a", "team-b"]})
     assert not rendered.of("ClusterRole")
     assert not rendered.of("ClusterRoleBinding")
     for kind in ("Role", "RoleBinding"):
-        found = {m["metadata"]["namespace"] for m in rendered.of(kind) if m["metadata"].get("namespace")}
-        assert found == {"team-a", "team-b"}
+        namespaces = {m["metadata"]["namespace"] for m in rendered.of(kind) if m["metadata"].get("namespace")}
+        assert namespaces == {"team-a", "team-b"}
 
 
 def test_every_binding_is_to_the_operators_account(chart: Any) -> None:
@@ -99,11 +99,11 @@ def test_every_binding_is_to_the_operators_account(chart: Any) -> None:
 
 
 def test_no_right_is_a_wildcard_and_secrets_cannot_be_listed(chart: Any) -> None:
-    rights = granted(chart.template().one("ClusterRole")["rules"])
+    rights = granted_rights(chart.template().one("ClusterRole")["rules"])
     assert "*" not in {word for (group, name), verbs in rights.items() for word in (group, name, *verbs)}
     assert rights["", "secrets"] == {"get", "create"}
 
 
 def test_the_account_of_helm_test_can_create_our_kind_and_nothing_else(chart: Any) -> None:
     (role,) = [role for role in chart.template().of("Role") if role["metadata"]["name"] == "sd-specdecode-test"]
-    assert granted(role["rules"]) == {(GROUP, PLURAL): {"create"}}
+    assert granted_rights(role["rules"]) == {(GROUP, PLURAL): {"create"}}

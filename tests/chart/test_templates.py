@@ -25,15 +25,15 @@ def test_lint_is_clean(chart: Any) -> None:
     assert "[WARNING]" not in done.stdout
 
 
-def test_one_operator_and_never_two(chart: Any) -> None:
+def test_deployment_never_runs_two_operators(chart: Any) -> None:
     spec = chart.template().one("Deployment")["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
 
 
 def test_every_pod_fits_the_restricted_standard(chart: Any) -> None:
-    found = pods(chart.template())
-    assert len(found) == 2, "the operator and the pod of helm test"
-    for pod in found:
+    specs = pods(chart.template())
+    assert len(specs) == 2, "the operator and the pod of helm test"
+    for pod in specs:
         security = pod["securityContext"]
         assert security["runAsNonRoot"] is True
         assert security["runAsUser"] == 65532
@@ -55,13 +55,13 @@ def test_the_operator_reads_every_variable_it_is_given(chart: Any) -> None:
         "concurrency": 2,
         "logLevel": "debug",
     }
-    found = environment(chart.template(values))
-    settings = read_settings(found)
+    variables = environment(chart.template(values))
+    settings = read_settings(variables)
     assert settings.worker_image == "registry.example/worker:1"
     assert settings.worker_image_pull_policy == "Always"
     assert settings.watch_namespaces == ("a", "b")
     assert (settings.poll_seconds, settings.concurrency, settings.log_level) == (2.5, 2, "debug")
-    assert {name.removeprefix(PREFIX).lower() for name in found} <= set(type(settings).model_fields)
+    assert {name.removeprefix(PREFIX).lower() for name in variables} <= set(type(settings).model_fields)
 
 
 def test_ports_of_the_pod_are_the_ports_the_operator_listens_on(chart: Any) -> None:
@@ -72,7 +72,7 @@ def test_ports_of_the_pod_are_the_ports_the_operator_listens_on(chart: Any) -> N
     assert ports == {"health": settings.port_health, "metrics": settings.port_metrics}
 
 
-def test_image_and_scheduling_values_arrive(chart: Any) -> None:
+def test_image_and_scheduling_values_are_applied(chart: Any) -> None:
     values = {
         "image": {"repository": "registry.example/operator", "tag": "v2", "pullPolicy": "Always"},
         "imagePullSecrets": [{"name": "pull"}],
@@ -102,14 +102,14 @@ def test_the_metrics_service_selects_the_operator_and_nothing_else(chart: Any) -
     assert not any(selector <= pod["metadata"]["labels"].items() for pod in rendered.of("Pod"))
 
 
-def test_a_service_monitor_only_on_request(chart: Any) -> None:
+def test_service_monitor_is_off_by_default(chart: Any) -> None:
     assert not chart.template().of("ServiceMonitor")
     asked = {"metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}}
     assert chart.template(asked).one("ServiceMonitor")["metadata"]["labels"]["release"] == "p"
     assert not chart.template({"metrics": {"enabled": False}}).of("Service")
 
 
-def test_the_crd_is_kept_by_uninstall_and_can_be_left_to_another_release(chart: Any) -> None:
+def test_crd_survives_uninstall_and_can_be_disabled(chart: Any) -> None:
     crd = chart.template().one("CustomResourceDefinition")
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert not chart.template({"crds": {"enabled": False}}).of("CustomResourceDefinition")
@@ -126,7 +126,7 @@ def test_two_releases_share_no_cluster_scoped_name(chart: Any) -> None:
 
 
 @pytest.mark.parametrize("watched", [[], ["team-a", "team-b"]], ids=["all namespaces", "two namespaces"])
-def test_notes_say_what_is_served_and_how_to_go_on(chart: Any, tmp_path: Any, watched: list[str]) -> None:
+def test_notes_name_the_namespaces_and_next_steps(chart: Any, tmp_path: Any, watched: list[str]) -> None:
     """The notes name the endpoint and the next steps.
 
     helm prints NOTES only on installation, so the test renders them as the text of a manifest.
@@ -139,7 +139,7 @@ def test_notes_say_what_is_served_and_how_to_go_on(chart: Any, tmp_path: Any, wa
         '{{- define "notes" -}}' + notes + '{{- end -}}\nkind: Notes\ntext: {{ include "notes" . | quote }}\n'
     )
     chart.folder = tmp_path / "chart"
-    (found,) = chart.template({"watchNamespaces": watched}, "--show-only", "templates/notes.yaml")
-    assert ("team-a, team-b" if watched else "every namespace") in found["text"]
-    assert "deployment/sd-specdecode" in found["text"]
-    assert "kubectl get sdd" in found["text"]
+    (rendered_notes,) = chart.template({"watchNamespaces": watched}, "--show-only", "templates/notes.yaml")
+    assert ("team-a, team-b" if watched else "every namespace") in rendered_notes["text"]
+    assert "deployment/sd-specdecode" in rendered_notes["text"]
+    assert "kubectl get sdd" in rendered_notes["text"]

@@ -32,27 +32,27 @@ def test_a_typo_is_refused_by_name(chart: Any, values: dict[str, Any]) -> None:
     assert name in done.stderr, done.stderr
 
 
-def test_schema_and_values_name_the_same_things(chart: Any) -> None:
+def test_schema_and_values_list_the_same_keys(chart: Any) -> None:
     def names(node: dict[str, Any], path: str = "") -> set[str]:
         """Return the paths of the values that the schema lists. Free-form maps are leaves."""
-        found = set()
+        listed = set()
         for key, child in node.get("properties", {}).items():
-            found |= {path + key} | (names(child, f"{path}{key}.") if path + key != "resources" else set())
-        return found
+            listed |= {path + key} | (names(child, f"{path}{key}.") if path + key != "resources" else set())
+        return listed
 
     def paths(node: dict[str, Any], path: str = "") -> set[str]:
-        found = set()
+        listed = set()
         for key, child in node.items():
             inner = isinstance(child, dict) and path + key != "resources"
-            found |= {path + key} | (paths(child, f"{path}{key}.") if inner else set())
-        return found
+            listed |= {path + key} | (paths(child, f"{path}{key}.") if inner else set())
+        return listed
 
     schema = json.loads((chart.folder / "values.schema.json").read_text())
     values = yaml.safe_load((chart.folder / "values.yaml").read_text())
     assert names(schema) - {"global"} == paths(values)
 
 
-def test_bounds_are_the_operators_own(chart: Any) -> None:
+def test_bounds_equal_those_of_the_operator(chart: Any) -> None:
     from specdecode_operator.settings import Settings
 
     schema = json.loads((chart.folder / "values.schema.json").read_text())["properties"]

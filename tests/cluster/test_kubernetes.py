@@ -75,10 +75,10 @@ def server_pod(cluster: Cluster, namespace: str) -> str:
 def _ready_pod(cluster: Cluster, namespace: str) -> str:
     pods = cluster.list("pods", f"app={SERVER}", namespace)
     names = [
-        found["metadata"]["name"]
-        for found in pods
-        if "deletionTimestamp" not in found["metadata"]
-        and any(c["type"] == "Ready" and c["status"] == "True" for c in found["status"].get("conditions", []))
+        manifest["metadata"]["name"]
+        for manifest in pods
+        if "deletionTimestamp" not in manifest["metadata"]
+        and any(c["type"] == "Ready" and c["status"] == "True" for c in manifest["status"].get("conditions", []))
     ]
     assert len(names) == 1, names
     return str(names[0])

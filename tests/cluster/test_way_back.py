@@ -40,7 +40,7 @@ COMMIT
 
 
 @pytest.fixture
-def stranger() -> Iterator[subprocess.Popen[bytes]]:
+def foreign_process() -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process that does not belong to the cluster."""
     with subprocess.Popen(_SLEEP) as process:
         yield process
@@ -77,28 +77,28 @@ def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
     assert daemons.identify(first.pid) != first
 
 
-def test_a_reused_pid_is_never_signalled(layout: Layout, stranger: subprocess.Popen[bytes]) -> None:
+def test_a_reused_pid_is_never_signalled(layout: Layout, foreign_process: subprocess.Popen[bytes]) -> None:
     """A process is not signalled if it merely reuses the pid that the pid file names."""
-    identity = daemons.identify(stranger.pid)
+    identity = daemons.identify(foreign_process.pid)
     assert identity is not None
     layout.pids.mkdir(parents=True)
     earlier = replace(identity, started_ticks=identity.started_ticks - 1)
     (layout.pids / "etcd.json").write_text(json.dumps(asdict(earlier)))
     assert daemons.running(layout, "etcd") is None
     daemons.stop(layout, "etcd")
-    assert stranger.poll() is None
+    assert foreign_process.poll() is None
 
 
-def test_a_pid_of_an_earlier_boot_is_never_signalled(layout: Layout, stranger: subprocess.Popen[bytes]) -> None:
-    identity = daemons.identify(stranger.pid)
+def test_a_pid_of_an_earlier_boot_is_never_signalled(layout: Layout, foreign_process: subprocess.Popen[bytes]) -> None:
+    identity = daemons.identify(foreign_process.pid)
     assert identity is not None
     layout.pids.mkdir(parents=True)
     (layout.pids / "etcd.json").write_text(json.dumps(asdict(replace(identity, boot="another"))))
     daemons.stop(layout, "etcd")
-    assert stranger.poll() is None
+    assert foreign_process.poll() is None
 
 
-def test_a_torn_pid_file_is_no_daemon(layout: Layout) -> None:
+def test_truncated_pid_file_counts_as_no_daemon(layout: Layout) -> None:
     layout.pids.mkdir(parents=True)
     (layout.pids / "etcd.json").write_text('{"pid": 1')
     assert daemons.running(layout, "etcd") is None
@@ -113,7 +113,7 @@ def test_a_dead_daemon_is_reported_with_its_log(layout: Layout) -> None:
         daemons.check_alive(layout, "etcd")
 
 
-def test_a_stubborn_daemon_is_killed(layout: Layout) -> None:
+def test_daemon_that_ignores_sigterm_is_killed(layout: Layout) -> None:
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     )
@@ -139,20 +139,20 @@ def test_a_second_cluster_is_refused(
         lifecycle.down(layout)
 
 
-def test_every_template_has_its_values(layout: Layout) -> None:
+def test_every_template_is_filled(layout: Layout) -> None:
     for file in (path for path in (HERE / "config").rglob("*") if path.is_file()):
         name = str(file.relative_to(HERE / "config"))
         assert "$" not in templates.text(layout, name, forward="")
 
 
-def test_a_leftover_is_found(
+def test_leftover_process_is_reported(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A process that names the state folder, such as a shim, is found even if it starts after the first scan."""
     monkeypatch.setattr(snapshot, "FILE", tmp_path_factory.mktemp("snapshot") / "before.json")
     snapshot.save(layout)
     with subprocess.Popen([*_SLEEP, str(layout.state)]) as forgotten:
-        found = [line for line in snapshot.differences(layout) if "process" in line]
+        leftovers = [line for line in snapshot.differences(layout) if "process" in line]
         forgotten.send_signal(signal.SIGKILL)
-    assert len(found) == 1
-    assert str(layout.state) in found[0]
+    assert len(leftovers) == 1
+    assert str(layout.state) in leftovers[0]

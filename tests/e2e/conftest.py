@@ -35,8 +35,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     endpoint, release = (getattr(item, "funcargs", {}).get(name) for name in ("endpoint", "release"))
     if report.failed and endpoint is not None:
-        report.sections.append(("kubectl describe sdd", endpoint.described()))
-        report.sections.append(("the operator's memory", endpoint.remembered()))
+        report.sections.append(("kubectl describe sdd", endpoint.description()))
+        report.sections.append(("the operator's persisted state", endpoint.persisted_state()))
     if report.failed and release is not None:
         report.sections.append(("operator", "\n".join(release.logs().splitlines()[-60:])))
     return report
@@ -78,7 +78,7 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
     try:
         endpoint.wait_ready()
     except AssertionError as error:
-        error.add_note(f"{endpoint.described()}\n{release.logs()}")
+        error.add_note(f"{endpoint.description()}\n{release.logs()}")
         raise
     return endpoint
 

@@ -74,8 +74,8 @@ BAD = {
 def test_an_invalid_resource_is_refused_with_a_readable_reason(
     endpoint: Endpoint, change: dict[str, Any], words: str
 ) -> None:
-    found = endpoint.get()
-    bad = {key: copy.deepcopy(found[key]) for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "bad"}}
+    valid = endpoint.get()
+    bad = {key: copy.deepcopy(valid[key]) for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "bad"}}
     speculation = {**bad["spec"]["speculation"], **change}
     bad["spec"]["speculation"] = {key: value for key, value in speculation.items() if value is not None}
     said = endpoint.namespace.refusal("create", "--filename", "-", stdin=json.dumps(bad))
@@ -84,9 +84,9 @@ def test_an_invalid_resource_is_refused_with_a_readable_reason(
 
 
 def test_an_unknown_field_is_refused_by_name(endpoint: Endpoint) -> None:
-    found = endpoint.get()
-    bad = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": {"name": "bad"}}
-    bad["spec"] = {**found["spec"], "repicas": 2}
+    valid = endpoint.get()
+    bad = {"apiVersion": valid["apiVersion"], "kind": valid["kind"], "metadata": {"name": "bad"}}
+    bad["spec"] = {**valid["spec"], "repicas": 2}
     said = endpoint.namespace.refusal("create", "--filename", "-", stdin=json.dumps(bad))
     assert 'unknown field "spec.repicas"' in said
 

@@ -54,10 +54,10 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
             time.sleep(WINDOW_SECONDS)
             drafted_after, accepted_after = speculation_counters(endpoint)
             wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
-            found = endpoint.speculation()
+            speculation = endpoint.speculation()
     assert not traffic.failures
     assert drafted_after - drafted > 500, "too little traffic to measure anything"
-    return (accepted_after - accepted) / (drafted_after - drafted), found
+    return (accepted_after - accepted) / (drafted_after - drafted), speculation
 
 
 @pytest.mark.timeout(300)

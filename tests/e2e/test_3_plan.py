@@ -47,7 +47,7 @@ UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
 def auto(endpoint: Endpoint) -> Iterator[None]:
     endpoint.patch({"speculation": {"mode": "Auto", "depth": {"min": 0, "max": MAX_DEPTH, "initial": 3}}})
     yield
-    endpoint.turn_knobs(None)
+    endpoint.set_knobs(None)
 
 
 def planned(endpoint: Endpoint) -> TreeShape:
@@ -60,28 +60,28 @@ def planned(endpoint: Endpoint) -> TreeShape:
 def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
     """Wait until this load's row in the worker's plan has one of ``depths``, and return its depth."""
 
-    def look() -> list[int]:
+    def read_row() -> list[int]:
         depth = planned(endpoint).depth
         assert depth in depths, f"depth {depth} is planned"
         return [depth]
 
-    return wait_for(what, look, timeout_s=SETTLED_SECONDS, every_s=2)[0]
+    return wait_for(what, read_row, timeout_s=SETTLED_SECONDS, every_s=2)[0]
 
 
 def decision(endpoint: Endpoint, depth: int) -> Manifest:
     """Return the entry of the status history in which this load's row came to ``depth``."""
     after = f"chain:{depth}" if depth else "none"
 
-    def look() -> Manifest | None:
+    def find_entry() -> Manifest | None:
         ours = (e for e in endpoint.speculation()["history"] if e["load"].startswith(f"concurrency {CONCURRENCY},"))
         return next((entry for entry in ours if entry["after"] == after), None)
 
-    found = wait_for(f"status tells of {after}", look, timeout_s=30)
-    assert found
-    return found
+    history_entry = wait_for(f"status history names {after}", find_entry, timeout_s=30)
+    assert history_entry
+    return history_entry
 
 
-def test_a_new_bound_reaches_the_workers_without_a_restart(endpoint: Endpoint) -> None:
+def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -> None:
     before, version = endpoint.identities(), endpoint.plan().version
     endpoint.patch({"speculation": {"depth": {"max": 2, "initial": 2}}})
     try:
@@ -97,35 +97,35 @@ def test_a_new_bound_reaches_the_workers_without_a_restart(endpoint: Endpoint) -
 
 @pytest.mark.timeout(900)
 def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
-    endpoint.turn_knobs(CHEAP)
+    endpoint.set_knobs(CHEAP)
     with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
         wait_for_row(endpoint, "deep while deep is cheap", 2, 3, 4)
-        endpoint.turn_knobs(COSTLY)
+        endpoint.set_knobs(COSTLY)
         fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
         why = decision(endpoint, fallen)
         wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] <= fallen, timeout_s=60)
-        endpoint.turn_knobs(CHEAP)
+        endpoint.set_knobs(CHEAP)
         wait_for_row(endpoint, "deep again", 2, 3, 4)
         wait_for("DEPTH shows it", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=60)
     assert not traffic.failures
-    told(endpoint, why)
+    assert_explained(endpoint, why)
 
 
 @pytest.mark.timeout(900)
 def test_depth_falls_with_acceptance_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
-    endpoint.turn_knobs(FAIR)
+    endpoint.set_knobs(FAIR)
     with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
         wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
-        endpoint.turn_knobs(UNLUCKY)
+        endpoint.set_knobs(UNLUCKY)
         fallen = wait_for_row(endpoint, "plain while drafts are bad", 0)
         why = decision(endpoint, fallen)
-        endpoint.turn_knobs(FAIR)
+        endpoint.set_knobs(FAIR)
         wait_for_row(endpoint, "speculating again", 1, 2, 3, 4)
     assert not traffic.failures
-    told(endpoint, why)
+    assert_explained(endpoint, why)
 
 
-def told(endpoint: Endpoint, why: Manifest) -> None:
+def assert_explained(endpoint: Endpoint, why: Manifest) -> None:
     """Assert that a decision names its measurements and was published as an Event."""
     assert "acceptance by depth" in why["reason"], why
     assert " ms" in why["reason"], why
@@ -134,22 +134,22 @@ def told(endpoint: Endpoint, why: Manifest) -> None:
 
 
 def test_knobs_are_named_while_on(endpoint: Endpoint) -> None:
-    endpoint.turn_knobs(CHEAP)
+    endpoint.set_knobs(CHEAP)
     wait_for("status tells", lambda: endpoint.status()["traffic"]["synthetic"] is True, timeout_s=30)
-    endpoint.turn_knobs(None)
+    endpoint.set_knobs(None)
     wait_for("status tells", lambda: not endpoint.status()["traffic"].get("synthetic"), timeout_s=30)
 
 
 @pytest.mark.timeout(420)
-def test_advisory_tells_and_touches_nothing(endpoint: Endpoint, url: str, model: str) -> None:
-    endpoint.turn_knobs(FAIR)
+def test_advisory_reports_and_changes_nothing(endpoint: Endpoint, url: str, model: str) -> None:
+    endpoint.set_knobs(FAIR)
     with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
         wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
         endpoint.patch({"speculation": {"mode": "Advisory"}})
         try:
-            before = wait_for("Advisory has come to rest", lambda: resting(endpoint), timeout_s=60)
+            before = wait_for("Advisory has come to rest", lambda: settled_versions(endpoint), timeout_s=60)
             version = endpoint.plan().version
-            endpoint.turn_knobs(UNLUCKY)
+            endpoint.set_knobs(UNLUCKY)
             wait_for(
                 "plain is recommended",
                 lambda: endpoint.speculation().get("recommended") == "none",
@@ -159,7 +159,7 @@ def test_advisory_tells_and_touches_nothing(endpoint: Endpoint, url: str, model:
             assert endpoint.plan().version == version
             assert planned(endpoint).depth > 0, "what is planned is not what is recommended"
         finally:
-            endpoint.turn_knobs(None)
+            endpoint.set_knobs(None)
             endpoint.patch({"speculation": {"mode": "Auto"}})
     assert not traffic.failures
 
@@ -177,10 +177,10 @@ def children_versions(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def resting(endpoint: Endpoint) -> dict[str, str] | None:
+def settled_versions(endpoint: Endpoint) -> dict[str, str] | None:
     """Return the versions, once the mode is observed and two readings five seconds apart are equal."""
-    found = endpoint.get()
-    if found["status"].get("observedGeneration") != found["metadata"]["generation"]:
+    manifest = endpoint.get()
+    if manifest["status"].get("observedGeneration") != manifest["metadata"]["generation"]:
         return None
     before = children_versions(endpoint)
     time.sleep(5)

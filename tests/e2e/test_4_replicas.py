@@ -18,8 +18,8 @@ from specdecode_worker.contract import Port
 def scale(namespace: Namespace, name: str) -> Manifest:
     """Return the scale subresource, as an autoscaler reads it."""
     path = f"/apis/specdecode.io/v1alpha1/namespaces/{namespace.name}/specdecodedeployments/{name}/scale"
-    found: Manifest = json.loads(namespace.kubectl("get", "--raw", path))
-    return found
+    subresource: Manifest = json.loads(namespace.kubectl("get", "--raw", path))
+    return subresource
 
 
 def two_ready(endpoint: Endpoint) -> list[str]:
@@ -27,7 +27,7 @@ def two_ready(endpoint: Endpoint) -> list[str]:
     return ready if len(ready) == 2 else []
 
 
-def test_kubectl_scale_makes_a_worker_that_answers(endpoint: Endpoint, model: str) -> None:
+def test_kubectl_scale_adds_a_serving_worker(endpoint: Endpoint, model: str) -> None:
     (first,) = endpoint.ready_pods()
     endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=2")
     try:
@@ -38,15 +38,15 @@ def test_kubectl_scale_makes_a_worker_that_answers(endpoint: Endpoint, model: st
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
         wait_for("status counts it", lambda: endpoint.status()["readyReplicas"] == 2, timeout_s=30)
-        found = scale(endpoint.namespace, endpoint.name)
-        assert found["spec"]["replicas"] == found["status"]["replicas"] == 2
-        assert "specdecode.io/name=shared" in found["status"]["selector"]
+        subresource = scale(endpoint.namespace, endpoint.name)
+        assert subresource["spec"]["replicas"] == subresource["status"]["replicas"] == 2
+        assert "specdecode.io/name=shared" in subresource["status"]["selector"]
     finally:
         endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=1")
     wait_for("one worker", lambda: len(endpoint.pods()) == 1, timeout_s=60)
 
 
-def test_scale_can_be_read_whatever_the_spec_leaves_out(watched: Namespace, endpoint: Endpoint) -> None:
+def test_scale_is_readable_without_optional_spec_fields(watched: Namespace, endpoint: Endpoint) -> None:
     bare: Manifest = {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
@@ -62,7 +62,7 @@ def test_scale_can_be_read_whatever_the_spec_leaves_out(watched: Namespace, endp
         watched.kubectl("delete", "sdd", "bare")
 
 
-def test_a_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint) -> None:
+def test_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint) -> None:
     endpoint.patch({"scaling": {"owner": "Operator", "minReplicas": 1, "maxReplicas": 2}})
     try:
         said = endpoint.namespace.refusal("scale", "sdd", endpoint.name, "--replicas=2")

@@ -76,7 +76,7 @@ def misfit(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     watched.kubectl("delete", "configmap", "narrow-head")
 
 
-def test_the_endpoint_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint, model: str) -> None:
+def test_misfit_draft_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint, model: str) -> None:
     misfit.wait_ready()
     condition = misfit.condition("DraftCompatible")
     assert condition["status"] == "False", condition

@@ -23,7 +23,7 @@ def fixed_depth(endpoint: Endpoint) -> Iterator[None]:
 
 
 @pytest.mark.timeout(300)
-def test_a_rollout_turns_nobody_away(endpoint: Endpoint, url: str, model: str) -> None:
+def test_rollout_refuses_no_request(endpoint: Endpoint, url: str, model: str) -> None:
     (old,) = endpoint.ready_pods()
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
         endpoint.patch({"model": {"dtype": "float32"}})
@@ -36,14 +36,14 @@ def test_a_rollout_turns_nobody_away(endpoint: Endpoint, url: str, model: str) -
 
 
 @pytest.mark.timeout(300)
-def test_text_stays_when_acceptance_falls(endpoint: Endpoint, url: str, model: str) -> None:
+def test_text_is_unchanged_when_acceptance_falls(endpoint: Endpoint, url: str, model: str) -> None:
     before = answers(url, model)
     good = endpoint.report()
-    endpoint.turn_knobs(UNLUCKY)
+    endpoint.set_knobs(UNLUCKY)
     try:
         during = answers(url, model)
     finally:
-        endpoint.turn_knobs(None)
+        endpoint.set_knobs(None)
     bad = endpoint.report()
     assert before == during
     assert bad.drafts > good.drafts, "drafts were verified meanwhile"

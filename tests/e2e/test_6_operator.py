@@ -25,12 +25,14 @@ def since(endpoint: Endpoint) -> dict[tuple[int, int, str, int], float]:
 
 
 @pytest.mark.timeout(400)
-def test_a_minute_without_the_operator(endpoint: Endpoint, release: Release, url: str, model: str) -> None:
+def test_serving_survives_a_minute_without_the_operator(
+    endpoint: Endpoint, release: Release, url: str, model: str
+) -> None:
     endpoint.patch({"speculation": {"mode": "Auto"}})
-    endpoint.turn_knobs(SPECULATION_IS_DEAR)
+    endpoint.set_knobs(SPECULATION_IS_DEAR)
     with Traffic(url, model, concurrency=2):
         wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
-    endpoint.turn_knobs(None)
+    endpoint.set_knobs(None)
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
         release.scale(0)
         gone_at = time.monotonic()
@@ -50,13 +52,13 @@ def test_a_minute_without_the_operator(endpoint: Endpoint, release: Release, url
     assert {key: after[key] for key in same} == {key: dwell[key] for key in same}
 
 
-def test_the_operator_is_small(endpoint: Endpoint, release: Release) -> None:
+def test_operator_uses_little_memory_and_no_torch(endpoint: Endpoint, release: Release) -> None:
     status = release.namespace.exec(release.pod(), "cat", "/proc/1/status")
     match = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert match
     assert int(match[1]) / 1024 <= IDLE_MIB
-    found = "import importlib.util; print(importlib.util.find_spec('torch'))"
-    assert release.namespace.exec(release.pod(), "python", "-c", found).strip() == "None"
+    find_torch = "import importlib.util; print(importlib.util.find_spec('torch'))"
+    assert release.namespace.exec(release.pod(), "python", "-c", find_torch).strip() == "None"
 
 
 def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Release) -> None:

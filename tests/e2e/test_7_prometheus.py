@@ -71,11 +71,11 @@ def prometheus(
             Target("workers", worker.removeprefix("http://"), labels),
         ]
         folder = tmp_path_factory.mktemp("prometheus")
-        found = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
+        server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
         with Traffic(url, MODEL, concurrency=2) as traffic:
             speedup = f'specdecode_speedup{{name="{NAME}"}}'
-            wait_for("SPEEDUP is measured", lambda: found.query(speedup), timeout_s=180, every_s=2)
-            yield found
+            wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=180, every_s=2)
+            yield server
         assert not traffic.failures
 
 
@@ -84,12 +84,12 @@ def queries() -> list[str]:
     return [query.replace('name=~".*"', f'name=~"{NAME}"') for query in queries_of(json.loads(file.read_text()))]
 
 
-def test_every_query_of_the_dashboard_shows_something(prometheus: Prometheus) -> None:
+def test_every_dashboard_query_returns_samples(prometheus: Prometheus) -> None:
     empty = [query for query in queries() if not prometheus.query(query)]
     assert [query for query in empty if not any(words in query for words in MAY_BE_EMPTY)] == []
 
 
-def test_figures_are_those_of_the_status(prometheus: Prometheus, scraped: Endpoint) -> None:
+def test_metrics_equal_the_status(prometheus: Prometheus, scraped: Endpoint) -> None:
     def equal() -> bool:
         status = scraped.speculation()
         for series, shown in {
@@ -98,31 +98,31 @@ def test_figures_are_those_of_the_status(prometheus: Prometheus, scraped: Endpoi
             "specdecode_depth": status.get("depth"),
         }.items():
             assert shown is not None, f"status has nothing for {series}"
-            (found,) = prometheus.query(f'{series}{{name="{NAME}"}}')
-            assert float(found["value"][1]) == pytest.approx(shown, abs=0.051), series
+            (sample,) = prometheus.query(f'{series}{{name="{NAME}"}}')
+            assert float(sample["value"][1]) == pytest.approx(shown, abs=0.051), series
         return True
 
     wait_for("status and metrics agree", equal, timeout_s=60)
 
 
-def test_both_sides_count_the_same_worker(prometheus: Prometheus) -> None:
+def test_operator_and_worker_series_join_by_name(prometheus: Prometheus) -> None:
     """The plan version of the operator equals that of the worker, joined by namespace and name."""
     gap = "specdecode_operator_plan_version - on (namespace, name) specdecode_plan_version"
     wait_for(
         "the plan has arrived",
-        lambda: [found["value"][1] for found in prometheus.query(f'{gap} == 0 and on (name) up{{name="{NAME}"}}')],
+        lambda: [sample["value"][1] for sample in prometheus.query(f'{gap} == 0 and on (name) up{{name="{NAME}"}}')],
         timeout_s=30,
     )
 
 
 def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
     wait_for("rules are evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
-    found = prometheus.rules()
-    assert [f"{rule['name']}: {rule.get('lastError')}" for rule in found if rule["health"] != "ok"] == []
-    assert [rule["name"] for rule in found if rule["state"] == "firing"] == []
+    rules = prometheus.rules()
+    assert [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
 
 
-def test_an_alert_sees_what_is_wrong(prometheus: Prometheus, scraped: Endpoint) -> None:
+def test_malformed_pin_raises_an_alert(prometheus: Prometheus, scraped: Endpoint) -> None:
     """A malformed pin makes the alert pending, and a corrected pin takes effect.
 
     The test does not wait for the alert to fire, which takes another five minutes.
@@ -137,5 +137,5 @@ def test_an_alert_sees_what_is_wrong(prometheus: Prometheus, scraped: Endpoint) 
     assert scraped.plan().version > version
     wait_for("the condition says so", lambda: scraped.condition("Pinned")["status"] == "True")
     events = scraped.namespace.list("events")
-    told = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
-    assert {"BadPin", "SteeringChanged"} <= told
+    reasons = {event["reason"] for event in events if event["involvedObject"]["name"] == NAME}
+    assert {"BadPin", "SteeringChanged"} <= reasons

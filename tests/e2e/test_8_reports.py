@@ -17,7 +17,7 @@ from harness.release import Release
 from kube import wait_for
 
 NAME = "standins"
-LIES = {
+INVALID_REPORTS = {
     "nan": "running_request_seconds: nan is no count",
     "negative": "draft_tokens: -5 is no count",
     "backwards": "drafts: fell from",
@@ -47,16 +47,16 @@ def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     }
     small = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"cpu": "200m", "memory": "128Mi"}}
     made = resource(NAME, {"draft": {"uri": "embedded://none"}}, {"template": template, "resources": small})
-    made["spec"]["replicas"] = len(LIES)
+    made["spec"]["replicas"] = len(INVALID_REPORTS)
     watched.apply(made)
     endpoint = Endpoint(watched, NAME)
-    wait_for("all stand", lambda: len(endpoint.ready_pods()) == len(LIES), timeout_s=90)
+    wait_for("all stand", lambda: len(endpoint.ready_pods()) == len(INVALID_REPORTS), timeout_s=90)
     yield endpoint
     watched.kubectl("delete", "sdd", NAME, "--timeout=30s")
     watched.kubectl("delete", "configmap", NAME)
 
 
-def tell(endpoint: Endpoint, pod: str, behaviour: str) -> None:
+def set_behaviour(endpoint: Endpoint, pod: str, behaviour: str) -> None:
     with endpoint.admin(pod) as client:
         client.put("/behaviour", content=behaviour.encode()).raise_for_status()
 
@@ -69,53 +69,57 @@ def versions(endpoint: Endpoint) -> set[int]:
     return {endpoint.plan(pod).version for pod in endpoint.ready_pods()}
 
 
-def settled(endpoint: Endpoint) -> int:
+def settled_version(endpoint: Endpoint) -> int:
     """Return the plan version that all pods have taken, once the plan is made for their draft."""
 
-    def look() -> int:
+    def read_version() -> int:
         (version,) = versions(endpoint)
         assert all(endpoint.plan(pod).draft for pod in endpoint.ready_pods())
         return version
 
-    return wait_for("the plan is everywhere", look, timeout_s=30)
+    return wait_for("the plan is everywhere", read_version, timeout_s=30)
 
 
-def is_named(endpoint: Endpoint, liars: dict[str, str]) -> bool:
+def is_named(endpoint: Endpoint, behaviour_by_pod: dict[str, str]) -> bool:
     """Assert that the condition names every pod with an invalid report, with the reason."""
     condition = endpoint.condition("ReportsFresh")
     assert condition["status"] == "False", condition
-    missing = [lie for pod, lie in liars.items() if f"pod {pod}: {LIES[lie]}" not in condition["message"]]
+    missing = [
+        behaviour
+        for pod, behaviour in behaviour_by_pod.items()
+        if f"pod {pod}: {INVALID_REPORTS[behaviour]}" not in condition["message"]
+    ]
     assert not missing, condition
     return True
 
 
 @pytest.mark.timeout(240)
-def test_lies_are_refused_by_name_and_the_plan_stays(standins: Endpoint) -> None:
+def test_invalid_reports_are_named_and_the_plan_is_unchanged(standins: Endpoint) -> None:
     wait_until_fresh(standins)
-    version, rows = settled(standins), standins.state()["rows"]
-    liars = dict(zip(sorted(standins.ready_pods()), LIES, strict=True))
-    for pod, lie in liars.items():
-        tell(standins, pod, lie)
-    wait_for("each is named", lambda: is_named(standins, liars), timeout_s=STALE_SECONDS + 30)
+    version, rows = settled_version(standins), standins.state()["rows"]
+    behaviour_by_pod = dict(zip(sorted(standins.ready_pods()), INVALID_REPORTS, strict=True))
+    for pod, behaviour in behaviour_by_pod.items():
+        set_behaviour(standins, pod, behaviour)
+    wait_for("each is named", lambda: is_named(standins, behaviour_by_pod), timeout_s=STALE_SECONDS + 30)
     assert versions(standins) == {version}
-    kept = standins.state()
-    assert (kept["rows"], kept["plan"]["version"]) == (rows, version)
-    assert all(cell["hits"] > 0.4 * cell["total"] for cell in kept["acceptance"]), "nothing was learnt of lies"
+    state = standins.state()
+    assert (state["rows"], state["plan"]["version"]) == (rows, version)
+    assert all(cell["hits"] > 0.4 * cell["total"] for cell in state["acceptance"]), "nothing was learnt of lies"
     assert standins.condition("Ready")["status"] == "True", "nobody stops serving for what he says"
-    for pod in liars:
-        tell(standins, pod, "honest")
+    for pod in behaviour_by_pod:
+        set_behaviour(standins, pod, "honest")
     wait_until_fresh(standins)
 
 
 @pytest.mark.timeout(240)
-def test_a_restart_and_a_neighbouring_contract_are_no_lies(standins: Endpoint) -> None:
+def test_restart_and_neighbouring_contract_version_are_accepted(standins: Endpoint) -> None:
     """A restarted worker and one with a newer contract version still take new plans.
 
     Plans are pushed only to workers with an accepted report, so taking the new plan proves the acceptance.
     """
     first, second, *_ = sorted(standins.ready_pods())
-    before = settled(standins)
-    tell(standins, first, "newer")
+    before = settled_version(standins)
+    set_behaviour(standins, first, "newer")
     with standins.admin(second) as client, pytest.raises(httpx.TransportError, match=r"disconnected|reset|closed"):
         client.put("/behaviour", content=b"exit")
 

@@ -58,11 +58,11 @@ def endpoint(release: Release, watched: Namespace, metrics: None) -> Iterator[En
 
 
 def conditions(endpoint: Endpoint) -> dict[str, str]:
-    found = endpoint.namespace.get("hpa", NAME).get("status", {})
-    return {condition["type"]: condition["status"] for condition in found.get("conditions", [])}
+    hpa_status = endpoint.namespace.get("hpa", NAME).get("status", {})
+    return {condition["type"]: condition["status"] for condition in hpa_status.get("conditions", [])}
 
 
-def test_an_autoscaler_moves_the_workers(endpoint: Endpoint) -> None:
+def test_autoscaler_changes_the_replicas(endpoint: Endpoint) -> None:
     with (
         endpoint.namespace.reach("service", endpoint.name, 80) as url,
         Traffic(url, MODEL, concurrency=4) as traffic,

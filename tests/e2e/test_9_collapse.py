@@ -27,12 +27,12 @@ def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def pasts(endpoint: Endpoint) -> list[float]:
+def past_drafts(endpoint: Endpoint) -> list[float]:
     """Return the number of first draft tokens in each worker's recorded history."""
     return [sum(task["past_total"] for task in pod["tasks"]) for pod in endpoint.state()["pods"]]
 
 
-def test_a_collapse_is_found_named_and_healed(endpoint: Endpoint) -> None:
+def test_acceptance_collapse_is_detected_named_and_cleared(endpoint: Endpoint) -> None:
     sick, well = sorted(endpoint.ready_pods())
     with (
         endpoint.namespace.reach("service", endpoint.name, 80) as url,
@@ -40,11 +40,11 @@ def test_a_collapse_is_found_named_and_healed(endpoint: Endpoint) -> None:
     ):
         wait_for(
             "both have a past",
-            lambda: len(found := pasts(endpoint)) == 2 and min(found) > PAST_DRAFTS,
+            lambda: len(drafts := past_drafts(endpoint)) == 2 and min(drafts) > PAST_DRAFTS,
             timeout_s=SETTLED_SECONDS,
         )
         assert endpoint.condition("WorkersAlike")["status"] == "True"
-        endpoint.turn_knobs(COLLAPSED, sick)
+        endpoint.set_knobs(COLLAPSED, sick)
 
         def named() -> bool:
             condition = endpoint.condition("WorkersAlike")
@@ -56,7 +56,7 @@ def test_a_collapse_is_found_named_and_healed(endpoint: Endpoint) -> None:
         wait_for("it is named", named, timeout_s=SETTLED_SECONDS)
         wait_for("it runs plainly", lambda: endpoint.report(sick).plan.quiet, timeout_s=30)
         assert not endpoint.report(well).plan.quiet
-        endpoint.turn_knobs(FAIR, sick)
+        endpoint.set_knobs(FAIR, sick)
         wait_for(
             "it is well", lambda: endpoint.condition("WorkersAlike")["status"] == "True", timeout_s=SETTLED_SECONDS
         )

@@ -39,7 +39,7 @@ def replicas(endpoint: Endpoint) -> int:
     return int(endpoint.namespace.get("deployment", f"{endpoint.name}-worker")["spec"]["replicas"])
 
 
-def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> None:
+def test_load_lowers_depth_then_adds_workers_and_reverts(endpoint: Endpoint) -> None:
     failures: list[str] = []
     with ExitStack() as stack:
         url = stack.enter_context(endpoint.namespace.reach("service", endpoint.name, 80))
@@ -64,6 +64,6 @@ def test_depth_falls_then_workers_come_and_all_goes_back(endpoint: Endpoint) -> 
             wait_for("one worker", lambda: serving(endpoint, 1), timeout_s=240, every_s=2)
             wait_for("DEPTH is back", lambda: endpoint.speculation()["depth"] >= 2, timeout_s=120)
     assert not failures
-    told = endpoint.speculation()["history"]
-    scaled = [(entry["before"], entry["after"]) for entry in told if entry["kind"] == "Replicas"]
-    assert scaled, told
+    history = endpoint.speculation()["history"]
+    scaled = [(entry["before"], entry["after"]) for entry in history if entry["kind"] == "Replicas"]
+    assert scaled, history

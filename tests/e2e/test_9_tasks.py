@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from harness.endpoint import MODEL, Endpoint
 from harness.kube import Namespace
-from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, row, steps, wait_for_row
+from harness.loop import PROOFS, SETTLED_SECONDS, deployed, knobs, planned_depth, steps, wait_for_row
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import Manifest, wait_for
@@ -44,32 +44,32 @@ def drafted(endpoint: Endpoint, task: str) -> int:
 def is_known(endpoint: Endpoint, task: str) -> bool:
     """Assert that the task has enough drafts and rows of its own, and return whether they speculate."""
     assert drafted(endpoint, task) > KNOWN_DRAFTS
-    assert task in {found.task for found in endpoint.plan().rows}
-    return row(endpoint, CONCURRENCY, task) in SPECULATES
+    assert task in {plan_row.task for plan_row in endpoint.plan().rows}
+    return planned_depth(endpoint, CONCURRENCY, task) in SPECULATES
 
 
 def history(endpoint: Endpoint, task: str) -> list[Manifest]:
     """Return the changes of the task's row at this load, newest first."""
     load = f"concurrency {CONCURRENCY},"
-    found = endpoint.speculation().get("history", [])
-    return [entry for entry in found if entry["load"].startswith(load) and f"task {task}" in entry["load"]]
+    entries = endpoint.speculation().get("history", [])
+    return [entry for entry in entries if entry["load"].startswith(load) and f"task {task}" in entry["load"]]
 
 
-def test_prose_that_grows_hard_moves_its_own_row(endpoint: Endpoint) -> None:
+def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as traffic:
             wait_for("code speculates", lambda: is_known(endpoint, "code"), timeout_s=SETTLED_SECONDS)
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=PROSE) as more:
             wait_for("prose speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
-            code = row(endpoint, CONCURRENCY, "code")
-            endpoint.turn_knobs(PROSE_IS_HARD)
+            code = planned_depth(endpoint, CONCURRENCY, "code")
+            endpoint.set_knobs(PROSE_IS_HARD)
             wait_for_row(endpoint, "prose runs plainly", CONCURRENCY, (0,), "other")
             wait_for("status tells", lambda: history(endpoint, "other")[0]["after"] == "none", timeout_s=30)
             stop = next(entry for entry in history(endpoint, "other") if entry["after"] == "none")
-            assert row(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
+            assert planned_depth(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
             assert [entry for entry in history(endpoint, "code") if entry["time"] >= stop["time"]] == []
         with Traffic(url, MODEL, concurrency=CONCURRENCY, prompts=CODE) as again:
             before = endpoint.report().drafts
             wait_for("code is drafted", lambda: endpoint.report().drafts > before + 20, timeout_s=60)
-            assert row(endpoint, CONCURRENCY, "code") in SPECULATES
+            assert planned_depth(endpoint, CONCURRENCY, "code") in SPECULATES
     assert [*traffic.failures, *more.failures, *again.failures] == []

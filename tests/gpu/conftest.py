@@ -17,7 +17,7 @@ def pytest_report_header() -> str:
     return f"the engine is not tested here: {', '.join(_OF_THE_ENGINE)} missing" if _OF_THE_ENGINE else ""
 
 
-def _why_not() -> str | None:
+def _skip_reason() -> str | None:
     if not torch.cuda.is_available():
         return "no GPU: the same kernels run interpreted in tests/kernels"
     import triton.language as tl
@@ -28,7 +28,7 @@ def _why_not() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if reason := _why_not():
+    if reason := _skip_reason():
         here = Path(__file__).parent
         for item in items:
             if here in item.path.parents:

@@ -52,10 +52,10 @@ def requests(count: int, *, sampled: bool, **changed: Any) -> list[Any]:
 
 
 @contextmanager
-def nothing_waits(made: Engine) -> Iterator[None]:
+def device_waits_forbidden(made: Engine) -> Iterator[None]:
     """Raise on any wait for the device while row parameters are sent and a step is queued as a graph."""
 
-    def strictly(right: Callable[..., Any]) -> Callable[..., Any]:
+    def forbidding_waits(right: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -66,14 +66,14 @@ def nothing_waits(made: Engine) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made._graphs, "launch", strictly(made._graphs.launch))  # type: ignore[union-attr]
-        patch.setattr(step_launcher, "upload_rows", strictly(step_launcher.upload_rows))  # type: ignore[attr-defined]
+        patch.setattr(made._graphs, "launch", forbidding_waits(made._graphs.launch))  # type: ignore[union-attr]
+        patch.setattr(step_launcher, "upload_rows", forbidding_waits(step_launcher.upload_rows))  # type: ignore[attr-defined]
         yield
 
 
 @SAMPLED
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp32_text_is_plain_decodings(shape: str, sampled: bool) -> None:
+def test_fp32_text_equals_plain_decoding(shape: str, sampled: bool) -> None:
     """The batch shrinks from eight rows to one, through all buckets."""
     asked = requests(8, sampled=sampled)
     plain = texts(engine(torch.float32, "none", graphs=False), asked)
@@ -87,12 +87,12 @@ def test_fp32_text_is_plain_decodings(shape: str, sampled: bool) -> None:
     one, two = eager.report(), replayed.report()
     assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
     assert shape == "none" or two.accepted_tokens > two.drafts / 2
-    with nothing_waits(replayed):  # all graphs have been captured
+    with device_waits_forbidden(replayed):  # all graphs have been captured
         assert texts(replayed, asked) == plain
 
 
 @SAMPLED
-def test_bf16_plain_text_is_that_of_the_engine_without_graphs(sampled: bool) -> None:
+def test_bf16_plain_text_equals_the_engine_without_graphs(sampled: bool) -> None:
     """Text is equal bit for bit if the batch always has as many rows as the graph.
 
     Matrices of the same sizes are then multiplied. With other sizes, sums are rounded in another order and tokens may
@@ -118,7 +118,7 @@ def test_bf16_drafts_are_accepted_as_often_as_without_graphs(shape: str, sampled
     assert rates[1] == pytest.approx(rates[0], rel=0.15)
 
 
-def test_the_same_step_twice_is_the_same() -> None:
+def test_repeated_step_is_identical() -> None:
     """A graph leaves no state that its next replay would read."""
     asked = requests(8, sampled=True)
     made = engine(torch.float32, "tree:3,2,1", graphs=True)

@@ -39,8 +39,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(*shape, generator=generator, device=CUDA).to(dtype)
 
 
-def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 CHAIN, TREE, CHUNK = [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, *[1 + i % 4 for i in range(59)]], None
@@ -102,10 +102,10 @@ def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype
             kv_heads=kv,
         )
 
-    found = attend(q, cache, prepared(None, dtype))
+    actual = attend(q, cache, prepared(None, dtype))
     wanted = attend(q.float(), cache.float(), prepared(True, torch.float32))
-    close(found, wanted, dtype)
-    assert torch.equal(found, attend(q, cache, prepared(None, dtype))), "a second run is the same"
+    close(actual, wanted, dtype)
+    assert torch.equal(actual, attend(q, cache, prepared(None, dtype))), "a second run is the same"
 
 
 ROWS = 64
@@ -121,24 +121,24 @@ def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_thresholds_are_the_sorts(dtype: torch.dtype) -> None:
+def test_thresholds_equal_sorting(dtype: torch.dtype) -> None:
     logits, temperature, truncation, *_ = rows_of(dtype)
-    found = sample.processed(logits, temperature, *truncation, truncated=True)
+    actual = sample.processed(logits, temperature, *truncation, truncated=True)
     wanted = sample_reference.processed(logits.double(), temperature, *truncation)
-    differing = (torch.isfinite(found) != torch.isfinite(wanted)).sum(-1)
+    differing = (torch.isfinite(actual) != torch.isfinite(wanted)).sum(-1)
     assert differing.max() <= 1, "a token on the edge of top-p at most"
-    same = torch.isfinite(found) & torch.isfinite(wanted)
-    close(found[same], wanted[same], torch.float32)
+    same = torch.isfinite(actual) & torch.isfinite(wanted)
+    close(actual[same], wanted[same], torch.float32)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_the_choice_is_plain_decodings(truncated: bool) -> None:
+def test_choice_equals_plain_decoding(truncated: bool) -> None:
     logits, temperature, truncation, seeds, positions = rows_of(torch.bfloat16)
     cuts = truncation if truncated else None
-    found = verify.choose(logits, temperature, seeds, positions, cuts)
+    actual = verify.choose(logits, temperature, seeds, positions, cuts)
     wanted = verify_reference.chosen_tokens(logits.double(), temperature, seeds, positions, cuts)
-    assert (found != wanted).sum() <= int(truncated), "a token on the edge of top-p at most"
-    assert torch.equal(found[5:6], verify.choose(logits[5:6], *(x[5:6] for x in (temperature, seeds, positions)),
+    assert (actual != wanted).sum() <= int(truncated), "a token on the edge of top-p at most"
+    assert torch.equal(actual[5:6], verify.choose(logits[5:6], *(x[5:6] for x in (temperature, seeds, positions)),
                                                  None if cuts is None else tuple(c[5:6] for c in cuts)))  # fmt: skip
 
 
@@ -154,57 +154,57 @@ def test_proposals(mapped: bool) -> None:
         "ids_V": torch.randperm(VOCABULARY, device=CUDA)[:32_000].sort().values if mapped else None,
         "sharpness": 1.5,
     }
-    found = top_k.top_k(logits, 8, **arguments)
-    assert (found == top_k_reference.top_k(logits.float(), 8, **arguments)).float().mean() > 0.99
+    proposals = top_k.top_k(logits, 8, **arguments)
+    assert (proposals == top_k_reference.top_k(logits.float(), 8, **arguments)).float().mean() > 0.99
 
 
 def test_noise() -> None:
     _, _, _, seeds, positions = rows_of(torch.bfloat16)
-    found = noise.gumbel(seeds, positions, VOCABULARY)
-    torch.testing.assert_close(found, noise_reference.gumbel(seeds, positions, VOCABULARY), atol=1e-13, rtol=1e-13)
+    actual = noise.gumbel(seeds, positions, VOCABULARY)
+    torch.testing.assert_close(actual, noise_reference.gumbel(seeds, positions, VOCABULARY), atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("group", [None, 7])
-def test_keeping_moves_overlapping_rows(group: int | None) -> None:
+def test_kv_keep_moves_overlapping_rows(group: int | None) -> None:
     """Overlapping rows are moved correctly in many repetitions, since a race would show only sometimes."""
     for seed in range(20):
-        found = random(32, 2, 64, PAGE, 8, 128, seed=seed)
-        wanted = found.clone()
+        actual = random(32, 2, 64, PAGE, 8, 128, seed=seed)
+        wanted = actual.clone()
         path = torch.arange(1, 8, device=CUDA) + torch.arange(1, 8, device=CUDA) // 2
         first = torch.arange(1, 31, device=CUDA)[:, None] * 2 * PAGE
         source, target = (first + path).flatten(), (first + torch.arange(1, 8, device=CUDA)).flatten()
-        kv_keep.kv_keep(found, source, target, group=group)
+        kv_keep.kv_keep(actual, source, target, group=group)
         kv_keep_reference.kv_keep(wanted, source, target)
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, wanted)
 
 
-def test_rounds() -> None:
+def test_multi_round() -> None:
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4]] * 8, device=CUDA)
     logp, logq = (torch.log_softmax(random(16, 6, 5000, dtype=torch.float64, seed=s), -1) for s in (1, 2))
     tokens = torch.randint(0, 5000, parents.shape, device=CUDA)
     seeds = torch.arange(16, device=CUDA) + 99
-    found = verify.multi_round(parents, tokens, logp, logq, seeds, seeds, 5)
+    actual = verify.multi_round(parents, tokens, logp, logq, seeds, seeds, 5)
     wanted = verify.multi_round(*(x.cpu() for x in (parents, tokens, logp, logq, seeds, seeds)), 5)
     for name in ("path_BD", "count_B", "bonus_B", "last_B"):
-        assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name))
+        assert torch.equal(getattr(actual, name).cpu(), getattr(wanted, name))
 
 
-def test_the_small_ones() -> None:
+def test_small_kernels() -> None:
     x, weight = random(384, 4096), random(4096, seed=1)
-    for found, wanted in zip(
+    for actual, wanted in zip(
         rms_norm.rms_norm(x, weight, 1e-5, x), rms_norm_reference.rms_norm(x, weight, 1e-5, x), strict=True
     ):
-        close(found, wanted, torch.bfloat16)
+        close(actual, wanted, torch.bfloat16)
     gate_up = random(384, 2 * 14_336)
     close(silu_mul.silu_mul(gate_up), silu_mul_reference.silu_mul(gate_up), torch.bfloat16)
     at = torch.arange(384, device=CUDA).flip(0)
     norms = {"token_weight_A": weight, "hidden_weight_E": weight, "eps": 1e-5}
-    for found, wanted in zip(
+    for actual, wanted in zip(
         draft_input.draft_input(x, at, x, at, **norms),
         draft_input_reference.draft_input(x, at, x, at, **norms),
         strict=True,
     ):
-        close(found, wanted, torch.bfloat16)
+        close(actual, wanted, torch.bfloat16)
     heads = random(384, 48, 128).split([32, 8, 8], dim=1)
     angle = random(1000, 64, dtype=torch.float32)
     tables = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
@@ -217,7 +217,7 @@ def test_the_small_ones() -> None:
     close(*caches, torch.bfloat16)
 
 
-def test_a_captured_graph_serves_other_lengths() -> None:
+def test_captured_graph_serves_other_lengths() -> None:
     """A captured graph gives correct results for other lengths than those at its capture."""
     from specdecode_kernels.tree_attention import kernel
     from specdecode_kernels.tree_attention.plan import plan
@@ -260,6 +260,6 @@ def test_quantised_linear(outputs: int, inputs: int, kind: quantised_linear_refe
     weight = quantised_linear_reference.quantise(random(outputs, inputs), kind)
     for rows in (1, 2, 6, 17, 64, 100):
         x = random(rows, inputs, dtype=dtype, seed=rows) / inputs**0.5
-        found = quantised_linear.linear(x, weight)
-        close(found, quantised_linear_reference.linear(x, weight), dtype)
-        assert torch.equal(found, quantised_linear.linear(x, weight)), "a second run is the same"
+        actual = quantised_linear.linear(x, weight)
+        close(actual, quantised_linear_reference.linear(x, weight), dtype)
+        assert torch.equal(actual, quantised_linear.linear(x, weight)), "a second run is the same"

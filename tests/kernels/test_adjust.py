@@ -48,14 +48,14 @@ ROWS = st.builds(
 
 
 def by_definition(logits: list[float], row: Row) -> list[float]:
-    found = []
+    adjusted = []
     for token, value in enumerate(logits):
         x = value + dict(row.bias).get(token, 0.0)
         if token in row.prompt + row.answer:
             x = x / row.repetition if x > 0 else x * row.repetition
         x -= row.frequency * row.answer.count(token) + row.presence * (token in row.answer)
-        found.append(-math.inf if token in row.blocked else x)
-    return found
+        adjusted.append(-math.inf if token in row.blocked else x)
+    return adjusted
 
 
 def logits_of(rows: int, dtype: torch.dtype = torch.float64, seed: int = 4) -> Tensor:
@@ -105,33 +105,33 @@ def sparse(rows: list[Row]) -> dict[str, object]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4))
-def test_reference_is_what_loops_give(rows: list[Row]) -> None:
+def test_reference_equals_plain_loops(rows: list[Row]) -> None:
     logits = logits_of(len(rows))
     wanted = [by_definition(line, row) for line, row in zip(logits.tolist(), rows, strict=True)]
-    found = reference.adjusted(logits, **dense(rows))
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-5)
+    actual = reference.adjusted(logits, **dense(rows))
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-5)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=5), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
-def test_op_is_the_reference(rows: list[Row], dtype: torch.dtype) -> None:
+def test_op_equals_the_reference(rows: list[Row], dtype: torch.dtype) -> None:
     """The op equals the reference bit for bit, rows do not affect each other, and the input is not modified."""
     logits = logits_of(len(rows), dtype)
     before = logits.clone()
-    found = op.adjusted(logits, **sparse(rows))  # type: ignore[arg-type]
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.equal(found, reference.adjusted(logits, **dense(rows)))
+    actual = op.adjusted(logits, **sparse(rows))  # type: ignore[arg-type]
+    assert actual.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(actual, reference.adjusted(logits, **dense(rows)))
     assert torch.equal(logits, before)
     for r, row in enumerate(rows):
-        assert torch.equal(found[r : r + 1], op.adjusted(logits[r : r + 1], **sparse([row])))  # type: ignore[arg-type]
+        assert torch.equal(actual[r : r + 1], op.adjusted(logits[r : r + 1], **sparse([row])))  # type: ignore[arg-type]
 
 
-def test_a_neutral_row_is_not_touched() -> None:
+def test_neutral_row_is_unchanged() -> None:
     logits = logits_of(2)
     busy = Row(((3, 2.0),), (1,), (2, 3), (4, 4), 1.3, 0.5, 0.5)
-    found = op.adjusted(logits, **sparse([Row(prompt=(1, 2), answer=(3, 3)), busy]))  # type: ignore[arg-type]
-    assert torch.equal(found[0], logits[0])
-    assert not torch.equal(found[1], logits[1])
+    adjusted = op.adjusted(logits, **sparse([Row(prompt=(1, 2), answer=(3, 3)), busy]))  # type: ignore[arg-type]
+    assert torch.equal(adjusted[0], logits[0])
+    assert not torch.equal(adjusted[1], logits[1])
 
 
 Fields = dict[str, Tensor]
@@ -160,7 +160,7 @@ def _once(fields: Fields) -> Fields:
 
 
 @pytest.mark.parametrize("plant", [_prompt_counted, _answer_not_repeated, _prompt_not_repeated, _turned, _once])
-def test_planted_bugs_are_seen(plant: Callable[[Fields], Fields]) -> None:
+def test_planted_bugs_are_detected(plant: Callable[[Fields], Fields]) -> None:
     rows = [Row(((3, 2.0),), (1,), (2, 3, 5), (4, 4, 5), 1.3, 0.5, 0.25), Row((), (), (7,), (7, 8), 0.8, -0.5, 0.0)]
     logits = logits_of(len(rows))
     wanted = torch.tensor(

@@ -35,8 +35,8 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
 
 
-def near(found: Tensor, exact: Tensor) -> None:
-    torch.testing.assert_close(found.double(), exact, atol=2**-8 * float(exact.abs().mean()), rtol=2**-8)
+def assert_near(actual: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), exact, atol=2**-8 * float(exact.abs().mean()), rtol=2**-8)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 64, 100])
@@ -47,14 +47,14 @@ def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     added = numbers(outputs, seed=2) if bias else None
     run = Linear(pack(weight, added))
     exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
-    near(run(x), exact)
+    assert_near(run(x), exact)
     alone = torch.cat([run(row[None]) for row in x])
     assert torch.equal(run(x), alone), "a row's bits are its own"
     torch.set_num_threads(1)
     assert torch.equal(run(x), alone)
 
 
-def test_linear_reads_rows_that_lie_apart() -> None:
+def test_linear_reads_strided_rows() -> None:
     wide, weight = numbers(6, 80), numbers(40, 64, seed=1)
     run = Linear(pack(weight))
     assert torch.equal(run(wide[:, 8:72]), run(wide[:, 8:72].contiguous()))
@@ -70,7 +70,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def test_norm(rows: int, size: int) -> None:
     x, weight = numbers(rows, size), numbers(size, seed=1)
     run = Norm(weight, 1e-5)
-    near(run(x.view(rows, 1, size)).view(rows, size), rms(x.double(), weight, 1e-5))
+    assert_near(run(x.view(rows, 1, size)).view(rows, size), rms(x.double(), weight, 1e-5))
     assert torch.equal(run(x), torch.cat([run(row[None]) for row in x]))
 
 
@@ -102,12 +102,12 @@ def test_entry(size: int, normed: bool, rows: int) -> None:
         turning = rms(turning, head_norm, 1e-6)
     half = size // 2
     turned = turning * cos.double() + torch.cat((-turning[..., half:], turning[..., :half]), -1) * sin.double()
-    for found, wanted in ((q, turned[:, :6]), (k, turned[:, 6:]), (v, exact[:, 8:])):
+    for actual, wanted in ((q, turned[:, :6]), (k, turned[:, 6:]), (v, exact[:, 8:])):
         tolerance = 2**-5 * float(wanted.abs().mean())
-        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=2**-7)
+        torch.testing.assert_close(actual.double(), wanted, atol=tolerance, rtol=2**-7)
     each = [entry(x[i : i + 1], (cos[i : i + 1], sin[i : i + 1])) for i in range(rows)]
-    for found, alone in zip((q, k, v), zip(*each, strict=True), strict=True):
-        assert torch.equal(found, torch.cat(alone))
+    for actual, alone in zip((q, k, v), zip(*each, strict=True), strict=True):
+        assert torch.equal(actual, torch.cat(alone))
 
 
 @pytest.mark.parametrize(("size", "width"), [(64, 96), (80, 50), (96, 33 * 2)])
@@ -120,13 +120,13 @@ def test_tail(size: int, width: int, rows: int) -> None:
     gate_bias, up_bias = numbers(width, seed=7), numbers(width, seed=8)
     gated = pack_gated(gate, up, gate_bias, up_bias)
     tail = Tail(pack(o), gated, pack(down), norm_weight=norm, norm_eps=1e-5)
-    found = tail(attended.view(rows, 2, 32), residual)
+    actual = tail(attended.view(rows, 2, 32), residual)
     x = residual.double() + attended.double() @ o.double().T
     normed = rms(x, norm, 1e-5)
     gates, ups = F.linear(normed, gate.double(), gate_bias.double()), F.linear(normed, up.double(), up_bias.double())
     exact = x + (F.silu(gates) * ups) @ down.double().T
-    torch.testing.assert_close(found.double(), exact, atol=2**-5 * float(exact.abs().mean()), rtol=2**-6)
-    assert torch.equal(found, torch.cat([tail(attended[i : i + 1], residual[i : i + 1]) for i in range(rows)]))
+    torch.testing.assert_close(actual.double(), exact, atol=2**-5 * float(exact.abs().mean()), rtol=2**-6)
+    assert torch.equal(actual, torch.cat([tail(attended[i : i + 1], residual[i : i + 1]) for i in range(rows)]))
 
 
 class Paged:
@@ -180,7 +180,7 @@ def tokens(count: int, heads: Heads, seed: int) -> tuple[Tensor, Tensor, Tensor]
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_attention_sees_what_each_path_names(data: st.DataObject) -> None:
+def test_attention_reads_exactly_the_tokens_of_each_path(data: st.DataObject) -> None:
     heads = Heads(*data.draw(st.sampled_from(((3, 1), (4, 4), (9, 3)))), data.draw(st.sampled_from(HEAD_SIZES)))
     lengths = data.draw(st.lists(st.sampled_from((0, 1, 7, 15, 16, 17, 63, 100)), min_size=1, max_size=3))
     ancestors, seen, first = [], [], []
@@ -201,17 +201,17 @@ def test_attention_sees_what_each_path_names(data: st.DataObject) -> None:
     paged = Paged(lengths, heads=heads, room=64, seed=data.draw(st.integers(0, 99)))
     q, k, v = tokens(sum(map(len, ancestors)), heads, seed=7)
     torch.set_num_threads(data.draw(st.integers(1, 2)))
-    found = paged.run(q, k, v, ancestors, first)
+    actual = paged.run(q, k, v, ancestors, first)
     at = 0
     for b, paths_b in enumerate(seen):
         for path in paths_b:
-            near(found[at], paged.exact(q[at], b, path))
+            assert_near(actual[at], paged.exact(q[at], b, path))
             at += 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("length", [0, 5, 16, 100])
-def test_a_drafted_node_gets_the_bits_of_a_plain_token(length: int, threads: int) -> None:
+def test_drafted_node_is_bit_identical_to_a_plain_token(length: int, threads: int) -> None:
     """A tree with the text as its second path, batched with another sequence, equals decoding one token at a time."""
     torch.set_num_threads(threads)
     heads = Heads(9, 3, 64)
@@ -229,13 +229,13 @@ def test_a_drafted_node_gets_the_bits_of_a_plain_token(length: int, threads: int
         assert torch.equal(plain[0], drafted[node])
 
 
-def test_a_query_that_sees_nothing_yields_zeros() -> None:
+def test_query_without_visible_keys_yields_zeros() -> None:
     heads = Heads(2, 1, 32)
     paged = Paged([3], heads=heads, room=2)
     assert not paged.run(*tokens(1, heads, seed=1), [[0]], first=[9]).any()
 
 
-def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_missing_compiler_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("SPECDECODE_NATIVE", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(native.NativeUnavailable, match="/bin/false failed"):

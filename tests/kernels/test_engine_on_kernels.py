@@ -28,9 +28,9 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
     """With ``rows``, steps run as in graphs, where most rows are padding."""
     shape, sampled, processors = CASES[case]
     requests = [submit(i, sampled=sampled, tokens=6, **processors) for i in (0, 1)]
-    wanted = engine_of(networks(torch.float32))
-    wanted.set_plan(plan_of(shape))
-    text = texts(wanted, requests)
+    on_reference = engine_of(networks(torch.float32))
+    on_reference.set_plan(plan_of(shape))
+    text = texts(on_reference, requests)
 
     calls: Counter[str] = Counter()
     monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
@@ -38,14 +38,14 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
     monkeypatch.setattr(verify, "processors", lambda _: 2)
     for module in ("rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep"):
         _count(module, calls, monkeypatch)
-    found = engine_of(networks(torch.float32), backend=EagerBackend() if rows else None, rows=rows)
-    found.set_plan(plan_of(shape))
-    assert texts(found, requests) == text
-    one, two = wanted.report(), found.report()
+    on_kernels = engine_of(networks(torch.float32), backend=EagerBackend() if rows else None, rows=rows)
+    on_kernels.set_plan(plan_of(shape))
+    assert texts(on_kernels, requests) == text
+    one, two = on_reference.report(), on_kernels.report()
     assert (one.drafts, one.accepted_tokens) == (two.drafts, two.accepted_tokens)
     assert one.accepted_tokens > 0
-    if found._graphs is not None:
-        assert found._graphs.replayed > sum(found._graphs.eager.values())
+    if on_kernels._graphs is not None:
+        assert on_kernels._graphs.replayed > sum(on_kernels._graphs.eager.values())
     keeps = {"kv_keep"} if "tree" in shape or rows else set()
     assert set(calls) == {"rms_norm", "rope_cache", "silu_mul", "top_k", "attend", "choose", *keeps}
 

@@ -32,7 +32,7 @@ def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Ten
     return after
 
 
-def kept(keep: Keep, before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
+def cache_after(keep: Keep, before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
     after = before.clone()
     keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
     return after
@@ -58,12 +58,12 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=40, deadline=None)
 @given(move=moves(), layers=st.integers(1, 3), heads=st.integers(1, 3))
-def test_targets_hold_what_sources_held(
+def test_targets_receive_the_source_rows(
     keep: Keep, dtype: torch.dtype, move: tuple[int, list[int], list[int]], layers: int, heads: int
 ) -> None:
     blocks, sources, targets = move
     before = cache(layers, blocks, heads, dtype)
-    assert torch.equal(kept(keep, before, sources, targets), by_definition(before, sources, targets))
+    assert torch.equal(cache_after(keep, before, sources, targets), by_definition(before, sources, targets))
 
 
 SHIFT, CYCLE, PATH = ([5, 6, 7], [6, 7, 8]), ([5, 9, 13], [9, 13, 5]), ([6, 9, 14], [5, 6, 7])
@@ -73,7 +73,7 @@ SHIFT, CYCLE, PATH = ([5, 6, 7], [6, 7, 8]), ([5, 9, 13], [9, 13, 5]), ([6, 9, 1
 @pytest.mark.parametrize("move", [SHIFT, CYCLE, PATH], ids=["shift", "cycle", "path"])
 def test_overlapping_moves(keep: Keep, move: tuple[list[int], list[int]]) -> None:
     before = cache(2, 5, 2)
-    assert torch.equal(kept(keep, before, *move), by_definition(before, *move))
+    assert torch.equal(cache_after(keep, before, *move), by_definition(before, *move))
 
 
 def _one_after_another(data: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -95,8 +95,8 @@ def _one_off(data: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 @pytest.mark.parametrize("planted", [_one_after_another, _other_way_round, _keys_alone, _one_off])
-def test_planted_bugs_are_seen(planted: Keep) -> None:
+def test_planted_bugs_are_detected(planted: Keep) -> None:
     """The moves above detect planted bugs. For example, a loop without a copy fails on a forward shift."""
     before = cache(2, 5, 2)
-    seen = [not torch.equal(kept(planted, before, *m), by_definition(before, *m)) for m in (SHIFT, CYCLE, PATH)]
+    seen = [not torch.equal(cache_after(planted, before, *m), by_definition(before, *m)) for m in (SHIFT, CYCLE, PATH)]
     assert any(seen)

@@ -53,31 +53,29 @@ def of(words: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN)
-def test_philox_gives_the_published_words(counter: Words, key: tuple[int, int], output: Words) -> None:
-    found = reference.philox(of(counter), of(key))  # type: ignore[arg-type]
-    assert tuple(int(word) for word in found) == output == philox(counter, key)
+def test_philox_matches_the_published_vectors(counter: Words, key: tuple[int, int], output: Words) -> None:
+    words = reference.philox(of(counter), of(key))  # type: ignore[arg-type]
+    assert tuple(int(word) for word in words) == output == philox(counter, key)
 
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, POSITIONS, st.integers(1, 23), st.sampled_from((0, 1, 2)))
-def test_every_number_is_that_of_its_seed_position_token_and_stream(
+def test_each_number_depends_on_its_seed_position_token_and_stream(
     seed: int, position: int, vocab: int, stream: int
 ) -> None:
-    found = reference.uniform(torch.tensor([seed]), torch.tensor([position]), vocab, stream)
-    assert found[0].tolist() == [uniform(seed, position, token, stream) for token in range(vocab)]
+    actual = reference.uniform(torch.tensor([seed]), torch.tensor([position]), vocab, stream)
+    assert actual[0].tolist() == [uniform(seed, position, token, stream) for token in range(vocab)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(SEEDS, POSITIONS), min_size=1, max_size=6), st.integers(1, 37))
-def test_op_is_the_reference_bit_for_bit_and_rows_do_not_know_each_other(
-    rows: list[tuple[int, int]], vocab: int
-) -> None:
+def test_op_equals_the_reference_bit_for_bit_and_rows_are_independent(rows: list[tuple[int, int]], vocab: int) -> None:
     seeds, positions = torch.tensor(rows).unbind(1)
-    found = op.gumbel(seeds, positions, vocab)
-    assert torch.equal(found, reference.gumbel(seeds, positions, vocab))
+    actual = op.gumbel(seeds, positions, vocab)
+    assert torch.equal(actual, reference.gumbel(seeds, positions, vocab))
     for i, (seed, position) in enumerate(rows):
         wanted = [-math.log(-math.log(uniform(seed, position, token, 0))) for token in range(vocab)]
-        torch.testing.assert_close(found[i], torch.tensor(wanted, dtype=torch.float64), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(actual[i], torch.tensor(wanted, dtype=torch.float64), rtol=1e-13, atol=1e-13)
 
 
 def test_numbers_stay_inside_the_open_interval() -> None:
@@ -132,8 +130,10 @@ def _words_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plant", [_a_round_too_few, _low_halves_alone, _one_stream, _words_in_another_order])
-def test_planted_bugs_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_detected(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     seed, position = 2**40 + 3, 2**33 + 7
-    found = reference.uniform(torch.tensor([seed]), torch.tensor([position]), 4, 1)
-    assert found[0].tolist() != [uniform(seed, position, token, 1) for token in range(4)]
+    actual = reference.uniform(torch.tensor([seed]), torch.tensor([position]), 4, 1)
+    assert actual[0].tolist() != [uniform(seed, position, token, 1) for token in range(4)]

@@ -34,9 +34,9 @@ def agrees(
     x = torch.full((rows, inputs + 9), torch.nan, dtype=dtype)[:, 4 : inputs + 4]
     x.copy_(random(rows, inputs, seed=1) / inputs)
     b = random(outputs, seed=2, dtype=dtype) if bias else None
-    found, wanted = module.linear(x, weight, b), reference.linear(x, weight, b)
-    assert found.dtype == dtype
-    return torch.allclose(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    actual, wanted = module.linear(x, weight, b), reference.linear(x, weight, b)
+    assert actual.dtype == dtype
+    return torch.allclose(actual, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @KINDS
@@ -67,12 +67,12 @@ BUGS = [
 
 
 @pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS)
-def test_planted_bugs_are_seen(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
+def test_planted_bugs_are_detected(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
     assert not agrees(plant(kernel, old, new), kind, rows, 33, 100 + 128, bias=True, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int4", 0.099), ("int8", 0.008), ("fp8", 0.03)])
-def test_weights_come_back_nearly(kind: Kind, most: float) -> None:
+def test_quantisation_error_is_bounded(kind: Kind, most: float) -> None:
     """The root mean square error of normal weights, relative to their root mean square, stays below ``most``."""
     weight = random(64, 512)
     wrong = dequantise(quantise(weight, kind)) - weight
@@ -92,7 +92,7 @@ def test_zeros_and_outliers(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_weight_of_a_group_has_a_level(sign: int) -> None:
+def test_largest_weight_of_a_group_is_exact(sign: int) -> None:
     weight = torch.zeros(1, 128)
     weight[0, 5] = sign * 8
     assert torch.equal(dequantise(quantise(weight, "int4")), weight)
@@ -100,12 +100,12 @@ def test_the_largest_weight_of_a_group_has_a_level(sign: int) -> None:
 
 @KINDS
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_bytes_are_what_was_foretold(kind: Kind, outputs: int, inputs: int) -> None:
+def test_stored_bytes_predicts_the_size(kind: Kind, outputs: int, inputs: int) -> None:
     assert quantise(random(outputs, inputs), kind).nbytes == stored_bytes(outputs, inputs, kind)
 
 
 @KINDS
-def test_rows_may_be_joined_before_or_after(kind: Kind) -> None:
+def test_joining_rows_commutes_with_quantisation(kind: Kind) -> None:
     one, two = random(5, 128), random(3, 128, seed=1)
     apart = [dequantise(quantise(part, kind)) for part in (one, two)]
     assert torch.equal(dequantise(quantise(torch.cat((one, two)), kind)), torch.cat(apart))
@@ -113,13 +113,13 @@ def test_rows_may_be_joined_before_or_after(kind: Kind) -> None:
 
 @pytest.mark.usefixtures("on_kernels")
 @KINDS
-def test_many_rows_are_multiplied_plainly(kind: Kind) -> None:
+def test_many_rows_use_dequantised_weights(kind: Kind) -> None:
     weight, x = quantise(random(9, 64), kind), random(65, 64, seed=1)
     assert torch.allclose(op.linear(x, weight), F.linear(x, dequantise(weight)), atol=1e-5)
 
 
 @pytest.mark.usefixtures("on_kernels")
-def test_few_rows_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def watched(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:

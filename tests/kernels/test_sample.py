@@ -75,27 +75,27 @@ def wanted_of(logits: Tensor, rows: list[Row]) -> Tensor:
     st.integers(0, 10_000),
     st.sampled_from((torch.float64, torch.float32)),
 )
-def test_reference_is_what_sorting_gives(rows: list[Row], vocab: int, seed: int, dtype: torch.dtype) -> None:
+def test_reference_equals_sorting(rows: list[Row], vocab: int, seed: int, dtype: torch.dtype) -> None:
     logits = logits_of(len(rows), vocab, seed, dtype)
-    found = reference.processed(logits, *columns(rows))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), wanted_of(logits, rows), rtol=SMALL[dtype], atol=SMALL[dtype])
+    actual = reference.processed(logits, *columns(rows))
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), wanted_of(logits, rows), rtol=SMALL[dtype], atol=SMALL[dtype])
 
 
 SAMPLED = st.tuples(st.sampled_from((0.3, 1.0, 1.9)), TOP_K, TOP_P, MIN_P)
 
 
-def _op_is_the_reference(rows: list[Row], logits: Tensor) -> None:
+def _check_op_equals_reference(rows: list[Row], logits: Tensor) -> None:
     """Check that the op equals the reference bit for bit, for the batch and for single rows."""
     truncated = any(k > 0 or p < 1 or least > 0 for _, k, p, least in rows)
-    found = op.processed(logits, *columns(rows, torch.float32), truncated=truncated)
+    actual = op.processed(logits, *columns(rows, torch.float32), truncated=truncated)
     wanted = reference.processed(logits, *columns(rows, torch.float32))
-    assert found.dtype == wanted.dtype == torch.promote_types(logits.dtype, torch.float32)
-    assert torch.equal(found, wanted)
+    assert actual.dtype == wanted.dtype == torch.promote_types(logits.dtype, torch.float32)
+    assert torch.equal(actual, wanted)
     for row in range(len(rows)):
         one = slice(row, row + 1)
         alone = op.processed(logits[one], *columns(rows[one], torch.float32), truncated=truncated)
-        assert torch.equal(found[one], alone)
+        assert torch.equal(actual[one], alone)
 
 
 @settings(max_examples=80, deadline=None)
@@ -105,9 +105,9 @@ def _op_is_the_reference(rows: list[Row], logits: Tensor) -> None:
     st.integers(1, 40),
     st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
 )
-def test_op_is_the_reference(rows: list[Row], cuts: bool, vocab: int, dtype: torch.dtype) -> None:
+def test_op_equals_the_reference(rows: list[Row], cuts: bool, vocab: int, dtype: torch.dtype) -> None:
     rows = rows if cuts else [(temperature, 0, 1.0, 0.0) for temperature, *_ in rows]
-    _op_is_the_reference(rows, logits_of(len(rows), vocab, 3, dtype))
+    _check_op_equals_reference(rows, logits_of(len(rows), vocab, 3, dtype))
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,30 +118,30 @@ def test_op_is_the_reference(rows: list[Row], cuts: bool, vocab: int, dtype: tor
     st.sampled_from((0.01, 1.0, 3.0)),
     st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
 )
-def test_op_is_the_reference_where_rows_are_cut_one_by_one(
+def test_op_equals_the_reference_when_rows_are_cut_one_by_one(
     rows: list[Row], vocab: int, seed: int, spread: float, dtype: torch.dtype
 ) -> None:
     """The op equals the reference for flat and steep logits; in bfloat16 many logits are equal."""
-    _op_is_the_reference(rows, logits_of(len(rows), vocab, seed, dtype) * spread)
+    _check_op_equals_reference(rows, logits_of(len(rows), vocab, seed, dtype) * spread)
 
 
-def test_equals_of_the_kth_stay_and_greedy_takes_the_first_of_equals() -> None:
+def test_ties_of_the_kth_token_stay_and_greedy_takes_the_first_tie() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0], [1.0, 3.0, 3.0, 2.0, 0.0]])
-    found = reference.processed(logits, *columns([(1.0, 2, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])).exp()
-    assert (found[0] > 0).tolist() == [False, True, True, True, False]
-    assert found[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+    probabilities = reference.processed(logits, *columns([(1.0, 2, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])).exp()
+    assert (probabilities[0] > 0).tolist() == [False, True, True, True, False]
+    assert probabilities[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_top_p_cuts_what_top_k_left() -> None:
+def test_top_p_applies_to_the_tokens_left_by_top_k() -> None:
     """0.4 / (0.4 + 0.3) already reaches 0.55: of the two tokens that top-k leaves, one stays."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    kept = reference.processed(logits, *columns([(1.0, 2, 0.55, 0.0)]))
-    alone = reference.processed(logits, *columns([(1.0, 0, 0.55, 0.0)]))
-    assert torch.isfinite(kept).sum() == 1
-    assert torch.isfinite(alone).sum() == 2
+    with_top_k = reference.processed(logits, *columns([(1.0, 2, 0.55, 0.0)]))
+    without_top_k = reference.processed(logits, *columns([(1.0, 0, 0.55, 0.0)]))
+    assert torch.isfinite(with_top_k).sum() == 1
+    assert torch.isfinite(without_top_k).sum() == 2
 
 
-def test_min_p_cuts_before_top_p_counts() -> None:
+def test_min_p_applies_before_top_p() -> None:
     """Top-p counts the mass that min-p left.
 
     Of 0.5, 0.3, 0.15 and 0.05, min-p 0.4 leaves 0.625 and 0.375 after rescaling. The first token alone reaches 0.6 of
@@ -160,8 +160,8 @@ def _cut_before_temperature(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: 
 
 
 def _not_normalised(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
-    kept = reference.processed(logits, t, k, p, m)
-    return torch.where(torch.isfinite(kept), torch.log_softmax(logits / t[:, None], dim=-1), kept)
+    processed = reference.processed(logits, t, k, p, m)
+    return torch.where(torch.isfinite(processed), torch.log_softmax(logits / t[:, None], dim=-1), processed)
 
 
 def _one_short(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
@@ -170,8 +170,8 @@ def _one_short(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Te
 
 def _top_p_first(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
     nothing = torch.zeros_like(k)
-    kept = reference.processed(logits, t, nothing, p)
-    return reference.processed(kept, torch.ones_like(t), k, torch.ones_like(p), m)
+    after_top_p = reference.processed(logits, t, nothing, p)
+    return reference.processed(after_top_p, torch.ones_like(t), k, torch.ones_like(p), m)
 
 
 def _min_p_of_the_whole(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _min_p_of_the_whole(logits: Tensor, t: Tensor, k: Tensor, p: Tensor, m: Tens
 @pytest.mark.parametrize(
     "planted", [_cut_before_temperature, _not_normalised, _one_short, _top_p_first, _min_p_of_the_whole]
 )
-def test_planted_bugs_are_seen(planted: Callable[..., Tensor]) -> None:
+def test_planted_bugs_are_detected(planted: Callable[..., Tensor]) -> None:
     rows: list[Row] = [(0.5, 4, 0.8, 0.0), (1.9, 6, 0.9, 0.2), (0.7, 3, 1.0, 0.0), (1.3, 5, 0.6, 0.1), (1.5, 0, 1, 0.3)]
     logits = logits_of(len(rows), 12, 1)
     assert torch.allclose(reference.processed(logits, *columns(rows)), wanted_of(logits, rows))

@@ -50,8 +50,8 @@ def by_op(case: Case, *, dense: bool = False) -> Tensor:
 
 def by_reference(case: Case) -> Tensor:
     """Run the reference, which takes the suffix separately from the cache; completely hidden blocks leave the table."""
-    kept = [case.keys(b) for b in range(len(case.sequences))]
-    suffixes = [(k[s.prefix :], v[s.prefix :]) for s, (k, v) in zip(case.sequences, kept, strict=True)]
+    keys_and_values = [case.keys(b) for b in range(len(case.sequences))]
+    suffixes = [(k[s.prefix :], v[s.prefix :]) for s, (k, v) in zip(case.sequences, keys_and_values, strict=True)]
     lengths = [s.rows for s in case.sequences]
     counts = [len(s.queries) for s in case.sequences]
     assert all(s.start % BLOCK == 0 and s.start <= s.prefix for s in case.sequences)
@@ -99,24 +99,24 @@ def with_starts(case: Case, start: Callable[[Sequence], int]) -> Case:
 
 @settings(max_examples=80, deadline=None)
 @given(CASES)
-def test_op_is_dense_softmax_over_what_each_path_names(case: Case) -> None:
+def test_op_equals_dense_softmax_over_each_path(case: Case) -> None:
     assert close(by_op(case), by_definition(case))
 
 
 @settings(max_examples=60, deadline=None)
 @given(CASES)
-def test_reference_is_dense_softmax_and_op_is_the_reference(case: Case) -> None:
+def test_reference_equals_dense_softmax_and_op_equals_the_reference(case: Case) -> None:
     """The reference has no window; hiding whole blocks equals a shorter table."""
     case = with_starts(case, lambda s: s.start // BLOCK * BLOCK)
-    found = by_reference(case)
-    assert close(found, by_definition(case))
-    assert close(by_op(case), found)
+    from_reference = by_reference(case)
+    assert close(from_reference, by_definition(case))
+    assert close(by_op(case), from_reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 @pytest.mark.parametrize("name", UGLY)
-def test_ugly_shapes(name: str, scattered: bool, dtype: torch.dtype) -> None:
+def test_irregular_shapes(name: str, scattered: bool, dtype: torch.dtype) -> None:
     case = make(UGLY[name], kv=2, groups=3, scattered=scattered, dtype=dtype)
     wanted = by_definition(case)
     assert close(by_op(case), wanted)
@@ -126,7 +126,7 @@ def test_ugly_shapes(name: str, scattered: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_hosts_word_that_all_is_seen_changes_nothing(batch: int, scattered: bool) -> None:
+def test_dense_flag_does_not_change_the_output(batch: int, scattered: bool) -> None:
     """Single tokens and the newest node of a chain see every key, so no mask is needed and none is made."""
     newest = Sequence(6, 3, (-1, 0, 1), (2,), start=2)
     case = make((newest, tree(11), tree(3))[:batch], kv=2, groups=2, scattered=scattered, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_the_hosts_word_that_all_is_seen_changes_nothing(batch: int, scattered: 
     assert scattered or all(isinstance(run.rows, slice) for run in runs), "what lies behind each other is not copied"
 
 
-def test_a_draft_asks_from_behind_the_rows_it_wrote_before() -> None:
+def test_queries_may_be_the_last_rows_of_a_longer_suffix() -> None:
     """The reference's causal queries are the last rows of a longer suffix."""
     whole = make((chunk(5, 6),), kv=1, groups=2, scattered=True, dtype=torch.float64)
     last = replace(
@@ -148,7 +148,7 @@ def test_a_draft_asks_from_behind_the_rows_it_wrote_before() -> None:
     assert close(by_reference(last), by_definition(last))
 
 
-def test_a_query_that_sees_nothing_yields_zeros() -> None:
+def test_query_without_visible_keys_yields_zeros() -> None:
     case = make((tree(0, 0),), kv=1, groups=1, scattered=False, dtype=torch.float64)
     blind = replace(case, ancestors_T=torch.tensor([1 << 5, 3]))  # bit 5 is no existing row
     assert (by_reference(blind)[0] == 0).all()
@@ -183,7 +183,7 @@ def _late_window(case: Case) -> Case:
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 @pytest.mark.parametrize("plant", [_ancestor_bit, _swapped_block, _short_prefix, _causal_tree, _late_window])
-def test_planted_bugs_are_seen(plant: Callable[[Case], Case], scattered: bool) -> None:
+def test_planted_bugs_are_detected(plant: Callable[[Case], Case], scattered: bool) -> None:
     case = make((tree(9, 0, 0, 1, 2), chain(6, 2)), kv=2, groups=2, scattered=scattered, dtype=torch.float32)
     wanted = by_definition(case)
     assert close(by_op(case), wanted)

@@ -72,7 +72,7 @@ def make(parents: tuple[tuple[int, ...], ...], seed: int) -> Trees:
     return Trees(parents, tokens, torch.log_softmax(logits_p, dim=-1), logq, seeds, positions)
 
 
-def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple[list[int], int]:
+def walk_by_loop(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple[list[int], int]:
     """Return (path, bonus) of a walk that follows the child with the chosen token as long as there is one."""
     path, at = [], 0
     while by_token := {tokens[child]: child for child in reversed(children_of(tree, at))}:
@@ -83,7 +83,7 @@ def walked(tree: tuple[int, ...], tokens: list[int], chosen: list[int]) -> tuple
     return path, chosen[at]
 
 
-def rounds(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int], int]:
+def rounds_by_loop(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int], int]:
     """Run multi-round sampling of one tree on lists of floats; ``drawn`` may differ by node."""
     tree, tokens = trees.parents[b], trees.tokens_BN[b].tolist()
     path, at = [], 0
@@ -108,46 +108,46 @@ def rounds(trees: Trees, b: int, *, drawn: bool | list[bool]) -> tuple[list[int]
         at = taken
 
 
-def unpadded(found: op.Accepted) -> list[tuple[list[int], int]]:
+def unpadded(accepted: op.Accepted) -> list[tuple[list[int], int]]:
     """Return (path, bonus) per row; checks that counts, last nodes and padding agree."""
-    paths = [path[:count] for path, count in zip(found.path_BD.tolist(), found.count_B.tolist(), strict=True)]
-    assert found.last_B.tolist() == [path[-1] if path else 0 for path in paths]
-    assert (found.path_BD >= 0).sum(-1).tolist() == found.count_B.tolist()
-    return list(zip(paths, found.bonus_B.tolist(), strict=True))
+    paths = [path[:count] for path, count in zip(accepted.path_BD.tolist(), accepted.count_B.tolist(), strict=True)]
+    assert accepted.last_B.tolist() == [path[-1] if path else 0 for path in paths]
+    assert (accepted.path_BD >= 0).sum(-1).tolist() == accepted.count_B.tolist()
+    return list(zip(paths, accepted.bonus_B.tolist(), strict=True))
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> Trees:
     """Draw up to five trees of up to nine nodes, including single roots; no node has more children than tokens."""
-    found = []
+    forest = []
     for _ in range(draw(st.integers(1, 5))):
         parents = [-1]
         for node in range(1, draw(st.integers(1, 9))):
             parents.append(draw(st.integers(parents[-1] if node > 1 else 0, node - 1)))
-        found.append(tuple(parents))
-    return make(tuple(found), draw(st.integers(0, 99_999)))
+        forest.append(tuple(parents))
+    return make(tuple(forest), draw(st.integers(0, 99_999)))
 
 
 @settings(max_examples=120, deadline=None)
 @given(trees(), st.integers(0, 99))
-def test_walk_follows_the_child_that_was_chosen(case: Trees, seed: int) -> None:
+def test_walk_follows_the_chosen_child(case: Trees, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     chosen_BN = torch.randint(0, 3, case.tokens_BN.shape, generator=generator)
     case = replace(case, tokens_BN=torch.randint(0, 3, case.tokens_BN.shape, generator=generator))
-    found = op.walk(case.parents_BN, case.tokens_BN, chosen_BN, case.depth)
+    actual = op.walk(case.parents_BN, case.tokens_BN, chosen_BN, case.depth)
     wanted = [
-        walked(tree, tokens, chosen)
+        walk_by_loop(tree, tokens, chosen)
         for tree, tokens, chosen in zip(case.parents, case.tokens_BN.tolist(), chosen_BN.tolist(), strict=True)
     ]
-    assert unpadded(found) == wanted
+    assert unpadded(actual) == wanted
 
 
 @settings(max_examples=80, deadline=None)
 @given(trees(), st.booleans())
-def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, drawn: bool) -> None:
+def test_multi_round_op_reference_and_loop_agree(case: Trees, drawn: bool) -> None:
     logq = case.logq_BNV if drawn else None
     args = (case.parents_BN, case.tokens_BN, case.logp_BNV, logq, case.seed_B, case.position_B)
-    found = unpadded(op.multi_round(*args, case.depth))
+    from_op = unpadded(op.multi_round(*args, case.depth))
     for b, tree in enumerate(case.parents):
         here = slice(len(tree))
         one = reference.multi_round(
@@ -158,25 +158,25 @@ def test_multi_round_sampling_of_op_reference_and_loop_are_one(case: Trees, draw
             int(case.seed_B[b]),
             int(case.position_B[b]),
         )
-        assert one == rounds(case, b, drawn=drawn) == found[b]
+        assert one == rounds_by_loop(case, b, drawn=drawn) == from_op[b]
 
 
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.data())
-def test_nodes_with_drawn_and_with_deterministic_children_go_together(case: Trees, data: st.DataObject) -> None:
+def test_drawn_and_deterministic_children_mix_by_node(case: Trees, data: st.DataObject) -> None:
     """Drawn and deterministic children may be mixed by node; q has no effect at nodes with deterministic children."""
     shape = case.tokens_BN.shape
     drawn_BN = torch.tensor(data.draw(st.lists(st.booleans(), min_size=shape.numel(), max_size=shape.numel())))
     drawn_BN = drawn_BN.view(shape)
     args = (case.parents_BN, case.tokens_BN, case.logp_BNV, case.logq_BNV, case.seed_B, case.position_B)
     width = max(len(children_of(tree, node)) for tree in case.parents for node in range(len(tree)))
-    found = unpadded(op.multi_round(*args, case.depth, drawn_BN=drawn_BN, width=width))
+    actual = unpadded(op.multi_round(*args, case.depth, drawn_BN=drawn_BN, width=width))
     for b in range(len(case.parents)):
-        assert found[b] == rounds(case, b, drawn=drawn_BN[b].tolist())
+        assert actual[b] == rounds_by_loop(case, b, drawn=drawn_BN[b].tolist())
 
 
 @pytest.mark.parametrize("known", [1, 2])
-def test_siblings_that_q_could_not_give_count_as_deterministic(known: int) -> None:
+def test_siblings_outside_q_count_as_deterministic(known: int) -> None:
     """Siblings that q cannot produce count as deterministic.
 
     If q is truncated to fewer tokens than there are siblings, the remaining siblings were not drawn, and p/q would
@@ -188,31 +188,31 @@ def test_siblings_that_q_could_not_give_count_as_deterministic(known: int) -> No
     cut = case.logq_BNV.masked_fill(case.logq_BNV < best.values[:, None, known - 1 : known], -torch.inf)
     case = replace(case, logq_BNV=torch.log_softmax(cut, dim=-1))
     args = (case.parents_BN, case.tokens_BN, case.logp_BNV, case.logq_BNV, case.seed_B, case.position_B)
-    found = unpadded(op.multi_round(*args, case.depth))
-    assert found == [rounds(case, b, drawn=True) for b in range(len(case.parents))]
-    assert any(path == [known + 1] for path, _ in found), "one of them is taken now and then"
-    assert any(path == [] for path, _ in found), "and not always"
+    actual = unpadded(op.multi_round(*args, case.depth))
+    assert actual == [rounds_by_loop(case, b, drawn=True) for b in range(len(case.parents))]
+    assert any(path == [known + 1] for path, _ in actual), "one of them is taken now and then"
+    assert any(path == [] for path, _ in actual), "and not always"
 
 
 @settings(max_examples=40, deadline=None)
 @given(trees())
 def test_coupled_tokens_are_the_argmax_over_noise(case: Trees) -> None:
     logp_RV, seed_R, position_R = case.logp_BNV[:, 0], case.seed_B, case.position_B
-    found = reference.coupled_tokens(logp_RV, seed_R, position_R)
-    for row, token in enumerate(found.tolist()):
+    coupled = reference.coupled_tokens(logp_RV, seed_R, position_R)
+    for row, token in enumerate(coupled.tolist()):
         noise = gumbel(seed_R[row : row + 1], position_R[row : row + 1], VOCABULARY)[0].tolist()
         noised = [p + g for p, g in zip(logp_RV[row].tolist(), noise, strict=True)]
         assert token == noised.index(max(noised))
 
 
-def test_a_tree_without_nodes_emits_the_targets_token() -> None:
+def test_tree_without_nodes_emits_the_targets_token() -> None:
     case = make(((-1,), (-1,)), 0)
     chosen = torch.tensor([[4], [2]])
-    found = op.walk(case.parents_BN, case.tokens_BN, chosen, 0)
-    assert unpadded(found) == [([], 4), ([], 2)]
-    assert found.path_BD.shape == (2, 0)
+    accepted = op.walk(case.parents_BN, case.tokens_BN, chosen, 0)
+    assert unpadded(accepted) == [([], 4), ([], 2)]
+    assert accepted.path_BD.shape == (2, 0)
     args = (case.parents_BN, case.tokens_BN, case.logp_BNV, None, case.seed_B, case.position_B)
-    assert unpadded(op.multi_round(*args, 0)) == [rounds(case, b, drawn=False) for b in range(2)]
+    assert unpadded(op.multi_round(*args, 0)) == [rounds_by_loop(case, b, drawn=False) for b in range(2)]
 
 
 def test_certain_proposals_are_always_taken_and_impossible_ones_never() -> None:
@@ -261,16 +261,16 @@ def _not_normalised(case: Trees, patch: pytest.MonkeyPatch) -> Trees:
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["best", "drawn"])
 @pytest.mark.parametrize("plant", [_wrong_parent, _siblings_turned, _coin_of_another, _late_position, _not_normalised])
-def test_planted_bugs_are_seen(
+def test_planted_bugs_are_detected(
     plant: Callable[[Trees, pytest.MonkeyPatch], Trees], drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make(MANY, 5)
-    wanted = [rounds(case, b, drawn=drawn) for b in range(len(MANY))]
+    wanted = [rounds_by_loop(case, b, drawn=drawn) for b in range(len(MANY))]
     assert _answers(case, drawn=drawn) == wanted
     assert _answers(plant(case, monkeypatch), drawn=drawn) != wanted
 
 
-def test_a_walk_over_a_wrong_parent_is_seen() -> None:
+def test_walk_over_a_wrong_parent_is_detected() -> None:
     case = make(MANY, 6)
     chosen = case.tokens_BN.roll(-1, 1)
     right = unpadded(op.walk(case.parents_BN, case.tokens_BN, chosen, case.depth))

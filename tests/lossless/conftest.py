@@ -245,19 +245,19 @@ def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit
 
 def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) -> dict[str, list[int]]:
     """Return the tokens of all requests, and check that the engine's accounting balances once it is idle."""
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for group in [list(requests)] if together else [[request] for request in requests]:
         for request in group:
             engine.add(request)
         while not engine.idle:
             for new in engine.step():
-                _take(found, new)
+                _take(tokens_by_request, new)
     engine.check()
-    return found
+    return tokens_by_request
 
 
-def _take(found: dict[str, list[int]], new: Tokens) -> None:
-    found[new.request_id] += new.tokens
+def _take(tokens_by_request: dict[str, list[int]], new: Tokens) -> None:
+    tokens_by_request[new.request_id] += new.tokens
     assert new.finish in (None, "length")
 
 

@@ -41,29 +41,29 @@ def local() -> LocalEngine:
 
 def requests(local: LocalEngine) -> list[Submit]:
     lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
-    found = []
+    submits = []
     for i in range(COUNT):
         sampling = Sampling(max_tokens=TOKENS, seed=i, temperature=(0.0, 0.8)[i % 2], ignore_eos=True)
         prompt = local.prompt(lines[7 * i % len(lines)]).tokens
-        found.append(Submit(request_id=str(i), prompt=prompt, sampling=sampling, task=f"t{i % len(SHAPES)}"))
-    return found
+        submits.append(Submit(request_id=str(i), prompt=prompt, sampling=sampling, task=f"t{i % len(SHAPES)}"))
+    return submits
 
 
 def texts(local: LocalEngine, submits: Sequence[Submit], *, at_once: int) -> tuple[list[list[int]], int]:
     """Return the tokens of every request, run ``at_once`` at a time, and the number of drafted tokens."""
-    found: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+    tokens_by_request: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     accepted = 0
     for begin in range(0, len(submits), at_once):
         for submit in submits[begin : begin + at_once]:
             local.engine.add(submit)
         while not local.engine.idle:
             for new in local.engine.step():
-                found[new.request_id] += new.tokens
+                tokens_by_request[new.request_id] += new.tokens
                 accepted += new.accepted if new.finish else 0
-    return list(found.values()), accepted
+    return list(tokens_by_request.values()), accepted
 
 
-def test_nothing_parts_in_bf16(local: LocalEngine, lossless: Any) -> None:
+def test_bf16_texts_do_not_diverge(local: LocalEngine, lossless: Any) -> None:
     plan_of, *_ = lossless
     submits = requests(local)
     local.run_shape(TreeShape(()))

@@ -53,7 +53,7 @@ class Tally:
 
     texts: int = 0
     tokens: int = 0
-    parted: list[str] = field(default_factory=list)
+    near_ties: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def local() -> LocalEngine:
 
 
 @pytest.fixture(scope="module")
-def judge(local: LocalEngine) -> Llama:
+def reference_model(local: LocalEngine) -> Llama:
     """Return a second copy of the target as loaded, without engine, cache or fused matrices."""
     return load_llama(local.folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def line(index: int) -> dict[str, Any]:
+def prompt_record(index: int) -> dict[str, Any]:
     """Return prompt ``index``.
 
     The first prompts cover all kinds. From the second round on, each question follows another question.
@@ -90,25 +90,27 @@ def line(index: int) -> dict[str, Any]:
 
 def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
     """Return the requests. Task ``t<i>`` runs the i-th shape, and tasks are rotated from batch to batch."""
-    found = []
+    submits = []
     for i in range(COUNT):
         temperature, top_p, top_k = SAMPLING_PARAMS[i // BATCH % len(SAMPLING_PARAMS)] if sampled else (0.0, 1.0, 0)
         sampling = Sampling(max_tokens=TOKENS, seed=500 + i, temperature=temperature, top_p=top_p, top_k=top_k)
         task = f"t{(i + i // BATCH) % len(SHAPES)}"
-        found.append(Submit(request_id=str(i), prompt=local.prompt(line(i)).tokens, sampling=sampling, task=task))
-    return found
+        submits.append(
+            Submit(request_id=str(i), prompt=local.prompt(prompt_record(i)).tokens, sampling=sampling, task=task)
+        )
+    return submits
 
 
 def answers(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
     """Return the answers of all requests, of which the scheduler runs eight at a time."""
-    found = {submit.request_id: Answer() for submit in submits}
+    answer_by_request = {submit.request_id: Answer() for submit in submits}
     for submit in submits:
         local.engine.add(submit)
     while not local.engine.idle:
         for new in local.engine.step():
-            found[new.request_id].take(new)
+            answer_by_request[new.request_id].take(new)
     local.engine.check()
-    return list(found.values())
+    return list(answer_by_request.values())
 
 
 @pytest.fixture
@@ -134,14 +136,14 @@ def plain(local: LocalEngine) -> Run:
 
 
 @torch.inference_mode()
-def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
+def scores(reference_model: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
     """Return the scores that are compared at every position of the answer, [len(tokens) + 1, V].
 
     These are logits, or log-probabilities plus noise if the request is sampled.
     """
     read = [*submit.prompt, *tokens]
-    _, hidden = read_states(judge, torch.tensor(read))
-    logits = judge.logits(hidden[len(submit.prompt) - 1 :])
+    _, hidden = read_states(reference_model, torch.tensor(read))
+    logits = reference_model.logits(hidden[len(submit.prompt) - 1 :])
     sampling, rows = submit.sampling, len(logits)
     if sampling.temperature == 0:
         return logits
@@ -151,70 +153,72 @@ def scores(judge: Llama, submit: Submit, tokens: Sequence[int]) -> Tensor:
     return logp + gumbel(torch.full((rows,), sampling.seed), positions, logits.shape[-1])
 
 
-def parting(judge: Llama, submit: Submit, wanted: Sequence[int], found: Sequence[int]) -> str | None:
+def divergence(reference_model: Llama, submit: Submit, wanted: Sequence[int], actual: Sequence[int]) -> str | None:
     """Return None for equal texts, or a message if they diverge at a near tie. Fail on any other difference."""
-    if list(wanted) == list(found):
+    if list(wanted) == list(actual):
         return None
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
+    at = next((i for i, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b), None)
     assert at is not None, f"prompt {submit.request_id}: one text ends where the other goes on"
-    best = scores(judge, submit, wanted[:at])[-1].topk(2)
+    best = scores(reference_model, submit, wanted[:at])[-1].topk(2)
     gap = float(best.values[0] - best.values[1])
-    which = f"prompt {submit.request_id} ({submit.task}), token {at}: {wanted[at]} or {found[at]}, {gap:.1e} apart"
-    assert {wanted[at], found[at]} == set(best.indices.tolist()), f"{which}: neither is a near tie's token"
+    which = f"prompt {submit.request_id} ({submit.task}), token {at}: {wanted[at]} or {actual[at]}, {gap:.1e} apart"
+    assert {wanted[at], actual[at]} == set(best.indices.tolist()), f"{which}: neither is a near tie's token"
     assert gap < NEAR, which
     return which
 
 
-def compare(judge: Llama, submits: Sequence[Submit], wanted: list[Answer], found: list[Answer]) -> Tally:
+def compare(reference_model: Llama, submits: Sequence[Submit], wanted: list[Answer], actual: list[Answer]) -> Tally:
     tally = Tally()
-    for submit, a, b in zip(submits, wanted, found, strict=True):
+    for submit, a, b in zip(submits, wanted, actual, strict=True):
         tally.texts, tally.tokens = tally.texts + 1, tally.tokens + len(a.tokens)
-        if told := parting(judge, submit, a.tokens, b.tokens):
-            tally.parted.append(told)
+        if message := divergence(reference_model, submit, a.tokens, b.tokens):
+            tally.near_ties.append(message)
     return tally
 
 
-def told(name: str, tally: Tally, found: list[Answer]) -> str:
-    per_step = 1 + sum(a.accepted for a in found) / sum(a.drafts for a in found)
-    distinct = distinct_4grams([a.tokens for a in found])
+def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
+    per_step = 1 + sum(a.accepted for a in outputs) / sum(a.drafts for a in outputs)
+    distinct = distinct_4grams([a.tokens for a in outputs])
     lines = [
-        f"{name}: {tally.texts} texts, {tally.tokens} tokens, {len(tally.parted)} parted at a near tie, "
+        f"{name}: {tally.texts} texts, {tally.tokens} tokens, {len(tally.near_ties)} parted at a near tie, "
         f"{per_step:.2f} tokens/step, {100 * distinct:.0f} % distinct 4-grams"
     ]
-    return "\n    ".join(["", *lines, *tally.parted])
+    return "\n    ".join(["", *lines, *tally.near_ties])
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_speculative_text_is_plain_text(
+def test_speculative_text_equals_plain_text(
     local: LocalEngine,
-    judge: Llama,
+    reference_model: Llama,
     plain: Run,
     speculative: Run,
     sampled: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     submits = requests(local, sampled=sampled)
-    wanted, found = plain(submits), speculative(submits)
-    assert sum(a.drafts for a in wanted) == 0 < min(a.drafts for a in found)
-    tally = compare(judge, submits, wanted, found)
+    wanted, actual = plain(submits), speculative(submits)
+    assert sum(a.drafts for a in wanted) == 0 < min(a.drafts for a in actual)
+    tally = compare(reference_model, submits, wanted, actual)
     with capsys.disabled():
-        print(told("sampled" if sampled else "greedy", tally, found))
-    per_step = 1 + sum(a.accepted for a in found) / sum(a.drafts for a in found)
+        print(summary_text("sampled" if sampled else "greedy", tally, actual))
+    per_step = 1 + sum(a.accepted for a in actual) / sum(a.drafts for a in actual)
     assert per_step > 1.2, "the draft must be good enough to test anything"
-    assert len(tally.parted) <= max(1, COUNT // 20), "near ties are rarer than that"
+    assert len(tally.near_ties) <= max(1, COUNT // 20), "near ties are rarer than that"
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_plain_text_is_what_one_dense_pass_says(local: LocalEngine, judge: Llama, plain: Run, sampled: bool) -> None:
+def test_plain_text_matches_one_dense_pass(
+    local: LocalEngine, reference_model: Llama, plain: Run, sampled: bool
+) -> None:
     """Every token of the plain text is the best one at its position, up to near ties.
 
     The check itself must distinguish a wrong token from a near tie.
     """
     submits = requests(local, sampled=sampled)[6:10]  # covers two sets of sampling parameters
     for submit, answer in zip(submits, plain(submits), strict=True):
-        places = scores(judge, submit, answer.tokens)[:-1]
+        places = scores(reference_model, submit, answer.tokens)[:-1]
         best = places.max(-1).values - places.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert (best < NEAR).all()
         changed = [*answer.tokens[:-1], (answer.tokens[-1] + 1) % places.shape[-1]]
         with pytest.raises(AssertionError, match="apart"):
-            parting(judge, submit, answer.tokens, changed)
+            divergence(reference_model, submit, answer.tokens, changed)

@@ -39,13 +39,15 @@ def plain(pair: Any) -> PlainDecoding:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [TreeShape(()), *CHAINS, *TREES], ids=str)
-def test_alone(make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool) -> None:
+def test_single_sequences_equal_plain_decoding(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
+) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine("copy", max_num_seqs=1)
     engine.set_plan(plan_of([shape]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
-    found = texts(engine, requests, together=False)
-    assert found == {r.request_id: plain.text(r) for r in requests}
+    tokens_by_request = texts(engine, requests, together=False)
+    assert tokens_by_request == {r.request_id: plain.text(r) for r in requests}
     if shape.nodes:
         report = engine.report()
         assert 1 + report.accepted_tokens / report.drafts >= 1.5, "the draft must be good enough to test anything"
@@ -60,7 +62,7 @@ MIXES = {
 @pytest.mark.parametrize("draft", ["copy", "eagle3"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_eight_of_mixed_shapes(
+def test_batch_of_mixed_shapes_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: PlainDecoding, mix: str, sampled: bool, draft: str
 ) -> None:
     plan_of, submit, texts = lossless
@@ -73,7 +75,7 @@ def test_eight_of_mixed_shapes(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_trees_leave_by_siblings(make_engine: Any, lossless: Any, plain: PlainDecoding, sampled: bool) -> None:
+def test_trees_accept_sibling_nodes(make_engine: Any, lossless: Any, plain: PlainDecoding, sampled: bool) -> None:
     """At least a tenth of the tree steps accept a node that is not its parent's first child."""
     plan_of, submit, texts = lossless
     widths = (4, 2, 1)
@@ -116,7 +118,7 @@ def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [CHAINS[0], CHAINS[5], *TREES], ids=str)
-def test_drafts_are_those_of_one_dense_pass(
+def test_drafts_match_one_dense_pass(
     make_engine: Any, lossless: Any, pair: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
     """Accepted tokens match, to the token, the ranks that the draft gives in one dense pass.
@@ -133,8 +135,8 @@ def test_drafts_are_those_of_one_dense_pass(
     wanted = [0, 0]
     for request in requests:
         longer = submit(int(request.request_id), sampled=sampled, tokens=TOKENS + MAX_RANKS)
-        found = _steps(shape, _ranks(pair, request, plain.text(longer)), TOKENS)
-        wanted = [a + b for a, b in zip(wanted, found, strict=True)]
+        counts = _steps(shape, _ranks(pair, request, plain.text(longer)), TOKENS)
+        wanted = [a + b for a, b in zip(wanted, counts, strict=True)]
     report = engine.report()
     assert [report.drafts, report.accepted_tokens] == wanted
 
@@ -161,7 +163,9 @@ def test_pipelined(make_engine: Any, lossless: Any, plain: PlainDecoding) -> Non
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
 
 
-def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_knobs_guard_and_exploration_do_not_change_the_text(
+    make_engine: Any, lossless: Any, plain: PlainDecoding
+) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
@@ -178,7 +182,7 @@ def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: PlainDecod
     plan_of, submit, _ = lossless
     engine = make_engine("copy")
     requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]
-    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
     for request in requests:
         engine.add(request)
     steps = 0
@@ -186,7 +190,7 @@ def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: PlainDecod
         if steps in (0, 100):
             engine.set_plan(plan_of([CHAINS[2]], version=2) if steps else Plan(draft="d", version=1))
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
         steps += 1
-    assert found == {r.request_id: plain.text(r) for r in requests}
+    assert tokens_by_request == {r.request_id: plain.text(r) for r in requests}
     assert engine.report().drafts > 0

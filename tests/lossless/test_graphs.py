@@ -27,7 +27,7 @@ def serve(
     engine: Engine, requests: Sequence[Submit], every: int, between: Callable[[Engine, int], None] | None = None
 ) -> Text:
     """Run the requests, one more every ``every`` steps, so that the batch grows and shrinks through the buckets."""
-    found: Text = {request.request_id: [] for request in requests}
+    tokens_by_request: Text = {request.request_id: [] for request in requests}
     coming, steps = list(reversed(requests)), 0
     while coming or not engine.idle:
         if coming and steps % every == 0:
@@ -36,9 +36,9 @@ def serve(
         if between is not None and steps < 60:
             between(engine, steps)
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
     engine.check()
-    return found
+    return tokens_by_request
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def acceptance(report: Report) -> Any:
     [("copy", NONE), ("copy", CHAIN), ("copy", TREE), ("eagle3", CHAIN), ("draft-model", CHAIN)],
     ids=str,
 )
-def test_growing_and_shrinking(
+def test_growing_and_shrinking_batches(
     make_engine: Any, lossless: Any, plain: Any, draft: str, shape: TreeShape, sampled: bool
 ) -> None:
     plan_of, submit, _ = lossless
@@ -82,7 +82,7 @@ def test_growing_and_shrinking(
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
-def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
+def test_all_features_together(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
     """The text is the same with all features combined.
 
     Chains, trees and plain rows in one batch, greedy and seeded, pipelined steps, prompt chunks, preemptions and prefix
@@ -95,7 +95,7 @@ def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> N
     engine = make_engine(draft, max_num_seqs=6, blocks=60, budget=48, pipelined=True, graphs=(2, 4, 6))
     engine.set_plan(plan_of(shapes))
     for _ in range(2):
-        assert serve(engine, requests, every=2, between=drive_out) == wanted
+        assert serve(engine, requests, every=2, between=preempt_every_six_steps) == wanted
     report, made = engine.report(), engine._graphs
     assert engine.preemptions > 5
     assert report.prefix_hit_tokens > 0
@@ -104,7 +104,7 @@ def test_all_of_it(make_engine: Any, lossless: Any, plain: Any, draft: str) -> N
     assert len({key.tokens for key in made._graphs}) > 2
 
 
-def drive_out(engine: Engine, step: int) -> None:
+def preempt_every_six_steps(engine: Engine, step: int) -> None:
     """Preempt a running request every six steps."""
     scheduler = engine._scheduler
     if step % 6 == 5 and scheduler.running:
@@ -112,7 +112,7 @@ def drive_out(engine: Engine, step: int) -> None:
 
 
 @SAMPLED
-def test_what_no_graph_holds_runs_beside(make_engine: Any, lossless: Any, plain: Any, sampled: bool) -> None:
+def test_steps_without_a_graph_run_eagerly(make_engine: Any, lossless: Any, plain: Any, sampled: bool) -> None:
     """Steps with penalties or logprobs run eagerly, other steps are replayed, and the text is the same."""
     plan_of, submit, _ = lossless
     requests = [submit(i, sampled=sampled, tokens=12 if i % 2 else 40) for i in range(6)]
@@ -120,7 +120,7 @@ def test_what_no_graph_holds_runs_beside(make_engine: Any, lossless: Any, plain:
         Submit(
             request_id=one.request_id,
             prompt=one.prompt,
-            sampling=_with(one, {1: {"presence_penalty": 1.0}, 3: {"logprobs": 2}}.get(i, {})),
+            sampling=_changed_sampling(one, {1: {"presence_penalty": 1.0}, 3: {"logprobs": 2}}.get(i, {})),
             task=one.task,
         )
         for i, one in enumerate(requests)
@@ -134,13 +134,13 @@ def test_what_no_graph_holds_runs_beside(make_engine: Any, lossless: Any, plain:
     assert made.replayed > 0
 
 
-def _with(one: Submit, changed: dict[str, Any]) -> Any:
+def _changed_sampling(one: Submit, changed: dict[str, Any]) -> Any:
     import msgspec
 
     return msgspec.structs.replace(one.sampling, **changed)
 
 
-def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: Any, plain: Any) -> None:
+def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lossless: Any, plain: Any) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine("copy", graphs=BUCKETS)
     engine.set_plan(plan_of([CHAIN], guard=True, explore=0.5, max_depth=6))
@@ -150,11 +150,11 @@ def test_knobs_guard_and_exploration_cannot_be_seen(make_engine: Any, lossless: 
     assert engine._graphs.replayed > 0
 
 
-def test_a_swap_leaves_no_graph_of_the_draft_before(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
+def test_draft_swap_discards_the_old_drafts_graphs(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
     plan_of, submit, _ = lossless
     engine = make_engine("eagle3", graphs=BUCKETS, pipelined=True)
     requests = [submit(i, sampled=i % 2 == 0, tokens=60) for i in range(4)]
-    found: Text = {request.request_id: [] for request in requests}
+    tokens_by_request: Text = {request.request_id: [] for request in requests}
     engine.set_plan(plan_of([CHAIN]))
     for request in requests:
         engine.add(request)
@@ -168,6 +168,6 @@ def test_a_swap_leaves_no_graph_of_the_draft_before(make_engine: Any, lossless: 
             assert len(engine._graphs) == 0
             engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
         for tokens in new:
-            found[tokens.request_id] += tokens.tokens
-    assert found == plain(requests)
+            tokens_by_request[tokens.request_id] += tokens.tokens
+    assert tokens_by_request == plain(requests)
     assert {cell.draft for cell in engine.report().acceptance} == {"d", "new"}

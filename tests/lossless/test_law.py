@@ -178,7 +178,7 @@ def _chi_square(said_B3: Tensor, joint: Tensor) -> float:
 
 @pytest.mark.parametrize("params", SAMPLING_PARAMS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_joint_law(sampler: str, params: str) -> None:
+def test_joint_distribution(sampler: str, params: str) -> None:
     assert _p_value(sampler, SAMPLING_PARAMS[params]) > 1e-3
 
 
@@ -233,10 +233,10 @@ def _drawn_from_another(patch: pytest.MonkeyPatch) -> None:
     right = MultiRound._draw
 
     def draw(self: MultiRound, logits: Tensor, *rest: Any) -> Tensor:
-        found = right(self, logits, *rest)
+        proposals = right(self, logits, *rest)
         at, _, meant = self._drawn[-1]
         self._drawn[-1] = (at, torch.log_softmax(logits, -1), meant)
-        return found
+        return proposals
 
     patch.setattr(MultiRound, "_draw", draw)
 
@@ -276,7 +276,7 @@ BUGS = {
         for sampler in hit
     ],
 )
-def test_planted_bug_is_seen(
+def test_planted_bug_is_detected(
     bug: Callable[[pytest.MonkeyPatch], None], params: str, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)

@@ -32,21 +32,21 @@ def request(index: int, **sampling: Any) -> Submit:
 
 
 def run(engine: Any, requests: Sequence[Submit]) -> dict[str, list[Tokens]]:
-    found: dict[str, list[Tokens]] = {r.request_id: [] for r in requests}
+    messages_by_request: dict[str, list[Tokens]] = {r.request_id: [] for r in requests}
     for submit in requests:
         engine.add(submit)
     while not engine.idle:
         for new in engine.step():
-            found[new.request_id].append(new)
+            messages_by_request[new.request_id].append(new)
     engine.check()
-    return found
+    return messages_by_request
 
 
-def said(messages: list[Tokens]) -> tuple[list[int], list[Logprobs]]:
+def joined(messages: list[Tokens]) -> tuple[list[int], list[Logprobs]]:
     return [t for new in messages for t in new.tokens], [entry for new in messages for entry in new.logprobs]
 
 
-def is_right(entry: Logprobs, token: int, logits_V: torch.Tensor, top: int) -> bool:
+def is_correct(entry: Logprobs, token: int, logits_V: torch.Tensor, top: int) -> bool:
     logp = torch.log_softmax(logits_V, dim=-1)
     order = logp.sort(descending=True, stable=True)
     return (
@@ -58,20 +58,20 @@ def is_right(entry: Logprobs, token: int, logits_V: torch.Tensor, top: int) -> b
     )
 
 
-def all_right(plain: PlainDecoding, submit: Submit, messages: list[Tokens]) -> bool:
-    tokens, logprobs = said(messages)
+def all_correct(plain: PlainDecoding, submit: Submit, messages: list[Tokens]) -> bool:
+    tokens, logprobs = joined(messages)
     logits = plain.logits([*submit.prompt, *tokens])[len(submit.prompt) - 1 :]
     top = submit.sampling.logprobs
     assert top is not None
     assert len(logprobs) == len(tokens)
-    return all(is_right(*entry, top) for entry in zip(logprobs, tokens, logits, strict=False))
+    return all(is_correct(*entry, top) for entry in zip(logprobs, tokens, logits, strict=False))
 
 
 ODD: dict[str, Any] = {"presence_penalty": 1.0, "logit_bias": ((3, 2.0),), "top_k": 5, "min_p": 0.05}
 
 
 @pytest.mark.parametrize("draft", ["copy", None])
-def test_of_emitted_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str | None) -> None:
+def test_logprobs_of_emitted_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str | None) -> None:
     """Logprobs of emitted tokens are those of the raw logits, before processors and temperature.
 
     Trees, chains and plain rows share a batch.
@@ -81,36 +81,36 @@ def test_of_emitted_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding
     if draft:
         engine.set_plan(plan_of(SHAPES))
     requests = [request(i, logprobs=i % 4, **(ODD if i % 3 == 0 else {})) for i in range(8)]
-    found = run(engine, requests)
+    messages_by_request = run(engine, requests)
     for submit in requests:
-        assert all_right(plain, submit, found[submit.request_id])
+        assert all_correct(plain, submit, messages_by_request[submit.request_id])
     if draft:
-        assert max(len(new.tokens) for messages in found.values() for new in messages) >= 3
+        assert max(len(new.tokens) for messages in messages_by_request.values() for new in messages) >= 3
 
 
-def test_who_asks_for_none_gets_none(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_request_without_logprobs_gets_none(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, *_ = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of(SHAPES))
     requests = [request(0), request(1, logprobs=None)]
-    found = run(engine, requests)
-    assert all_right(plain, requests[0], found["0"])
-    assert not any(new.logprobs or new.prompt_logprobs for new in found["1"])
+    messages_by_request = run(engine, requests)
+    assert all_correct(plain, requests[0], messages_by_request["0"])
+    assert not any(new.logprobs or new.prompt_logprobs for new in messages_by_request["1"])
 
 
-def test_what_comes_after_a_stop_is_cut_like_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_logprobs_after_a_stop_are_cut_like_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, *_ = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of([SHAPES[0]] * 4))
     requests = [request(i, stop_token_ids=tuple(range(0, 61, 4))) for i in range(8)]
-    found = run(engine, requests)
-    assert {messages[-1].finish for messages in found.values()} == {"stop"}
+    messages_by_request = run(engine, requests)
+    assert {messages[-1].finish for messages in messages_by_request.values()} == {"stop"}
     for submit in requests:
-        assert all_right(plain, submit, found[submit.request_id])
+        assert all_correct(plain, submit, messages_by_request[submit.request_id])
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
-def test_of_prompts_over_chunks_and_preemptions(
+def test_prompt_logprobs_across_chunks_and_preemptions(
     make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool
 ) -> None:
     """The first emitted token carries the logprobs of every prompt token but the first, each exactly once."""
@@ -118,29 +118,29 @@ def test_of_prompts_over_chunks_and_preemptions(
     engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined)
     engine.set_plan(plan_of(SHAPES))
     requests = [request(i, prompt_logprobs=2 if i % 3 else None, max_tokens=30) for i in range(8)]
-    found = run(engine, requests)
+    messages_by_request = run(engine, requests)
     assert engine.preemptions > 0
     for submit in requests:
-        messages = found[submit.request_id]
-        assert all_right(plain, submit, messages)
+        messages = messages_by_request[submit.request_id]
+        assert all_correct(plain, submit, messages)
         assert not any(new.prompt_logprobs for new in messages[1:])
         wanted = submit.prompt[1:] if submit.sampling.prompt_logprobs else ()
         assert len(messages[0].prompt_logprobs) == len(wanted)
         logits = plain.logits(list(submit.prompt))
-        assert all(is_right(*one, 2) for one in zip(messages[0].prompt_logprobs, wanted, logits, strict=False))
+        assert all(is_correct(*one, 2) for one in zip(messages[0].prompt_logprobs, wanted, logits, strict=False))
 
 
-def test_a_synthetic_cut_changes_none(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_synthetic_acceptance_does_not_change_logprobs(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, *_ = lossless
     engine = make_engine("copy")
     engine.set_plan(plan_of(SHAPES))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.4)))
     requests = [request(i) for i in range(4)]
-    found = run(engine, requests)
-    assert all(all_right(plain, submit, found[submit.request_id]) for submit in requests)
+    messages_by_request = run(engine, requests)
+    assert all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
 
 
-def test_logprobs_of_a_wrong_node_are_seen(
+def test_logprobs_of_a_wrong_node_are_detected(
     make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_of, *_ = lossless
@@ -148,5 +148,5 @@ def test_logprobs_of_a_wrong_node_are_seen(
     engine.set_plan(plan_of([SHAPES[0]] * 4))
     monkeypatch.setattr(logprobs, "nodes_of", lambda path: torch.arange(path.shape[1] + 1).expand(len(path), -1))
     requests = [request(i) for i in range(4)]
-    found = run(engine, requests)
-    assert not all(all_right(plain, submit, found[submit.request_id]) for submit in requests)
+    messages_by_request = run(engine, requests)
+    assert not all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)

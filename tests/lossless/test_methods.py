@@ -39,7 +39,7 @@ def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
-def test_one_shape(
+def test_single_shape_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, method: str, shape: str, batch: int, sampled: bool
 ) -> None:
     plan_of, submit, texts = lossless
@@ -54,7 +54,9 @@ def test_one_shape(
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("method", METHODS)
-def test_mixed_shapes(make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool) -> None:
+def test_mixed_shapes_equal_plain_decoding(
+    make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool
+) -> None:
     """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
     if pipelined and method == "ngram":
         pytest.skip("nothing is foreseen while steps are launched ahead")
@@ -67,7 +69,7 @@ def test_mixed_shapes(make_engine: Any, lossless: Any, plain: Any, method: str, 
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-def test_a_draft_for_every_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
+def test_different_draft_for_each_task(make_engine: Any, lossless: Any, plain: Any, pipelined: bool) -> None:
     """Three methods draft in one batch, each for its own tasks, and accepted tokens are counted for the right draft."""
     plan_of, submit, texts = lossless
     engine = make_engine(["eagle3", "draft-model", "ngram-blind"], pipelined=pipelined)
@@ -75,13 +77,13 @@ def test_a_draft_for_every_task(make_engine: Any, lossless: Any, plain: Any, pip
     engine.set_plan(plan_of([MIX[3], MIX[2], MIX[6], MIX[1]], tasks=tasks))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=4) for i in range(12)]
     assert texts(engine, requests) == plain(requests)
-    found = {(cell.task, cell.draft) for cell in engine.report().acceptance}
-    assert found == {("t0", "d"), ("t1", "1"), ("t2", "2"), ("t3", "d")}
+    drafts_by_task = {(cell.task, cell.draft) for cell in engine.report().acceptance}
+    assert drafts_by_task == {("t0", "d"), ("t1", "1"), ("t2", "2"), ("t3", "d")}
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy"])
-def test_a_swap_under_way(
+def test_draft_swap_during_requests(
     make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
 ) -> None:
     """The text is the same when the draft head is swapped for another draft during all requests, and back."""
@@ -89,7 +91,7 @@ def test_a_swap_under_way(
     engine = make_engine("eagle3", pipelined=pipelined)
     shapes = [MIX[2], MIX[3], MIX[4]]
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=3) for i in range(6)]
-    found: Text = {request.request_id: [] for request in requests}
+    tokens_by_request: Text = {request.request_id: [] for request in requests}
     engine.set_plan(plan_of(shapes))
     for request in requests:
         engine.add(request)
@@ -102,16 +104,16 @@ def test_a_swap_under_way(
             new += engine.set_draft("", LoadedDraft(drafter(engine, method), DraftState(hash=name)))
             engine.set_plan(plan_of(shapes, version=steps, draft=name))
         for tokens in new:
-            found[tokens.request_id] += tokens.tokens
+            tokens_by_request[tokens.request_id] += tokens.tokens
     engine.check()
-    assert found == plain(requests)
+    assert tokens_by_request == plain(requests)
     cells = engine.report().acceptance
     assert {cell.draft for cell in cells} == {"d", "new"}
     hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)
     assert hits > 0, "the new draft must have been of use to running requests"
 
 
-def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
+def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
     """Return the proposals of a method for each position, by depth, computed in one dense pass.
 
     Entry r holds the proposals after root r; the first root is 1.
@@ -140,7 +142,7 @@ def guesses(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])
-def test_what_is_accepted_is_what_the_method_by_definition_proposes(
+def test_accepted_tokens_match_the_methods_definition(
     make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:
     """Accepted tokens match the proposals that the method makes in one dense pass.
@@ -156,13 +158,13 @@ def test_what_is_accepted_is_what_the_method_by_definition_proposes(
     drafts = accepted = 0
     for request in requests:
         tokens = torch.tensor([*request.prompt, *longer[request.request_id]])
-        proposed, text = guesses(pair, method, tokens), tokens.tolist()
+        proposed, text = proposals(pair, method, tokens), tokens.tolist()
         root, end = len(request.prompt), len(request.prompt) + TOKENS
         while root + 1 < end:
-            kept = 0
-            while kept < depth and proposed[root - 1][kept] == text[root + 1 + kept]:
-                kept += 1
-            drafts, accepted, root = drafts + 1, accepted + kept, root + kept + 1
+            matching = 0
+            while matching < depth and proposed[root - 1][matching] == text[root + 1 + matching]:
+                matching += 1
+            drafts, accepted, root = drafts + 1, accepted + matching, root + matching + 1
     report = engine.report()
     assert [report.drafts, report.accepted_tokens] == [drafts, accepted]
     assert accepted > 0

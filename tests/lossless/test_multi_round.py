@@ -30,14 +30,14 @@ def submit(index: int, **sampling: Any) -> Submit:
 
 
 def run(engine: Any, requests: list[Submit]) -> list[list[int]]:
-    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
     for request in requests:
         engine.add(request)
     while not engine.idle:
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
     engine.check()
-    return list(found.values())
+    return list(tokens_by_request.values())
 
 
 def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> float:
@@ -60,7 +60,7 @@ def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> 
     return float(chi2.sf(sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1))
 
 
-def sampled(make_engine: Any, plan_of: Any, *, cuts: bool = False, **sampling: Any) -> list[list[int]]:
+def sampled_answers(make_engine: Any, plan_of: Any, *, cuts: bool = False, **sampling: Any) -> list[list[int]]:
     engine = make_engine("copy", max_num_seqs=48, blocks=200, sampler=MultiRound)
     engine.set_plan(plan_of(SHAPES))
     if cuts:
@@ -69,20 +69,22 @@ def sampled(make_engine: Any, plan_of: Any, *, cuts: bool = False, **sampling: A
 
 
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut-short"])
-def test_sampled_text_has_the_targets_law(make_engine: Any, lossless: Any, plain: PlainDecoding, cuts: bool) -> None:
+def test_sampled_text_follows_the_target_distribution(
+    make_engine: Any, lossless: Any, plain: PlainDecoding, cuts: bool
+) -> None:
     plan_of, *_ = lossless
-    answers = sampled(make_engine, plan_of, cuts=cuts)
+    answers = sampled_answers(make_engine, plan_of, cuts=cuts)
     assert p_value(plain, answers, submit(0)) > 1e-3
 
 
-def test_with_penalties_too(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_penalised_text_follows_the_target_distribution(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, *_ = lossless
     fields: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
-    answers = sampled(make_engine, plan_of, **fields)
+    answers = sampled_answers(make_engine, plan_of, **fields)
     assert p_value(plain, answers, submit(0, **fields)) > 1e-3
 
 
-def test_a_law_that_is_off_is_seen(
+def test_wrong_distribution_is_detected(
     make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test detects a planted bug: proposals verified as if they had been drawn from a sharper distribution."""
@@ -94,21 +96,19 @@ def test_a_law_that_is_off_is_seen(
         return right(parents, tokens, logp, sharper, *rest, **flags)
 
     monkeypatch.setattr(multi_round, "multi_round", planted)
-    assert p_value(plain, sampled(make_engine, plan_of), submit(0)) < 1e-6
+    assert p_value(plain, sampled_answers(make_engine, plan_of), submit(0)) < 1e-6
 
 
-def test_greedy_text_is_plain_text_beside_sampled_requests(
-    make_engine: Any, lossless: Any, plain: PlainDecoding
-) -> None:
+def test_greedy_text_in_a_mixed_batch_equals_plain_text(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
     plan_of, *_ = lossless
     engine = make_engine("copy", sampler=MultiRound)
     engine.set_plan(plan_of(SHAPES))
     fields: dict[str, Any] = {"max_tokens": 30, "top_k": 0, "frequency_penalty": 0.5}
     requests = [submit(i, temperature=0.0 if i % 2 else 0.9, **fields) for i in range(8)]
-    found = run(engine, requests)
-    for request, answer in zip(requests, found, strict=True):
+    answers = run(engine, requests)
+    for request, answer in zip(requests, answers, strict=True):
         assert len(answer) == 30
         assert (answer == plain.text(request)) or request.sampling.temperature > 0
     report = engine.report()
     assert report.accepted_tokens > 0
-    assert run(engine, requests) == found, "the same seed, batch and shapes give the same text"
+    assert run(engine, requests) == answers, "the same seed, batch and shapes give the same text"

@@ -41,14 +41,14 @@ def request(index: int, name: str | None, *, sampled: bool, task: int = 0) -> Su
 
 
 def run(engine: Any, requests: Sequence[Submit]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
     for submit in requests:
         engine.add(submit)
     while not engine.idle:
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
     engine.check()
-    return found
+    return tokens_by_request
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def plain(pair: Any) -> PlainDecoding:
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize(("name", "sampled"), CASES, ids=lambda v: v if isinstance(v, str) else ("greedy", "seeded")[v])
-def test_alone(
+def test_single_sequences_equal_plain_decoding(
     make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, name: str, sampled: bool
 ) -> None:
     plan_of, *_ = lossless
@@ -82,7 +82,7 @@ def mixed_batch() -> list[Submit]:
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa", "draft-model", "ngram"])
-def test_a_mixed_batch(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str) -> None:
+def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str) -> None:
     plan_of, *_ = lossless
     engine = make_engine(draft, max_num_seqs=10)
     engine.set_plan(plan_of(SHAPES))
@@ -100,7 +100,7 @@ def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDec
 
 
 @pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late"])
-def test_planted_bugs_are_seen(
+def test_planted_bugs_are_detected(
     make_engine: Any, lossless: Any, plain: PlainDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_of, *_ = lossless

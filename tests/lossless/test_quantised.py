@@ -27,23 +27,23 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
 
     The noised copy was made from the unquantised target.
     """
-    found = replace(
+    quantised = replace(
         pair, target=copy.deepcopy(pair.target), copy=copy.deepcopy(pair.copy), eagle=copy.deepcopy(pair.eagle)
     )
-    quantise_target(found.target, request.param, CPU, stored=True)
-    quantise_draft(found.copy.llama, "int4", stored=True)
-    quantise_draft(found.eagle, "int4", stored=True)
-    for network in (found.target, found.copy.llama, found.eagle):
+    quantise_target(quantised.target, request.param, CPU, stored=True)
+    quantise_draft(quantised.copy.llama, "int4", stored=True)
+    quantise_draft(quantised.eagle, "int4", stored=True)
+    for network in (quantised.target, quantised.copy.llama, quantised.eagle):
         fuse(network)
-    for drafts in (found.copy, found.eagle):
+    for drafts in (quantised.copy, quantised.eagle):
         assert any(isinstance(module, QuantisedLinear) for module in drafts.modules())
-    return found
+    return quantised
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draft", ["copy", "eagle3"])
-def test_text_is_that_of_plain_decoding(make_engine: Any, lossless: Any, draft: str, shape: str, sampled: bool) -> None:
+def test_text_equals_plain_decoding(make_engine: Any, lossless: Any, draft: str, shape: str, sampled: bool) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(draft, max_num_seqs=5)
     engine.set_plan(plan_of([TreeShape.parse(shape)]))
@@ -52,9 +52,11 @@ def test_text_is_that_of_plain_decoding(make_engine: Any, lossless: Any, draft: 
     assert engine.report().accepted_tokens > 0
 
 
-def test_a_quantised_target_has_a_text_of_its_own(make_engine: Any, lossless: Any, pair: Any, request: Any) -> None:
+def test_quantised_target_text_does_not_depend_on_batch_size(
+    make_engine: Any, lossless: Any, pair: Any, request: Any
+) -> None:
     _, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(8)]
-    kept = any(isinstance(module, QuantisedLinear) for module in pair.target.modules())
-    assert kept == ("plain target" not in request.node.name)
+    is_quantised = any(isinstance(module, QuantisedLinear) for module in pair.target.modules())
+    assert is_quantised == ("plain target" not in request.node.name)
     assert texts(make_engine(None), requests) == texts(make_engine(None, max_num_seqs=1), requests)

@@ -22,7 +22,7 @@ TOPICS = 4
 AT_LEAST = 100
 
 
-def ask(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: int = 1) -> Submit:
+def make_request(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, shapes: int = 1) -> Submit:
     """Return request ``index``, which shares its first 40 to 60 tokens with every fourth other and ends differently."""
     topic, own = Random(index % TOPICS), Random(1000 + index)
     common = [topic.randrange(61) for _ in range(60)][: 40 + index % 20]
@@ -39,7 +39,7 @@ def serve(
 
     Arrivals are spread, so that requests meet others in every state. ``between`` runs before every step.
     """
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
     cached: Counter[str] = Counter()
     coming = list(reversed(requests))
     steps = 0
@@ -49,21 +49,21 @@ def serve(
         steps += 1
         between(engine)
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
             cached[new.request_id] = new.cached_tokens
         engine.check()
     report = engine.report()
     assert report.kv_tokens_used == 0, "idle, and a block is neither free nor cached"
-    return found, cached
+    return tokens_by_request, cached
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[Any, list[int]]:
+def known_texts() -> dict[Any, list[int]]:
     return {}
 
 
 @pytest.fixture
-def plainly(make_engine: Any, known: dict[Any, list[int]]) -> Callable[[list[Submit]], dict[str, list[int]]]:
+def plain_texts(make_engine: Any, known_texts: dict[Any, list[int]]) -> Callable[[list[Submit]], dict[str, list[int]]]:
     """Return a function that decodes without draft, reuse, chunks or preemption.
 
     Results are kept, so that equal requests run once.
@@ -73,15 +73,15 @@ def plainly(make_engine: Any, known: dict[Any, list[int]]) -> Callable[[list[Sub
         return one.prompt, one.sampling
 
     def of(requests: list[Submit]) -> dict[str, list[int]]:
-        missing = [one for one in requests if key(one) not in known]
+        missing = [one for one in requests if key(one) not in known_texts]
         if missing:
             engine = make_engine(None, blocks=1000, budget=4096, prefix_caching=False, chunked=False)
-            found, _ = serve(engine, missing)
+            tokens_by_request, _ = serve(engine, missing)
             report = engine.report()
             assert (report.preemptions, report.prefix_hit_tokens, report.kv_tokens_cached) == (0, 0, 0)
             assert report.prefill_chunks == len(missing)
-            known.update({key(one): found[one.request_id] for one in missing})
-        return {one.request_id: known[key(one)] for one in requests}
+            known_texts.update({key(one): tokens_by_request[one.request_id] for one in missing})
+        return {one.request_id: known_texts[key(one)] for one in requests}
 
     return of
 
@@ -94,12 +94,14 @@ BATCH = pytest.mark.parametrize("batch", [1, 8])
 @SAMPLED
 @SHAPES
 @BATCH
-def test_reused_prefixes(make_engine: Any, lossless: Any, plainly: Any, batch: int, shape: Any, sampled: bool) -> None:
+def test_reused_prefixes(
+    make_engine: Any, lossless: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool
+) -> None:
     engine = make_engine("copy", max_num_seqs=batch, blocks=60)
     engine.set_plan(lossless[0]([shape]))
-    requests = [ask(i, sampled=sampled, new=5) for i in range(AT_LEAST + TOPICS + 4)]
-    found, cached = serve(engine, requests)
-    assert found == plainly(requests)
+    requests = [make_request(i, sampled=sampled, new=5) for i in range(AT_LEAST + TOPICS + 4)]
+    tokens_by_request, cached = serve(engine, requests)
+    assert tokens_by_request == plain_texts(requests)
     hits = [tokens for tokens in cached.values() if tokens]
     assert len(hits) >= AT_LEAST
     report = engine.report()
@@ -112,17 +114,17 @@ def test_reused_prefixes(make_engine: Any, lossless: Any, plainly: Any, batch: i
 @SHAPES
 @BATCH
 def test_prompts_in_chunks(
-    make_engine: Any, lossless: Any, plainly: Any, batch: int, shape: Any, sampled: bool
+    make_engine: Any, lossless: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool
 ) -> None:
     engine = make_engine("copy", max_num_seqs=batch, budget=20, prefix_caching=False)
     engine.set_plan(lossless[0]([shape]))
-    requests = [ask(i, sampled=sampled) for i in range(36)]
-    found, _ = serve(engine, requests)
-    assert found == plainly(requests)
+    requests = [make_request(i, sampled=sampled) for i in range(36)]
+    tokens_by_request, _ = serve(engine, requests)
+    assert tokens_by_request == plain_texts(requests)
     assert engine.report().prefill_chunks >= AT_LEAST + len(requests)
 
 
-def drive_out(engine: Engine) -> None:
+def preempt_running(engine: Engine) -> None:
     """Preempt a running request before every step, which is far more often than a full block pool would cause."""
     scheduler = engine._scheduler
     if scheduler.running and engine.preemptions < AT_LEAST:
@@ -131,24 +133,26 @@ def drive_out(engine: Engine) -> None:
 
 @SAMPLED
 @BATCH
-def test_preemptions(make_engine: Any, lossless: Any, plainly: Any, batch: int, sampled: bool) -> None:
+def test_preemptions(make_engine: Any, lossless: Any, plain_texts: Any, batch: int, sampled: bool) -> None:
     """The text is the same under preemption.
 
     In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache.
     """
-    requests = [ask(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
+    requests = [make_request(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
     preemptions = 0
     for caching in (False, True):
         engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching)
         engine.set_plan(lossless[0]([CHAIN, TREE]))
-        found, _ = serve(engine, requests, between=drive_out)
-        assert found == plainly(requests)
+        tokens_by_request, _ = serve(engine, requests, between=preempt_running)
+        assert tokens_by_request == plain_texts(requests)
         preemptions += engine.preemptions
     assert preemptions >= AT_LEAST
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly: Any, pipelined: bool) -> None:
+def test_all_features_together_when_blocks_run_out(
+    make_engine: Any, lossless: Any, plain_texts: Any, pipelined: bool
+) -> None:
     """The text is the same with cache hits, chunks and preemptions in one run.
 
     Sixteen blocks serve eight requests that need three or four each, with chains, trees and plain steps, greedy and
@@ -156,9 +160,9 @@ def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly
     """
     engine = make_engine("copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined)
     engine.set_plan(lossless[0]([CHAIN, TREE, NONE]))
-    requests = [ask(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
-    found, cached = serve(engine, requests, between=drive_out)
-    assert found == plainly(requests)
+    requests = [make_request(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
+    tokens_by_request, cached = serve(engine, requests, between=preempt_running)
+    assert tokens_by_request == plain_texts(requests)
     assert engine.preemptions >= AT_LEAST
     assert sum(tokens > 0 for tokens in cached.values()) >= AT_LEAST
     assert engine.report().prefill_chunks >= len(requests) + AT_LEAST
@@ -166,29 +170,29 @@ def test_all_of_it_where_blocks_run_out(make_engine: Any, lossless: Any, plainly
 
 def ranks(report: Report) -> Counter[Any]:
     """Return the counts of the ranks that the draft gave the emitted tokens, and the number of steps."""
-    found: Counter[Any] = Counter(drafts=report.drafts, accepted=report.accepted_tokens)
+    counts: Counter[Any] = Counter(drafts=report.drafts, accepted=report.accepted_tokens)
     for cell in report.acceptance:
-        found.update({(cell.depth, cell.parent, rank): n for rank, n in enumerate(cell.ranks)})
-    return found
+        counts.update({(cell.depth, cell.parent, rank): n for rank, n in enumerate(cell.ranks)})
+    return counts
 
 
 @SAMPLED
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model"])
-def test_a_draft_ranks_the_same_behind_a_hit_as_without(
+def test_prefix_hit_does_not_change_draft_ranks(
     make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
 ) -> None:
     """The draft ranks tokens the same after a prefix hit as without one.
 
     Its first slot reads the stored state of the preceding block; all other slots are in the blocks that were found.
     """
-    found = []
+    rank_counts = []
     for caching in (False, True):
         engine = make_engine(draft, prefix_caching=caching)
         engine.set_plan(lossless[0]([shape]))
-        serve(engine, [ask(0, sampled=sampled)])
+        serve(engine, [make_request(0, sampled=sampled)])
         before = ranks(engine.report())
-        first = ask(4, sampled=sampled, new=40)
+        first = make_request(4, sampled=sampled, new=40)
         text, hit = serve(engine, [first])
         turn = Submit(
             request_id="turn", prompt=(*first.prompt, *text["4"], 5, 6), sampling=first.sampling, task=first.task
@@ -197,6 +201,6 @@ def test_a_draft_ranks_the_same_behind_a_hit_as_without(
         assert (hit["4"], hits["turn"]) == ((32, 96) if caching else (0, 0))
         after = ranks(engine.report())
         after.subtract(before)
-        found.append(after)
-    assert found[0] == found[1]
-    assert found[0]["drafts"] > 20
+        rank_counts.append(after)
+    assert rank_counts[0] == rank_counts[1]
+    assert rank_counts[0]["drafts"] > 20

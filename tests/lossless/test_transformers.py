@@ -37,7 +37,7 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
+def transformers_model(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -99,35 +99,35 @@ def engine_of(method: str, draft: str | None) -> LocalEngine:
 
 
 @torch.inference_mode()
-def generated(theirs: Any, prompt: Sequence[int]) -> list[int]:
+def generated(transformers_model: Any, prompt: Sequence[int]) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
-    found: list[int] = out[0, len(prompt) :].tolist()
-    return found
+    out = transformers_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
 
 
 @torch.inference_mode()
-def parts_at_a_near_tie(theirs: Any, prompt: Sequence[int], wanted: list[int], found: list[int]) -> bool:
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
+def diverges_at_near_tie(transformers_model: Any, prompt: Sequence[int], wanted: list[int], actual: list[int]) -> bool:
+    at = next((i for i, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b), None)
     if at is None:
         return False
-    best = theirs(torch.tensor([[*prompt, *wanted[:at]]])).logits[0, -1].topk(2)
-    same = {wanted[at], found[at]} == set(best.indices.tolist())
+    best = transformers_model(torch.tensor([[*prompt, *wanted[:at]]])).logits[0, -1].topk(2)
+    same = {wanted[at], actual[at]} == set(best.indices.tolist())
     return bool(same and best.values[0] - best.values[1] < NEAR)
 
 
 @pytest.fixture(scope="module")
-def texts(theirs: Any) -> list[tuple[tuple[int, ...], list[int]]]:
+def texts(transformers_model: Any) -> list[tuple[tuple[int, ...], list[int]]]:
     """Return (prompt, text that transformers generates) for prompts of every kind."""
     reader = engine_of("none", None)
     lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
     prompts = [reader.prompt(lines[13 * i % len(lines)]).tokens for i in range(COUNT)]
-    return [(prompt, generated(theirs, prompt)) for prompt in prompts]
+    return [(prompt, generated(transformers_model, prompt)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_text_is_what_transformers_generates(
-    method: str, folder: Path, theirs: Any, texts: list[tuple[tuple[int, ...], list[int]]], tmp_path: Path
+def test_text_equals_transformers(
+    method: str, folder: Path, transformers_model: Any, texts: list[tuple[tuple[int, ...], list[int]]], tmp_path: Path
 ) -> None:
     engine = engine_of(method, DRAFTS[method](folder, tmp_path))
     engine.run_shape(TreeShape(()) if method == "none" else TreeShape.chain(3))
@@ -136,9 +136,9 @@ def test_text_is_what_transformers_generates(
     answers, _ = engine.answer(prompts, how)
     assert (sum(a.drafts for a in answers) > 0) == (method != "none")
     assert (sum(a.accepted for a in answers) > COUNT) or method not in ACCEPTS
-    parted = 0
+    near_ties = 0
     for (prompt, wanted), answer in zip(texts, answers, strict=True):
         if answer.tokens != wanted:
-            assert parts_at_a_near_tie(theirs, prompt, wanted, answer.tokens), (wanted, answer.tokens)
-            parted += 1
-    assert parted <= 1, "near ties are rarer than that"
+            assert diverges_at_near_tie(transformers_model, prompt, wanted, answer.tokens), (wanted, answer.tokens)
+            near_ties += 1
+    assert near_ties <= 1, "near ties are rarer than that"

@@ -135,7 +135,7 @@ class FakeEngine:
 
     def _advance(self, key: str) -> Tokens:
         submit, at = self._requests[key]
-        text = _told(submit.prompt) or self._text
+        text = _requested_text(submit.prompt) or self._text
         wanted = [text[i] if i < len(text) else END for i in range(at, at + TOKENS_PER_STEP)]
         wanted = wanted[: wanted.index(END) + 1] if END in wanted else wanted
         tokens = wanted[: submit.sampling.max_tokens - at]
@@ -178,16 +178,16 @@ def _logprobs(tokens: Sequence[int], count: int | None, seed: int) -> tuple[Logp
 
 
 @cache
-def _mark() -> tuple[int, ...]:
+def _say_marker() -> tuple[int, ...]:
     return tuple(small_model.byte_tokenizer().encode("SAY:").ids)
 
 
-def _told(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    mark = _mark()
-    found = next((i for i in range(len(prompt)) if prompt[i : i + len(mark)] == mark), None)
-    if found is None:
+def _requested_text(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    mark = _say_marker()
+    position = next((i for i in range(len(prompt)) if prompt[i : i + len(mark)] == mark), None)
+    if position is None:
         return ()
-    text = prompt[found + len(mark) :]
+    text = prompt[position + len(mark) :]
     end = next((i for i, token in enumerate(text) if token >= small_model.VOCAB_SIZE - 2), len(text))
     return text[:end]
 

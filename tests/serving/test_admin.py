@@ -36,14 +36,14 @@ async def test_admin_port_requires_the_token(
     assert service.lifecycle.state is State.SERVING
 
 
-async def test_report_is_the_engines_with_the_servers_state(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_report_combines_engine_counters_and_server_state(admin: httpx.AsyncClient, service: Service) -> None:
     report = Report.model_validate((await admin.get(Route.report)).json())
     assert (report.plan.version, report.draining) == (3, False)
     service.lifecycle.leave()
     assert Report.model_validate((await admin.get(Route.report)).json()).draining
 
 
-async def test_unchanged_report_gives_304_with_the_clock(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_unchanged_report_returns_304_with_the_clock(admin: httpx.AsyncClient, service: Service) -> None:
     first = await admin.get(Route.report)
     tag = first.headers["ETag"]
     again = await admin.get(Route.report, headers={"If-None-Match": tag})
@@ -55,7 +55,7 @@ async def test_unchanged_report_gives_304_with_the_clock(admin: httpx.AsyncClien
     assert changed.headers["ETag"] != tag
 
 
-async def test_a_higher_plan_reaches_the_engine(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_higher_plan_version_reaches_the_engine(admin: httpx.AsyncClient, service: Service) -> None:
     assert (await admin.put(Route.plan, json=PLAN)).status_code == 200
     assert (await service.report()).plan.version == 4
     assert Plan.model_validate((await admin.get(Route.plan)).json()).initial.depth == 2

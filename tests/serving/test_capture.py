@@ -49,19 +49,19 @@ async def chat(client: httpx.AsyncClient, text: str = "hi", headers: dict[str, s
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_request_becomes_a_record(client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path) -> None:
+async def test_request_is_captured_as_a_record(client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path) -> None:
     asked = {"seed": 7, "temperature": 0.5, "top_p": 0.9, "logit_bias": {"3": 1.5}, "logprobs": True, "top_logprobs": 2}
     turns = [("system", "be brief"), ("user", "  Say\nhi "), ("assistant", "hi"), ("user", "again")]
     messages = [{"role": role, "content": content} for role, content in turns]
     await chat(client, messages=messages, metadata={"task": "code"}, **asked)
-    (found,) = records(recorder, tmp_path)
+    (record,) = records(recorder, tmp_path)
     said = fake_engine.small_model.byte_tokenizer().encode(fake_engine.TEXT).ids[:6]
-    assert list(found.tokens[found.prompt_length :]) == said
-    assert found.tokens[0] == 256, "the template's beginning"
-    sampling = found.sampling
+    assert list(record.tokens[record.prompt_length :]) == said
+    assert record.tokens[0] == 256, "the template's beginning"
+    sampling = record.sampling
     assert (sampling.seed, sampling.temperature, sampling.top_p, sampling.logit_bias) == (7, 0.5, 0.9, ((3, 1.5),))
-    assert (sampling.logprobs, found.task, found.target, found.share) == (None, "code", "t", 1.0)
-    assert found.opening == opening_hash("Say hi"), "the first turn of the user, and not the last"
+    assert (sampling.logprobs, record.task, record.target, record.share) == (None, "code", "t", 1.0)
+    assert record.opening == opening_hash("Say hi"), "the first turn of the user, and not the last"
 
 
 async def test_each_choice_is_captured_as_one_record(
@@ -70,10 +70,10 @@ async def test_each_choice_is_captured_as_one_record(
     await chat(client, stream=True, n=2)
     body = {"model": "small", "prompt": ["one", [65, 66]], "max_tokens": 4}
     assert (await client.post("/v1/completions", json=body)).status_code == 200
-    found = records(recorder, tmp_path)
-    assert [one.output_length for one in found] == [6, 6, 4, 4]
-    assert len({one.sampling.seed for one in found}) == 4, "replay needs the seed that was drawn"
-    assert [one.opening for one in found[2:]] == [opening_hash("one"), opening_hash("65 66")]
+    captured = records(recorder, tmp_path)
+    assert [one.output_length for one in captured] == [6, 6, 4, 4]
+    assert len({one.sampling.seed for one in captured}) == 4, "replay needs the seed that was drawn"
+    assert [one.opening for one in captured[2:]] == [opening_hash("one"), opening_hash("65 66")]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ async def test_information_about_the_model_and_the_program(client: httpx.AsyncCl
 
 async def test_detokenize_inverts_tokenize(client: httpx.AsyncClient) -> None:
     body = {"prompt": "é<|end|>", "return_token_strs": True}
-    found = (await client.post("/tokenize", json=body)).json()
-    assert (found["count"], found["max_model_len"]) == (3, fake_engine.MAX_MODEL_LEN)
-    assert found["token_strs"] == ["\u00c3", "\u00a9", "<|end|>"]
-    back = await client.post("/detokenize", json={"model": "small", "tokens": found["tokens"]})
+    tokenized = (await client.post("/tokenize", json=body)).json()
+    assert (tokenized["count"], tokenized["max_model_len"]) == (3, fake_engine.MAX_MODEL_LEN)
+    assert tokenized["token_strs"] == ["\u00c3", "\u00a9", "<|end|>"]
+    back = await client.post("/detokenize", json={"model": "small", "tokens": tokenized["tokens"]})
     assert back.json() == {"prompt": "é<|end|>"}
     for wrong, status in (
         ({"tokens": [258]}, 400), ({"tokens": ["a"]}, 400), ({"tokens": [1], "model": "other"}, 404), ({}, 400),

@@ -53,7 +53,7 @@ def in_background(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
     return ThreadPoolExecutor(1).submit(call)
 
 
-def test_sigterm_serves_then_refuses_and_lets_running_ones_finish(start: Start) -> None:
+def test_sigterm_refuses_new_requests_and_finishes_running_ones(start: Start) -> None:
     worker = start(endpoint_delay_seconds=5, grace_period_seconds=60)
     url = worker.public + "/v1/completions"
     # A request that does not end by itself keeps the worker running.
@@ -110,7 +110,7 @@ def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     assert '"code":"engine_error"' in stuck.result().text
 
 
-def test_a_killed_engine_ends_the_server_with_an_error(
+def test_killed_engine_ends_the_server_with_an_error(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path / "words"))
@@ -128,7 +128,7 @@ def test_a_killed_engine_ends_the_server_with_an_error(
     assert "exit code -9" in (tmp_path / "words").read_text()
 
 
-def test_the_engine_dies_with_its_server(start: Start) -> None:
+def test_engine_exits_with_its_server(start: Start) -> None:
     worker = start()
     engine = worker.engine_pid
     worker.process.kill()
@@ -154,7 +154,7 @@ def test_disconnect_frees_the_slot(start: Start) -> None:
         worker.wait_until(lambda: running() == 0)
 
 
-def test_an_idle_engine_burns_no_cpu(start: Start) -> None:
+def test_idle_engine_uses_no_cpu(start: Start) -> None:
     worker = start()
     engine = worker.engine_pid
 
@@ -167,7 +167,7 @@ def test_an_idle_engine_burns_no_cpu(start: Start) -> None:
     assert cpu_ticks() - before <= 2, "ticks of 10 ms in two idle seconds"
 
 
-def test_a_model_that_does_not_load_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
+def test_model_load_failure_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
     config = WorkerConfig.model_validate_json(config_json(model_folder)).model_dump()
     config["model"]["dtype"] = "float32"
     environment = {ENV_PATH: str(tmp_path / "words")}
@@ -200,7 +200,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("written", "version"), PLANS.values(), ids=PLANS)
-def test_the_mounted_plan_is_in_force_from_the_first_request(
+def test_mounted_plan_applies_from_the_first_request(
     model_folder: Path, tmp_path: Path, written: str, version: int
 ) -> None:
     (tmp_path / "plan.json").write_text(written)

@@ -46,7 +46,7 @@ def submitted(lasting_service: Service, monkeypatch: pytest.MonkeyPatch) -> list
     return seen
 
 
-def say(text: str) -> Any:
+def say_prompt(text: str) -> Any:
     return [{"role": "user", "content": f"SAY:{text}"}]
 
 
@@ -69,7 +69,7 @@ async def test_choices_have_distinct_seeds_starting_with_the_requests(
 async def test_choices_stream_concurrently(client: openai.AsyncOpenAI) -> None:
     texts = {0: "", 1: ""}
     reasons = {}
-    stream = await client.chat.completions.create(model="small", messages=say("hello"), n=2, stream=True)
+    stream = await client.chat.completions.create(model="small", messages=say_prompt("hello"), n=2, stream=True)
     async for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
         reasons[chunk.choices[0].index] = chunk.choices[0].finish_reason
@@ -82,9 +82,9 @@ async def test_best_of_returns_the_most_likely_choices(client: openai.AsyncOpenA
     )
     # The fake engine's log-probabilities fall with the seed, modulo a constant.
     expected = sorted(logprob(0, sampling.seed) for sampling in submitted)[::-1][:2]
-    found = [choice.logprobs.token_logprobs[0] for choice in answer.choices if choice.logprobs]  # type: ignore[index]
+    first_logprobs = [choice.logprobs.token_logprobs[0] for choice in answer.choices if choice.logprobs]  # type: ignore[index]
     first = IDS.encode(fake_engine.TEXT).ids[0]
-    assert found == pytest.approx([value - first / 1024 for value in expected])
+    assert first_logprobs == pytest.approx([value - first / 1024 for value in expected])
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 16, "what was thrown away was generated too"
 
@@ -92,33 +92,33 @@ async def test_best_of_returns_the_most_likely_choices(client: openai.AsyncOpenA
 async def test_sampling_fields_reach_the_engine(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
     await client.chat.completions.create(
         model="small",
-        messages=say("x"),
+        messages=say_prompt("x"),
         max_completion_tokens=9,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={"7": -100},
         extra_body={"min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 3, "top_k": 300, "stop_token_ids": [4]},
     )
-    (found,) = submitted
-    assert found == Sampling(
-        max_tokens=9, seed=found.seed, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias=((7, -100),), min_p=0.1,
-        repetition_penalty=1.1, min_tokens=3, top_k=0, stop_token_ids=(4,),
+    (sampling,) = submitted
+    assert sampling == Sampling(
+        max_tokens=9, seed=sampling.seed, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias=((7, -100),),
+        min_p=0.1, repetition_penalty=1.1, min_tokens=3, top_k=0, stop_token_ids=(4,),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_chat_logprobs_cover_the_returned_text(client: openai.AsyncOpenAI, stream: bool) -> None:
-    asked: Any = {"model": "small", "messages": say("éa STOP b"), "logprobs": True, "top_logprobs": 2, "seed": 0}
+    asked: Any = {"model": "small", "messages": say_prompt("éa STOP b"), "logprobs": True, "top_logprobs": 2, "seed": 0}
     if stream:
         chunks = [c async for c in await client.chat.completions.create(**asked, stop="STOP", stream=True)]
-        found = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or ()]
+        entries = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content or ()]
     else:
         whole = await client.chat.completions.create(**asked, stop="STOP")
         assert whole.choices[0].logprobs is not None
-        found = list(whole.choices[0].logprobs.content or ())
-    assert b"".join(bytes(one.bytes or ()) for one in found).decode() == "éa "
-    assert [one.logprob for one in found] == pytest.approx([logprob(token) for token in IDS.encode("éa ").ids])
-    assert all([top.logprob for top in one.top_logprobs] == [logprob(0), logprob(1)] for one in found)
+        entries = list(whole.choices[0].logprobs.content or ())
+    assert b"".join(bytes(one.bytes or ()) for one in entries).decode() == "éa "
+    assert [one.logprob for one in entries] == pytest.approx([logprob(token) for token in IDS.encode("éa ").ids])
+    assert all([top.logprob for top in one.top_logprobs] == [logprob(0), logprob(1)] for one in entries)
 
 
 async def test_echo_returns_the_prompt_with_logprobs(client: openai.AsyncOpenAI) -> None:
@@ -162,7 +162,9 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"skip_special_tokens": False}, "hello world"),
     ],
 )
-async def test_stops_in_the_text(client: openai.AsyncOpenAI, more: dict[str, Any], text: str) -> None:
+async def test_stop_strings_and_special_tokens_in_the_text(
+    client: openai.AsyncOpenAI, more: dict[str, Any], text: str
+) -> None:
     body: Any = {"model": "small", "prompt": "SAY:hello world", "max_tokens": 40, "extra_body": more}
     whole = await client.completions.create(**body)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
@@ -171,7 +173,7 @@ async def test_stops_in_the_text(client: openai.AsyncOpenAI, more: dict[str, Any
 
 
 async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(model="small", messages=say(f"Wait.{CALL}"), tools=[WEATHER])
+    answer = await client.chat.completions.create(model="small", messages=say_prompt(f"Wait.{CALL}"), tools=[WEATHER])
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
     (call,) = choice.message.tool_calls or ()
@@ -181,7 +183,7 @@ async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) 
 
 async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model="small", messages=say(CALL + CALL), tools=[WEATHER], stream=True, logprobs=True
+        model="small", messages=say_prompt(CALL + CALL), tools=[WEATHER], stream=True, logprobs=True
     )
     ids, names, arguments, scored = {}, {}, {0: "", 1: ""}, 0
     async for chunk in stream:
@@ -200,14 +202,14 @@ async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None
 
 async def test_parallel_tool_calls_false_keeps_the_first_call(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model="small", messages=say(CALL + CALL), tools=[WEATHER], parallel_tool_calls=False
+        model="small", messages=say_prompt(CALL + CALL), tools=[WEATHER], parallel_tool_calls=False
     )
     assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
 async def test_tool_choice_none_disables_tool_calls(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model="small", messages=say(CALL), tools=[WEATHER], tool_choice="none"
+        model="small", messages=say_prompt(CALL), tools=[WEATHER], tool_choice="none"
     )
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
     assert answer.usage is not None
@@ -221,14 +223,14 @@ async def test_tool_calls_and_results_are_rendered(client: openai.AsyncOpenAI, l
         {"role": "tool", "tool_call_id": "call_1", "content": "cold"},
     ]
     http = httpx.AsyncClient(transport=httpx.ASGITransport(public_app(lasting_service)), base_url="http://worker")
-    found = (await http.post("/tokenize", json={"messages": messages})).json()
-    text = (await http.post("/detokenize", json={"tokens": found["tokens"]})).json()["prompt"]
+    tokenized = (await http.post("/tokenize", json={"messages": messages})).json()
+    text = (await http.post("/detokenize", json={"tokens": tokenized["tokens"]})).json()["prompt"]
     expected = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     assert text == f"<|start|>assistant\n{expected}<|end|>\n<|start|>tool\ncold<|end|>\n<|start|>assistant\n"
-    assert found["count"] == len(found["tokens"])
+    assert tokenized["count"] == len(tokenized["tokens"])
     answer = await client.chat.completions.create(model="small", messages=messages, max_tokens=3)
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == found["count"]
+    assert answer.usage.prompt_tokens == tokenized["count"]
     called["function"] = {"name": "weather", "arguments": "Oslo"}
     with pytest.raises(openai.BadRequestError, match=r"tool_calls\[0\]\.function\.arguments"):
         await client.chat.completions.create(model="small", messages=messages)

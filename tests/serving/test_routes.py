@@ -194,7 +194,7 @@ async def test_bad_bodies_get_an_error_object(client: httpx.AsyncClient) -> None
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body[:80]
 
 
-async def test_a_task_is_named_by_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:
+async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.AsyncClient, service: Service) -> None:
     for header, metadata, prompt, task in (
         ("code", {"task": "chat"}, "x", "code"),
         ("unheard", {"task": "code"}, "def f", "other"),
@@ -254,7 +254,7 @@ async def test_metrics_agree_with_the_report(client: httpx.AsyncClient, service:
     assert 'num_accepted_tokens_per_pos_total{model_name="fake",position="0",task="code"} 6.0' in text
 
 
-async def test_a_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClient, service: Service) -> None:
+async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClient, service: Service) -> None:
     silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
     whole = asyncio.create_task(client.post("/v1/completions", json=silent))
     stream = asyncio.create_task(client.post("/v1/completions", json={**silent, "stream": True}))

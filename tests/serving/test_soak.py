@@ -95,9 +95,9 @@ def load(worker: WorkerProcess, prompts: Path, seconds: float, seed: int) -> dic
     words = [sys.executable, "-m", "specdecode_worker", "load", "--url", worker.public, "--seconds", str(seconds)]
     words += ["--rate", RATE, "--max-tokens", "4:64", "--disconnect", "0.1", "--oversized", "0.05"]
     words += ["--garbage", "0.05", "--seed", str(seed), "--prompts", str(prompts), "--json"]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert found.stdout, found.stderr
-    return json.loads(found.stdout)  # type: ignore[no-any-return]
+    completed = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert completed.stdout, completed.stderr
+    return json.loads(completed.stdout)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -113,15 +113,15 @@ def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Pat
     before = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
     swaps = Swaps(worker, folders[1:])
     swaps.start()
-    found = load(worker, prompts, SECONDS, seed=2)
+    summary = load(worker, prompts, SECONDS, seed=2)
     swaps.done.set()
     swaps.join(60)
-    print(json.dumps(found), f"{swaps.plans} plans, {swaps.drafts} drafts")
-    assert found["problems"] == []
-    assert (found["failed"], found["differing_texts"]) == (0, 0)
-    assert found["most_concurrent"] == 64 or not LONG
-    assert found["repeated_requests"] > 10, "the comparison of texts must have something to compare"
-    assert {"disconnect", "oversized", "garbage"} <= found["by_kind"].keys()
+    print(json.dumps(summary), f"{swaps.plans} plans, {swaps.drafts} drafts")
+    assert summary["problems"] == []
+    assert (summary["failed"], summary["differing_texts"]) == (0, 0)
+    assert summary["most_concurrent"] == 64 or not LONG
+    assert summary["repeated_requests"] > 10, "the comparison of texts must have something to compare"
+    assert {"disconnect", "oversized", "garbage"} <= summary["by_kind"].keys()
     assert swaps.refused == []
     assert min(swaps.plans, swaps.drafts) >= 2
     worker.wait_until(lambda: (now := report(worker)).running + now.waiting == 0)

@@ -66,7 +66,7 @@ def test_the_server_process_has_no_torch(worker: WorkerProcess) -> None:
     assert not loaded(worker.process.pid)
 
 
-def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
+def test_stream_chunks_join_to_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="small", messages=MESSAGES, **GREEDY)
     assert whole.usage is not None
     assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (40, "length")
@@ -101,7 +101,7 @@ def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: Wor
         texts["greedy"].add(greedy.choices[0].text)
         texts["sampled"].add(sampled.choices[0].text)
     assert report(worker).drafts > before, "nothing was drafted"
-    assert {name: len(found) for name, found in texts.items()} == {"greedy": 1, "sampled": 1}
+    assert {name: len(distinct) for name, distinct in texts.items()} == {"greedy": 1, "sampled": 1}
     assert texts["greedy"] != texts["sampled"]
 
 
@@ -120,10 +120,12 @@ def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, P
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.1}]})
     with real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()}) as worker:
         worker.wait_ready()
-        found = report(worker)
-        assert found.synthetic == knobs
-        assert {cell.draft_passes > 0 for cell in found.steps} == {True, False}, "plain steps and drafts were timed"
-        assert min(cell.t / cell.count for cell in found.steps) >= 0.1
+        worker_report = report(worker)
+        assert worker_report.synthetic == knobs
+        assert {cell.draft_passes > 0 for cell in worker_report.steps} == {True, False}, (
+            "plain steps and drafts were timed"
+        )
+        assert min(cell.t / cell.count for cell in worker_report.steps) >= 0.1
         assert "synthetic knobs are on" in worker.log
         httpx.delete(worker.admin + Route.synthetic).raise_for_status()
         assert report(worker).synthetic is None
@@ -152,7 +154,7 @@ def test_openai_client_raises_its_error_types(client: openai.OpenAI) -> None:
         client.completions.create(model="small", prompt=["a"] * 64, n=5)
 
 
-def test_a_prompt_as_long_as_the_context_is_served(client: openai.OpenAI) -> None:
+def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="small", prompt="x" * 255, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.total_tokens == 256
@@ -206,19 +208,21 @@ def test_disconnect_with_several_choices_costs_one_step(
 def test_logprobs_of_an_answer_are_those_of_its_text_scored_as_a_prompt(
     client: openai.OpenAI, worker: WorkerProcess
 ) -> None:
-    told: dict[str, list[float]] = {}
+    logprobs_by_shape: dict[str, list[float]] = {}
     for version, shape in enumerate(("none", "chain:4", "tree:3,2"), start=200):
         push(worker, shape, version)
         answer = client.completions.create(model="small", prompt="several", logprobs=2, **GREEDY)
         assert answer.choices[0].text.isascii(), "a token would not be a letter"
         assert answer.choices[0].logprobs is not None
-        told[shape] = answer.choices[0].logprobs.token_logprobs or []
+        logprobs_by_shape[shape] = answer.choices[0].logprobs.token_logprobs or []
     text = "several" + answer.choices[0].text
     scored = client.completions.create(model="small", prompt=text, echo=True, logprobs=2, max_tokens=0)
     assert scored.choices[0].logprobs is not None
     assert (scored.choices[0].text, scored.choices[0].logprobs.text_offset) == (text, list(range(len(text))))
-    for found in told.values():
-        assert found == pytest.approx((scored.choices[0].logprobs.token_logprobs or [])[len("several") :], abs=1e-4)
+    for token_logprobs in logprobs_by_shape.values():
+        assert token_logprobs == pytest.approx(
+            (scored.choices[0].logprobs.token_logprobs or [])[len("several") :], abs=1e-4
+        )
 
 
 def test_penalties_and_biases_change_the_text(client: openai.OpenAI) -> None:
@@ -242,14 +246,16 @@ def test_larger_n_does_not_change_the_first_choice(client: openai.OpenAI) -> Non
 
 def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) -> None:
     client.completions.create(model="small", prompt="measure", **GREEDY)
-    found = report(worker)
+    worker_report = report(worker)
     lines = worker.get("/metrics").text.splitlines()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     label = '{model_name="small",task="other"}'
-    assert values["specdecode_spec_decode_num_drafts_total" + label] == found.drafts
-    assert values["specdecode_spec_decode_num_accepted_tokens_total" + label] == found.accepted_tokens
-    assert values["specdecode_generation_tokens_total" + label] == sum(cell.output_tokens for cell in found.traffic)
-    assert len(found.model_dump_json()) < 64 * 1024
+    assert values["specdecode_spec_decode_num_drafts_total" + label] == worker_report.drafts
+    assert values["specdecode_spec_decode_num_accepted_tokens_total" + label] == worker_report.accepted_tokens
+    assert values["specdecode_generation_tokens_total" + label] == sum(
+        cell.output_tokens for cell in worker_report.traffic
+    )
+    assert len(worker_report.model_dump_json()) < 64 * 1024
 
 
 def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -288,13 +294,13 @@ def test_worker_with_unusable_draft_serves_plainly(folders: tuple[Path, Path], t
         worker.wait_ready()
         body = {"model": "small", "prompt": "plain", "max_tokens": 5}
         assert httpx.post(worker.public + "/v1/completions", json=body, timeout=30).status_code == 200
-        found = report(worker)
-        assert found.draft.method == "none"
-        assert "config.json" in (found.draft.problem or "")
+        worker_report = report(worker)
+        assert worker_report.draft.method == "none"
+        assert "config.json" in (worker_report.draft.problem or "")
 
 
 @pytest.mark.embedded
-def test_the_embedded_model_chats(tmp_path: Path) -> None:
+def test_embedded_model_answers_a_chat_request(tmp_path: Path) -> None:
     with real(["--threads", "1", "--max-num-seqs", "2", "--max-model-len", "512"], tmp_path / "log") as worker:
         worker.wait_ready(240)
         client = openai.OpenAI(base_url=f"{worker.public}/v1", api_key="none", max_retries=0)

@@ -58,8 +58,8 @@ class Cluster:
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest:
         """Return one object."""
-        found: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
-        return found
+        manifest: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
+        return manifest
 
     def list(self, kind: str, selector: str = "", namespace: str | None = None) -> Sequence[Manifest]:
         """Return the objects of a kind that match a label selector."""

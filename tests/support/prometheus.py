@@ -59,7 +59,7 @@ def known_series() -> set[str]:
 
 def _raw_queries(dashboard: dict[str, Any]) -> Iterator[str]:
     yield from (target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
-    yield from (found["expr"] for found in dashboard["annotations"]["list"])
+    yield from (annotation["expr"] for annotation in dashboard["annotations"]["list"])
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
             inner = re.fullmatch(r"label_values\((.*), \w+\)", variable["definition"])

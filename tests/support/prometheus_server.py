@@ -78,10 +78,10 @@ def prometheus_over(
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
-        found = Prometheus(f"http://{address}")
-        wait_for("Prometheus is ready", found.ready, timeout_s=30)
-        wait_for("every target is scraped", lambda: found.query("up == 1") and not found.down(), timeout_s=30)
-        yield found
+        prometheus = Prometheus(f"http://{address}")
+        wait_for("Prometheus is ready", prometheus.ready, timeout_s=30)
+        wait_for("every target is scraped", lambda: prometheus.query("up == 1") and not prometheus.down(), timeout_s=30)
+        yield prometheus
     finally:
         process.terminate()
         process.wait(20)

@@ -144,11 +144,11 @@ def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sa
 
 def texts(engine: Engine, requests: list[Submit]) -> dict[str, list[int]]:
     """Return the tokens of all requests, and check that the idle engine accounts for all slots and blocks."""
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while not engine.idle:
         for new in engine.step():
-            found[new.request_id] += new.tokens
+            tokens_by_request[new.request_id] += new.tokens
     engine.check()
-    return found
+    return tokens_by_request

@@ -48,8 +48,8 @@ class WorkerProcess:
     def engine_pid(self) -> int:
         """Pid of the engine process: the child that is not multiprocessing's resource tracker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (found,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return found
+        (engine_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return engine_pid
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.public + path, timeout=10)
@@ -74,13 +74,15 @@ class WorkerProcess:
 
     def _url(self, name: str) -> str:
         self.wait_until(lambda: f"{name} port: " in self.log, 120)
-        found = re.search(rf"{name} port: (\S+)", self.log)
-        assert found
-        return found[1]
+        match = re.search(rf"{name} port: (\S+)", self.log)
+        assert match
+        return match[1]
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> Iterator[WorkerProcess]:
+def running_worker(
+    words: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[WorkerProcess]:
     worker = WorkerProcess(words, log, environment)
     try:
         yield worker
@@ -93,7 +95,7 @@ def fake(
     config_json: str, log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
     """Return the server with the fake engine."""
-    return started([sys.executable, str(SERVING / "serve_fake.py"), config_json], log, environment)
+    return running_worker([sys.executable, str(SERVING / "serve_fake.py"), config_json], log, environment)
 
 
 def real(
@@ -101,4 +103,4 @@ def real(
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
     """Return ``specdecode-worker serve``, started as a user would."""
     words = [sys.executable, "-m", "specdecode_worker", "serve", "--port", "0", "--admin-port", "0", *flags]
-    return started(words, log, environment)
+    return running_worker(words, log, environment)

@@ -74,48 +74,48 @@ class Endpoint:
 
     def condition(self, kind: str) -> Manifest:
         """Return the condition of this type, or a placeholder with status 'absent'."""
-        found = {condition["type"]: condition for condition in self.status().get("conditions", [])}
-        return found.get(kind, {"status": "absent", "reason": "", "message": ""})
+        conditions = {condition["type"]: condition for condition in self.status().get("conditions", [])}
+        return conditions.get(kind, {"status": "absent", "reason": "", "message": ""})
 
     def wait_ready(self, timeout_s: float = 180) -> None:
         wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
 
-    def described(self) -> str:
+    def description(self) -> str:
         """Return a description of the resource for the report of a failed test."""
         try:
             return self.namespace.kubectl("describe", "sdd", self.name)
         except KubectlError as error:
             return str(error)
 
-    def remembered(self) -> str:
+    def persisted_state(self) -> str:
         """Return the operator's persisted state for the report of a failed test."""
         try:
-            kept = self.state()
+            state = self.state()
         except KubectlError as error:
             return str(error)
-        return json.dumps({key: value for key, value in kept.items() if key not in ("plan", "template")})
+        return json.dumps({key: value for key, value in state.items() if key not in ("plan", "template")})
 
     def _is_ready(self) -> bool:
-        found = self.status()
+        status = self.status()
         ready = self.condition("Ready")["status"] == "True"
-        assert ready, f"{found.get('reason')}"
+        assert ready, f"{status.get('reason')}"
         return ready
 
     def children(self) -> list[str]:
-        found = self.namespace.list(CHILDREN, self.labels)
-        return [f"{item['kind']}/{item['metadata']['name']}" for item in found]
+        items = self.namespace.list(CHILDREN, self.labels)
+        return [f"{item['kind']}/{item['metadata']['name']}" for item in items]
 
     # Pods
 
     def pods(self) -> list[Manifest]:
         """Return the pods that are not terminating."""
-        found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
-        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def all_pods(self) -> set[str]:
         """Return the names of all pods, including terminating ones."""
-        found = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
-        return {pod["metadata"]["name"] for pod in found}
+        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+        return {pod["metadata"]["name"] for pod in pods}
 
     def ready_pods(self) -> list[str]:
         def ready(pod: Manifest) -> bool:
@@ -154,7 +154,7 @@ class Endpoint:
         with self.admin(pod) as client:
             return Plan.model_validate_json(client.get(Route.plan).raise_for_status().content)
 
-    def turn_knobs(self, knobs: SyntheticKnobs | None, pod: str | None = None) -> None:
+    def set_knobs(self, knobs: SyntheticKnobs | None, pod: str | None = None) -> None:
         """Set the synthetic knobs of every worker, or of ``pod`` only. None removes them."""
         for name in [pod] if pod else self.ready_pods():
             with self.admin(name) as client:

@@ -50,8 +50,8 @@ class Namespace:
         the Service. Elsewhere the port is forwarded.
         """
         if self.cluster.local:
-            found = self.get(kind, name)
-            address = found["spec"]["clusterIP"] if kind == "service" else found["status"]["podIP"]
+            manifest = self.get(kind, name)
+            address = manifest["spec"]["clusterIP"] if kind == "service" else manifest["status"]["podIP"]
             yield f"http://{address}:{port}"
         else:
             with self._forwarded(f"{kind}/{name}", port) as local:

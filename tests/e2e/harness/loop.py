@@ -70,26 +70,26 @@ def steps(*, node_seconds: float, sequences: int = 1 << 30) -> tuple[StepTime, .
     Every node adds ``node_seconds`` to a plain step, up to the largest tree.
     """
     seconds = [PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)]
-    found = [StepTime(max_sequences=sequences, max_nodes=nodes, seconds=s) for nodes, s in enumerate(seconds)]
-    return (*found, StepTime(max_sequences=sequences, seconds=seconds[-1]))
+    by_nodes = [StepTime(max_sequences=sequences, max_nodes=nodes, seconds=s) for nodes, s in enumerate(seconds)]
+    return (*by_nodes, StepTime(max_sequences=sequences, seconds=seconds[-1]))
 
 
 def knobs(*rows: Sequence[StepTime], **acceptance: Any) -> SyntheticKnobs:
     return SyntheticKnobs(step_time=tuple(row for table in rows for row in table), **acceptance)
 
 
-def row(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
+def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
     """Return the planned depth of the task at this concurrency, according to the worker's plan."""
     plan = endpoint.plan(pod or endpoint.ready_pods()[0])
     bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
-    found = plan.row(bucket, 0, task)
-    return found.shape.depth if found else plan.initial.depth
+    plan_row = plan.row(bucket, 0, task)
+    return plan_row.shape.depth if plan_row else plan.initial.depth
 
 
 def wait_for_row(endpoint: Endpoint, what: str, concurrency: int, depths: Sequence[int], task: str = OTHER_TASK) -> int:
-    def look() -> list[int]:
-        depth = row(endpoint, concurrency, task)
+    def read_row() -> list[int]:
+        depth = planned_depth(endpoint, concurrency, task)
         assert depth in depths, f"depth {depth}"
         return [depth]
 
-    return wait_for(what, look, timeout_s=SETTLED_SECONDS, every_s=2)[0]
+    return wait_for(what, read_row, timeout_s=SETTLED_SECONDS, every_s=2)[0]

@@ -18,14 +18,14 @@ from typing import Any
 DRAFT = "standin"
 BEHAVIOURS = ("honest", "nan", "negative", "backwards", "garbage", "newer", "exit")
 BOOT, BEGAN = uuid.uuid4().hex, time.monotonic()
-told: dict[str, Any] = {"behaviour": "honest", "plan": {"uid": "", "version": 0, "draft": "", "buckets": {}}}
+settings: dict[str, Any] = {"behaviour": "honest", "plan": {"uid": "", "version": 0, "draft": "", "buckets": {}}}
 
 
-def honest(clock: float) -> dict[str, Any]:
+def honest_report(clock: float) -> dict[str, Any]:
     """Return a plausible report: fifty drafts a second, half of them accepted. ``clock`` is in seconds."""
     drafts = int(50 * clock)
     cell = {"draft": DRAFT, "task": "other", "sampled": False, "parent": "main"}
-    plan = {**told["plan"], "matches_draft": told["plan"]["draft"] == DRAFT}
+    plan = {**settings["plan"], "matches_draft": settings["plan"]["draft"] == DRAFT}
     return {
         "contract_version": 1,
         "boot_id": BOOT,
@@ -43,22 +43,22 @@ def honest(clock: float) -> dict[str, Any]:
 
 
 def report() -> bytes:
-    behaviour, found = told["behaviour"], honest(10 + time.monotonic() - BEGAN)
-    misses = [0, 0, 0, 0, 0, 0, 0, 0, found["drafts"]]
+    behaviour, fields = settings["behaviour"], honest_report(10 + time.monotonic() - BEGAN)
+    misses = [0, 0, 0, 0, 0, 0, 0, 0, fields["drafts"]]
     if behaviour == "garbage":
         return b"x" * 1_000_000
     if behaviour == "newer":
-        return json.dumps({**found, "contract_version": 2, "mood": "good"}).encode()
+        return json.dumps({**fields, "contract_version": 2, "mood": "good"}).encode()
     if behaviour in ("nan", "negative", "backwards"):  # these misses would change plans if accepted
-        found["acceptance"][0]["ranks"] = misses
-        found["accepted_tokens"] = 0
+        fields["acceptance"][0]["ranks"] = misses
+        fields["accepted_tokens"] = 0
     if behaviour == "nan":
-        found["running_request_seconds"] = float("nan")
+        fields["running_request_seconds"] = float("nan")
     if behaviour == "negative":
-        found["draft_tokens"] = -5
+        fields["draft_tokens"] = -5
     if behaviour == "backwards":
-        found["drafts"] = 3
-    return json.dumps(found).encode()
+        fields["drafts"] = 3
+    return json.dumps(fields).encode()
 
 
 class Public(BaseHTTPRequestHandler):
@@ -81,16 +81,16 @@ class Admin(Public):
     """Handler of the admin port: serves the selected report and accepts plans."""
 
     def do_GET(self) -> None:
-        self.answer(report() if self.path == "/v1/report" else json.dumps(told["plan"]).encode())
+        self.answer(report() if self.path == "/v1/report" else json.dumps(settings["plan"]).encode())
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/v1/plan":
-            told["plan"] = json.loads(body)
+            settings["plan"] = json.loads(body)
         elif body == b"exit":
             os._exit(0)
         else:
-            told["behaviour"] = body.decode()
+            settings["behaviour"] = body.decode()
         self.answer(b"{}")
 
 

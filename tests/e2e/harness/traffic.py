@@ -86,8 +86,8 @@ class Traffic:
 def answers(url: str, model: str, *, max_tokens: int = 24) -> list[str]:
     """Return the greedy answers to some prompts, requested one at a time. Speculation does not change them."""
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-        found = []
+        texts = []
         for prompt in PROMPTS[:4]:
             answer = client.post("/v1/chat/completions", json=chat_body(model, prompt, max_tokens)).raise_for_status()
-            found.append(answer.json()["choices"][0]["message"]["content"])
-        return found
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+        return texts

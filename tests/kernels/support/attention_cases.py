@@ -127,10 +127,10 @@ def by_definition(case: Case) -> Tensor:
     return out
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
+def close(actual: Tensor, wanted: Tensor) -> bool:
     """Return whether the values agree within the tolerance of their type."""
     tolerance = TOLERANCE[wanted.dtype]
-    return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
+    return torch.allclose(actual, wanted, atol=tolerance, rtol=tolerance)
 
 
 def tree(prefix: int, *parents: int, start: int = 0, slack: int = 0) -> Sequence:

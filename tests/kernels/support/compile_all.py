@@ -58,9 +58,9 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kw
         elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             alignment[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
-    found = compile_kernel(source, target=H100, options=options)
-    assert found.asm["cubin"]
-    compiled.append((self.__name__, found.metadata.shared))
+    binary = compile_kernel(source, target=H100, options=options)
+    assert binary.asm["cubin"]
+    compiled.append((self.__name__, binary.metadata.shared))
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -103,9 +103,9 @@ def rope(size: int) -> None:
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
     """Launch the sampling, choice and proposal kernels."""
     logits, row = zeros(4, VOCABULARY, dtype=dtype), floats(4)
-    found = sample.cuts(logits, row, (ints(4), row, row) if truncated else None)
-    sample.processed(logits, row, found)
-    for cuts in (found, None):
+    truncation = sample.cuts(logits, row, (ints(4), row, row) if truncated else None)
+    sample.processed(logits, row, truncation)
+    for cuts in (truncation, None):
         verify.choose(logits, row, ints(4), ints(4), cuts)
         top_k.top_k(logits, 8, row, ints(4), ints(4), ints(VOCABULARY), 1.5, cuts)
         top_k.top_k(logits, 8, row, ints(4), ints(4), None, 1.5, cuts)
@@ -164,14 +164,14 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     JITFunction.run = compile_instead
-    found = {}
+    launches = {}
     for name, launch in LAUNCHES.items():
         compiled.clear()
         launch()
         kernels = sorted({kernel for kernel, _ in compiled})
-        found[name] = {"kernels": kernels, "shared_bytes": max(shared for _, shared in compiled)}
-        print(name, found[name], file=sys.stderr, flush=True)
-    json.dump(found, sys.stdout)
+        launches[name] = {"kernels": kernels, "shared_bytes": max(shared for _, shared in compiled)}
+        print(name, launches[name], file=sys.stderr, flush=True)
+    json.dump(launches, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = found  # dataclasses look up their module here
+    copied = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = copied  # dataclasses look up their module here
     with interpreting():
-        spec.loader.exec_module(found)
-    return found
+        spec.loader.exec_module(copied)
+    return copied

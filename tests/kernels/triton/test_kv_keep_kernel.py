@@ -35,20 +35,20 @@ def cache(layers: int, kv: int, size: int, dtype: torch.dtype = torch.float32) -
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape).to(dtype)
 
 
-def caught(module: ModuleType, groups: list[Moves], layers: int, kv: int, size: int) -> bool:
+def differs_from_reference(module: ModuleType, groups: list[Moves], layers: int, kv: int, size: int) -> bool:
     pairs = [pair for moves in groups for pair in moves]
     source, target = torch.tensor(pairs).unbind(1)
-    found, wanted = cache(layers, kv, size), cache(layers, kv, size)
-    module.kv_keep(found, source, target, len(groups[0]))
+    actual, wanted = cache(layers, kv, size), cache(layers, kv, size)
+    module.kv_keep(actual, source, target, len(groups[0]))
     reference.kv_keep(wanted, source, target)
-    return not torch.equal(found, wanted)
+    return not torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(("kv", "size"), [(1, 8), (3, 5), (2, 96)])
 @pytest.mark.parametrize("name", NAMED)
 def test_named_moves(name: str, kv: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_MOST_ELEMENTS", 64)
-    assert not caught(kernel, NAMED[name], 2, kv, size)
+    assert not differs_from_reference(kernel, NAMED[name], 2, kv, size)
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,7 +56,7 @@ def test_named_moves(name: str, kv: int, size: int, monkeypatch: pytest.MonkeyPa
 def test_any_moves(data: st.DataObject, pairs: int, layers: int) -> None:
     targets = data.draw(st.lists(st.integers(16, 111), min_size=pairs, max_size=pairs, unique=True))
     moves = [(data.draw(st.integers(16, 111)), target) for target in targets]
-    assert not caught(kernel, [moves], layers, 2, 4)
+    assert not differs_from_reference(kernel, [moves], layers, 2, 4)
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -66,19 +66,19 @@ def test_the_op_runs_the_kernel(group: int | None, monkeypatch: pytest.MonkeyPat
     right = kernel.kv_keep
     monkeypatch.setattr(kernel, "kv_keep", lambda *args: (asked.append(args[3]), right(*args)))
     source, target = torch.tensor([18, 21, 0, 0]), torch.tensor([17, 18, 0, 0])
-    found, wanted = cache(2, 2, 8), cache(2, 2, 8)
-    op.kv_keep(found, source, target, group=group)
+    actual, wanted = cache(2, 2, 8), cache(2, 2, 8)
+    op.kv_keep(actual, source, target, group=group)
     reference.kv_keep(wanted, source, target)
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, wanted)
     assert asked == [group or 4]
 
 
-def test_a_cache_of_half_precision_and_one_inside_a_larger_tensor() -> None:
+def test_half_precision_cache_inside_a_larger_tensor() -> None:
     wide = cache(2, 3, 8, torch.float16)
-    found, wanted = wide[:, :, :, :, :3], wide.clone()
-    kernel.kv_keep(found, torch.tensor([18]), torch.tensor([17]), 1)
+    actual, wanted = wide[:, :, :, :, :3], wide.clone()
+    kernel.kv_keep(actual, torch.tensor([18]), torch.tensor([17]), 1)
     reference.kv_keep(wanted, torch.tensor([18]), torch.tensor([17]))
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, wanted)
 
 
 BUGS: dict[str, tuple[str, str]] = {
@@ -93,14 +93,14 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     moves = [[(34, 33), (37, 34)], [(70, 65), (71, 66)]]
-    assert not caught(kernel, moves, 2, 3, 5)
-    assert caught(plant(kernel, *BUGS[bug]), moves, 2, 3, 5)
+    assert not differs_from_reference(kernel, moves, 2, 3, 5)
+    assert differs_from_reference(plant(kernel, *BUGS[bug]), moves, 2, 3, 5)
 
 
-def test_pairs_taken_one_by_one_are_caught(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_moving_pairs_one_by_one_is_detected(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     """Groups of one pair, processed one after the other, give wrong results where pairs overlap."""
     module = plant(kernel, "block_s = triton", "group = 1; block_s = triton")
-    assert caught(module, NAMED["a shift ahead"], 2, 2, 4)
-    assert caught(module, NAMED["a cycle"], 2, 2, 4)
+    assert differs_from_reference(module, NAMED["a shift ahead"], 2, 2, 4)
+    assert differs_from_reference(module, NAMED["a cycle"], 2, 2, 4)

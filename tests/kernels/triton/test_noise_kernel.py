@@ -17,22 +17,22 @@ SEEDS = torch.tensor([0, 2**40 + 3, 2**63 - 1, 17])
 POSITIONS = torch.tensor([0, 2**33 + 7, 5, 2**32 - 1])
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
+def close(actual: Tensor, wanted: Tensor) -> bool:
     """Return whether the noise agrees up to the last bits of a logarithm. A wrong word would change it completely."""
-    return torch.allclose(found, wanted, rtol=1e-14, atol=1e-14)
+    return torch.allclose(actual, wanted, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("stream", range(4))
 @pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 100, 1003])
-def test_noise_is_the_references(vocab_size: int, stream: int) -> None:
-    found = kernel.gumbel(SEEDS, POSITIONS, vocab_size, stream, block=256)
-    assert close(found, reference.gumbel(SEEDS, POSITIONS, vocab_size, stream))
+def test_noise_equals_the_reference(vocab_size: int, stream: int) -> None:
+    actual = kernel.gumbel(SEEDS, POSITIONS, vocab_size, stream, block=256)
+    assert close(actual, reference.gumbel(SEEDS, POSITIONS, vocab_size, stream))
 
 
 @pytest.mark.usefixtures("on_kernels")
 def test_the_op_runs_the_kernel() -> None:
-    found = op.gumbel(SEEDS, POSITIONS, 5000)
-    assert close(found, reference.gumbel(SEEDS, POSITIONS, 5000))
+    actual = op.gumbel(SEEDS, POSITIONS, 5000)
+    assert close(actual, reference.gumbel(SEEDS, POSITIONS, 5000))
     assert op.gumbel(SEEDS[:0], POSITIONS[:0], 5000).shape == (0, 5000)
 
 
@@ -51,7 +51,7 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     wanted = reference.gumbel(SEEDS, POSITIONS, 100, 1)
     assert close(kernel.gumbel(SEEDS, POSITIONS, 100, 1, block=64), wanted)
     assert not close(plant(kernel, *BUGS[bug]).gumbel(SEEDS, POSITIONS, 100, 1, block=64), wanted)

@@ -45,8 +45,8 @@ def logits_of(rows: int, vocab: int, spread: float = 3.0, dtype: torch.dtype = t
 
 def by_kernel(module: ModuleType, logits: Tensor, rows: list[Row], room: int = 64) -> Tensor:
     temperature, truncation = columns(rows)
-    found = module.cuts(logits, temperature, truncation, block=BLOCK, room=room)
-    written: Tensor = module.processed(logits, temperature, found, block=BLOCK)
+    thresholds = module.cuts(logits, temperature, truncation, block=BLOCK, room=room)
+    written: Tensor = module.processed(logits, temperature, thresholds, block=BLOCK)
     return written
 
 
@@ -55,19 +55,19 @@ def by_reference(logits: Tensor, rows: list[Row], nudge: float = 0.0) -> Tensor:
     return reference.processed(logits.double(), temperature, top_k, torch.where(top_p < 1, top_p + nudge, 1), min_p)
 
 
-def same(found: Tensor, wanted: Tensor) -> Tensor:
+def same(actual: Tensor, wanted: Tensor) -> Tensor:
     """Return [R] whether each row keeps the same tokens with the same log-probabilities."""
     finite = torch.isfinite(wanted)
-    near = torch.where(finite, (found - wanted).abs() < 2e-4, True)
-    return (torch.isfinite(found) == finite).all(-1) & near.all(-1) & ~found.isnan().any(-1)
+    near = torch.where(finite, (actual - wanted).abs() < 2e-4, True)
+    return (torch.isfinite(actual) == finite).all(-1) & near.all(-1) & ~actual.isnan().any(-1)
 
 
-def right(found: Tensor, logits: Tensor, rows: list[Row]) -> bool:
+def matches_reference(actual: Tensor, logits: Tensor, rows: list[Row]) -> bool:
     return bool(
         (
-            same(found, by_reference(logits, rows))
-            | same(found, by_reference(logits, rows, 2e-6))
-            | same(found, by_reference(logits, rows, -2e-6))
+            same(actual, by_reference(logits, rows))
+            | same(actual, by_reference(logits, rows, 2e-6))
+            | same(actual, by_reference(logits, rows, -2e-6))
         ).all()
     )
 
@@ -75,10 +75,10 @@ def right(found: Tensor, logits: Tensor, rows: list[Row]) -> bool:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 3.0), (7, 0.01), (100, 3.0), (300, 0.05), (300, 6.0)])
-def test_the_same_tokens_are_kept(vocab: int, spread: float, dtype: torch.dtype) -> None:
+def test_processed_tokens_equal_the_reference(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """Flat rows have more candidates than the list holds and are searched as a whole; half precision has many ties."""
     logits = logits_of(len(ROWS), vocab, spread, dtype)
-    assert right(by_kernel(kernel, logits, ROWS), logits, ROWS)
+    assert matches_reference(by_kernel(kernel, logits, ROWS), logits, ROWS)
 
 
 SAMPLED = st.tuples(
@@ -91,27 +91,27 @@ SAMPLED = st.tuples(
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(SAMPLED, min_size=1, max_size=3), st.integers(2, 150), st.sampled_from((0.3, 3.0)), st.integers(0, 99))
-def test_any_rows(rows: list[Row], vocab: int, spread: float, seed: int) -> None:
+def test_random_rows_equal_the_reference(rows: list[Row], vocab: int, spread: float, seed: int) -> None:
     logits = logits_of(len(rows), vocab, spread, seed=seed)
-    assert right(by_kernel(kernel, logits, rows), logits, rows)
+    assert matches_reference(by_kernel(kernel, logits, rows), logits, rows)
 
 
-def test_blocked_tokens_and_equals() -> None:
+def test_blocked_tokens_and_ties() -> None:
     """Zeros of both signs are equal, and -inf is never kept."""
     logits = torch.tensor([[0.0, -0.0, -math.inf, 0.0, -0.0, -3.0], [2.0, 2.0, 2.0, -math.inf, 1.0, 2.0]])
     rows = [(1.0, 2, 1.0, 0.0), (1.0, 0, 0.6, 0.0)]
-    found = by_kernel(kernel, logits, rows)
-    assert torch.isfinite(found).int().tolist() == [[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
-    assert right(found, logits, rows)
+    actual = by_kernel(kernel, logits, rows)
+    assert torch.isfinite(actual).int().tolist() == [[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
+    assert matches_reference(actual, logits, rows)
 
 
-def test_a_row_stands_alone() -> None:
+def test_rows_are_independent() -> None:
     logits = logits_of(len(ROWS), 100)
     together = by_kernel(kernel, logits, ROWS)
     assert torch.equal(together[3:4], by_kernel(kernel, logits[3:4], ROWS[3:4]))
 
 
-def test_room_changes_nothing() -> None:
+def test_candidate_list_size_does_not_change_the_output() -> None:
     logits = logits_of(4, 200, 1.0)
     assert torch.equal(by_kernel(kernel, logits, ROWS[1:5], 8), by_kernel(kernel, logits, ROWS[1:5], 256))
 
@@ -122,8 +122,8 @@ def test_the_op_runs_the_kernel(truncated: bool) -> None:
     rows = ROWS[1:4] if truncated else ROWS[:1] * 3
     temperature, (top_k, top_p, min_p) = columns(rows)
     logits = logits_of(3, 50)
-    found = op.processed(logits, temperature, top_k, top_p, min_p, truncated=truncated)
-    assert right(found, logits, rows)
+    actual = op.processed(logits, temperature, top_k, top_p, min_p, truncated=truncated)
+    assert matches_reference(actual, logits, rows)
 
 
 BUGS: dict[str, tuple[str, str]] = {
@@ -144,7 +144,7 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     rows: list[Row] = [
         (0.5, 4, 0.8, 0.0),
         (1.9, 0, 0.9, 0.2),
@@ -154,10 +154,10 @@ def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str
     ]
     logits = logits_of(len(rows), 200, 2.0, torch.float16)
     logits[3, ::7] = 9.0
-    assert not right(by_kernel(plant(kernel, *BUGS[bug]), logits, rows, 160), logits, rows)
+    assert not matches_reference(by_kernel(plant(kernel, *BUGS[bug]), logits, rows, 160), logits, rows)
 
 
-def test_nothing_is_caught_where_nothing_is_planted() -> None:
+def test_unmodified_kernel_passes_the_bug_check() -> None:
     rows: list[Row] = [
         (0.5, 4, 0.8, 0.0),
         (1.9, 0, 0.9, 0.2),
@@ -167,4 +167,4 @@ def test_nothing_is_caught_where_nothing_is_planted() -> None:
     ]
     logits = logits_of(len(rows), 200, 2.0, torch.float16)
     logits[3, ::7] = 9.0
-    assert right(by_kernel(kernel, logits, rows, 160), logits, rows)
+    assert matches_reference(by_kernel(kernel, logits, rows, 160), logits, rows)

@@ -33,26 +33,26 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+def close(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return all(
         torch.allclose(a, b, atol=TOLERANCE[b.dtype], rtol=TOLERANCE[b.dtype], equal_nan=True)
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(actual, wanted, strict=True)
     )
 
 
-def norms(module: ModuleType, rows: int, size: int, residual: bool, dtype: torch.dtype = torch.float32) -> bool:
+def norm_matches(module: ModuleType, rows: int, size: int, residual: bool, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether the norm kernel equals the reference, for rows inside a wider tensor."""
     x, r = random(rows, size + 3, dtype=dtype)[:, :size], random(rows, size + 5, dtype=dtype, seed=1)[:, 5:]
     weight = random(size, dtype=dtype, seed=2)
-    found = module.rms_norm(x, weight, 1e-2, r if residual else None)
-    return close(found, rms_norm_reference.rms_norm(x, weight, 1e-2, r if residual else None))
+    actual = module.rms_norm(x, weight, 1e-2, r if residual else None)
+    return close(actual, rms_norm_reference.rms_norm(x, weight, 1e-2, r if residual else None))
 
 
 @DTYPES
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 7), (5, 64), (2, 100)])
 def test_norm(rows: int, size: int, residual: bool, dtype: torch.dtype) -> None:
-    assert norms(rms_norm, rows, size, residual, dtype)
+    assert norm_matches(rms_norm, rows, size, residual, dtype)
 
 
 @DTYPES
@@ -67,7 +67,7 @@ def test_gate_of_large_numbers() -> None:
     assert torch.equal(silu_mul.silu_mul(x)[0, :2].abs(), torch.tensor([0.0, 200.0]))
 
 
-def rotations(
+def rotation_matches(
     module: ModuleType, heads: int, kv: int, size: int, dtype: torch.dtype = torch.float32, offset: int = 0
 ) -> bool:
     """Return whether queries and cache equal those of the reference.
@@ -83,45 +83,45 @@ def rotations(
     positions = torch.tensor([0, 39, 7, 7, 0, 0])
     slots = torch.tensor([17, 40, 23, 33, 0, 0]) + offset
     caches = [torch.full((2, 4, 16, kv, size), torch.nan, dtype=dtype) for _ in range(2)]
-    found = module.rope_cache(*parts, *tables, positions, slots, caches[0])
+    actual = module.rope_cache(*parts, *tables, positions, slots, caches[0])
     wanted = rope_cache_reference.rope_cache(*parts, *tables, positions, slots, caches[1])
     for cache in caches:
         cache[:, 0, 0] = 0
-    return close((found, caches[0]), (wanted, caches[1]))
+    return close((actual, caches[0]), (wanted, caches[1]))
 
 
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv"), [(1, 1), (6, 2), (9, 3)])
 @pytest.mark.parametrize("size", [2, 64, 96])
 def test_rotation_and_cache(heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
-    assert rotations(rope_cache, heads, kv, size, dtype)
+    assert rotation_matches(rope_cache, heads, kv, size, dtype)
 
 
-def inputs(
+def inputs_match(
     module: ModuleType, *, normed: bool, dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (7, 12)
 ) -> bool:
     embedding, hidden = random(20, sizes[0], dtype=dtype), random(4, sizes[1], dtype=dtype, seed=1)
     weights = [1 + random(size, dtype=dtype, seed=2) for size in sizes] if normed else [None, None]
     tokens, source = torch.tensor([19, 0, 3, 3, 5]), torch.tensor([0, 0, 3, 1, 2])
-    found = module.draft_input(embedding, tokens, hidden, source, *weights, 1e-2)
+    actual = module.draft_input(embedding, tokens, hidden, source, *weights, 1e-2)
     wanted = draft_input_reference.draft_input(
         embedding, tokens, hidden, source, token_weight_A=weights[0], hidden_weight_E=weights[1], eps=1e-2
     )
-    return close(found, wanted)
+    return close(actual, wanted)
 
 
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("sizes", [(7, 12), (64, 64), (1, 100)])
 def test_draft_input(sizes: tuple[int, int], normed: bool, dtype: torch.dtype) -> None:
-    assert inputs(draft_input, normed=normed, dtype=dtype, sizes=sizes)
+    assert inputs_match(draft_input, normed=normed, dtype=dtype, sizes=sizes)
 
 
-def test_without_sources_every_row_reads_its_own_state() -> None:
+def test_without_sources_each_row_reads_its_own_state() -> None:
     embedding, hidden, tokens = random(20, 7), random(5, 12, seed=1), torch.tensor([19, 0, 3, 3, 5])
-    found = draft_input.draft_input(embedding, tokens, hidden, None, None, None, 0.0)
+    actual = draft_input.draft_input(embedding, tokens, hidden, None, None, None, 0.0)
     wanted = torch.cat((embedding[tokens], hidden), dim=-1), hidden
-    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -145,9 +145,9 @@ def test_the_ops_run_the_kernels() -> None:
 
 
 CHECKS: dict[ModuleType, Callable[[ModuleType], bool]] = {
-    rms_norm: lambda module: norms(module, 3, 7, True),
-    rope_cache: lambda module: rotations(module, 6, 2, 8),
-    draft_input: lambda module: inputs(module, normed=True),
+    rms_norm: lambda module: norm_matches(module, 3, 7, True),
+    rope_cache: lambda module: rotation_matches(module, 6, 2, 8),
+    draft_input: lambda module: inputs_match(module, normed=True),
 }
 BUGS: dict[str, tuple[ModuleType, str, str]] = {
     "no residual": (rms_norm, "x_E += tl.load(residual_TE", "x_E += 0 * tl.load(residual_TE"),
@@ -168,13 +168,13 @@ BUGS: dict[str, tuple[ModuleType, str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Plant) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     module, old, new = BUGS[bug]
     assert CHECKS[module](module)
     assert not CHECKS[module](plant(module, old, new))
 
 
-def test_a_bug_planted_in_the_gate_is_caught(plant: Plant) -> None:
+def test_a_bug_planted_in_the_gate_is_detected(plant: Plant) -> None:
     x = random(2, 14)
     halves = plant(silu_mul, "+ size + f", "+ f")
     assert not close((halves.silu_mul(x),), (silu_mul_reference.silu_mul(x),))

@@ -32,8 +32,8 @@ def ids_of(vocab: int) -> Tensor:
 def proposed(
     module: ModuleType, logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, truncated: bool = False
 ) -> Tensor:
-    found = cuts(logits, TEMPERATURE, TRUNCATION, sharpness=sharpness, block=128, room=64) if truncated else None
-    best: Tensor = module.top_k(logits, k, TEMPERATURE, SEEDS, POSITIONS, ids, sharpness, found, block=64)
+    thresholds = cuts(logits, TEMPERATURE, TRUNCATION, sharpness=sharpness, block=128, room=64) if truncated else None
+    best: Tensor = module.top_k(logits, k, TEMPERATURE, SEEDS, POSITIONS, ids, sharpness, thresholds, block=64)
     return best
 
 
@@ -53,7 +53,7 @@ def wanted(logits: Tensor, k: int, ids: Tensor | None, sharpness: float, *, trun
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (7, 7), (63, 3), (64, 8), (100, 4), (1003, 8)])
-def test_the_best_few(vocab: int, k: int, mapped: bool) -> None:
+def test_proposals_equal_the_reference(vocab: int, k: int, mapped: bool) -> None:
     ids = ids_of(vocab) if mapped else None
     assert torch.equal(proposed(kernel, logits_of(vocab), k, ids, 1.5), wanted(logits_of(vocab), k, ids, 1.5))
 
@@ -61,30 +61,30 @@ def test_the_best_few(vocab: int, k: int, mapped: bool) -> None:
 def test_half_precision_proposes_the_same_set() -> None:
     """Greedy rows in half precision have ties, which the reference may order differently."""
     logits = logits_of(300, torch.float16)[1:4].repeat(2, 1)[:5]
-    found, expected = proposed(kernel, logits, 4, None, 1.0), wanted(logits, 4, None, 1.0)
-    assert torch.equal(found[1:4], expected[1:4])
-    assert torch.equal(logits.gather(1, found), logits.gather(1, expected))
+    actual, expected = proposed(kernel, logits, 4, None, 1.0), wanted(logits, 4, None, 1.0)
+    assert torch.equal(actual[1:4], expected[1:4])
+    assert torch.equal(logits.gather(1, actual), logits.gather(1, expected))
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_what_is_cut_is_not_proposed(mapped: bool) -> None:
+def test_truncated_tokens_are_not_proposed(mapped: bool) -> None:
     ids = ids_of(200) if mapped else None
-    found = proposed(kernel, logits_of(200), 3, ids, 0.8, truncated=True)
-    assert torch.equal(found, wanted(logits_of(200), 3, ids, 0.8, truncated=True))
-    assert not torch.equal(found, wanted(logits_of(200), 3, ids, 0.8))
+    actual = proposed(kernel, logits_of(200), 3, ids, 0.8, truncated=True)
+    assert torch.equal(actual, wanted(logits_of(200), 3, ids, 0.8, truncated=True))
+    assert not torch.equal(actual, wanted(logits_of(200), 3, ids, 0.8))
 
 
-def test_proposals_are_all_different_where_little_is_left() -> None:
+def test_proposals_are_distinct_with_few_candidates() -> None:
     logits = torch.full((5, 130), -torch.inf)
     logits[:, 77] = 0.0
-    found = proposed(kernel, logits, 8, None, 1.0)
-    assert (found[:, 0] == 77).all()
-    assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 130 for row in found.tolist())
+    proposals = proposed(kernel, logits, 8, None, 1.0)
+    assert (proposals[:, 0] == 77).all()
+    assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 130 for row in proposals.tolist())
 
 
 @pytest.mark.usefixtures("on_kernels")
 def test_the_op_runs_the_kernel() -> None:
-    found = op.top_k(
+    proposals = op.top_k(
         logits_of(100),
         4,
         temperature_R=TEMPERATURE,
@@ -94,7 +94,7 @@ def test_the_op_runs_the_kernel() -> None:
         ids_V=ids_of(100),
         truncation=TRUNCATION,
     )
-    assert torch.equal(found, wanted(logits_of(100), 4, ids_of(100), 1.0, truncated=True))
+    assert torch.equal(proposals, wanted(logits_of(100), 4, ids_of(100), 1.0, truncated=True))
 
 
 BUGS: dict[str, tuple[str, str]] = {
@@ -111,6 +111,6 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
-    found = proposed(plant(kernel, *BUGS[bug]), logits_of(200), 4, ids_of(200), 1.0, truncated=True)
-    assert not torch.equal(found, wanted(logits_of(200), 4, ids_of(200), 1.0, truncated=True))
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    proposals = proposed(plant(kernel, *BUGS[bug]), logits_of(200), 4, ids_of(200), 1.0, truncated=True)
+    assert not torch.equal(proposals, wanted(logits_of(200), 4, ids_of(200), 1.0, truncated=True))

@@ -64,10 +64,10 @@ def attended(case: Case, *, padding_queries: int = 0, padding_rows: int = 0, of:
     return out[: len(case.q_THD)]
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
+def close(actual: Tensor, wanted: Tensor) -> bool:
     """Return whether the values agree at the case's precision; NaN never agrees."""
     tolerance = TOLERANCE[wanted.dtype]
-    return torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
+    return torch.allclose(actual, wanted, atol=tolerance, rtol=tolerance)
 
 
 def make_case(sequences: tuple[Sequence, ...], **fields: object) -> Case:
@@ -94,7 +94,7 @@ def test_lengths(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UGLY)
-def test_ugly_shapes(name: str) -> None:
+def test_irregular_shapes(name: str) -> None:
     case = make_case(UGLY[name], kv=1)
     assert close(attended(case, padding_queries=5, padding_rows=2), by_definition(case))
 
@@ -117,7 +117,7 @@ def test_head_dimensions(size: int, dtype: torch.dtype) -> None:
     assert close(attended(case), by_definition(case))
 
 
-def test_a_plan_has_room_for_any_mixture_and_even_pieces() -> None:
+def test_plan_splits_only_the_long_sequence() -> None:
     """One long text in a batch of short ones is cut into many pieces; the short ones are not cut."""
     case = make_case((tree(400), *[tree(5)] * 6))
     pieces = planned(case).pieces_W8
@@ -126,10 +126,10 @@ def test_a_plan_has_room_for_any_mixture_and_even_pieces() -> None:
     assert (pieces[:, 5] - pieces[:, 4])[pieces[:, 2] > 0].max() <= 5
 
 
-def test_a_query_that_sees_nothing_yields_zeros() -> None:
-    found = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the row of the root
-    assert (found[0] == 0).all()
-    assert torch.isfinite(found).all()
+def test_query_without_visible_keys_yields_zeros() -> None:
+    output = attended(make_case((tree(4, 0, start=5),)))  # the window hides even the row of the root
+    assert (output[0] == 0).all()
+    assert torch.isfinite(output).all()
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -154,13 +154,13 @@ def test_the_op_runs_the_kernel() -> None:
     assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
 
 
-def test_queries_may_lie_in_a_wider_tensor() -> None:
+def test_queries_may_be_part_of_a_wider_tensor() -> None:
     """Queries may be part of a wider tensor, as after a joined projection of queries, keys and values."""
     case = make_case(MIXED)
     wide = torch.full((len(case.q_THD), 10, 16), torch.nan)
     wide[:, 2:8] = case.q_THD
-    found = kernel.attend(wide[:, 2:8], case.cache_2NPKD, planned(case))
-    assert close(found, by_definition(case))
+    output = kernel.attend(wide[:, 2:8], case.cache_2NPKD, planned(case))
+    assert close(output, by_definition(case))
 
 
 @st.composite
@@ -180,7 +180,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
     st.sampled_from((1, 2, 3, 4, 7)),
     st.integers(0, 6),
 )
-def test_any_batch(batch: tuple[Sequence, ...], kv: int, groups: int, padding: int) -> None:
+def test_random_batches(batch: tuple[Sequence, ...], kv: int, groups: int, padding: int) -> None:
     case = make_case(batch, kv=kv, groups=groups)
     assert close(attended(case, padding_queries=padding, padding_rows=padding % 2), by_definition(case))
 
@@ -220,7 +220,7 @@ PLAN_BUGS: dict[str, tuple[str, str]] = {
 }
 
 
-def caught(run: Callable[[Case], Tensor]) -> bool:
+def differs_from_reference(run: Callable[[Case], Tensor]) -> bool:
     case = make_case(SMALL, groups=4)
     wanted = by_definition(case)
     try:
@@ -229,21 +229,21 @@ def caught(run: Callable[[Case], Tensor]) -> bool:
         return True
 
 
-def test_nothing_is_caught_where_nothing_is_planted(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_unmodified_kernel_passes_the_bug_check(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, "kernel", "kernel")
     mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
-    assert not caught(lambda case: attended(case, of=mutant))
+    assert not differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, *BUGS[bug])
     mutant.BLOCK_N, mutant._CHUNKS_AT_ONCE = 16, 1
-    assert caught(lambda case: attended(case, of=mutant))
+    assert differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", PLAN_BUGS)
-def test_bugs_planted_in_the_plan_are_caught(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_bugs_planted_in_the_plan_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(plan, *PLAN_BUGS[bug])
     mutant.BLOCK_N, mutant.LEAST_BLOCKS, mutant.processors = 16, 1, lambda _: 16
-    assert caught(lambda case: kernel.attend(case.q_THD, case.cache_2NPKD, planned(case, of=mutant)))
+    assert differs_from_reference(lambda case: kernel.attend(case.q_THD, case.cache_2NPKD, planned(case, of=mutant)))

@@ -35,15 +35,15 @@ def logits_of(vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def chosen(module: ModuleType, logits: Tensor, truncation: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-    found = None if truncation is None else cuts(logits, TEMPERATURE, truncation, block=128, room=64)
-    tokens: Tensor = module.choose(logits, TEMPERATURE, SEEDS, POSITIONS, found, block=64)
+    thresholds = None if truncation is None else cuts(logits, TEMPERATURE, truncation, block=128, room=64)
+    tokens: Tensor = module.choose(logits, TEMPERATURE, SEEDS, POSITIONS, thresholds, block=64)
     return tokens
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("vocab", [1, 7, 63, 64, 100, 1003])
-def test_the_token_is_plain_decodings(vocab: int, dtype: torch.dtype) -> None:
+def test_chosen_token_equals_plain_decoding(vocab: int, dtype: torch.dtype) -> None:
     for seed in range(3):
         logits = logits_of(vocab, dtype, seed)
         wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS)
@@ -51,20 +51,20 @@ def test_the_token_is_plain_decodings(vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("processors", [1, 4, 1000])
-def test_shares_of_the_vocabulary_change_nothing(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_split_does_not_change_the_choice(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "processors", lambda _: processors)
     logits = logits_of(700)
     assert torch.equal(chosen(kernel, logits), reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS))
 
 
-def test_what_is_cut_is_not_chosen() -> None:
+def test_truncated_tokens_are_not_chosen() -> None:
     logits = logits_of(200)
     wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, TRUNCATION)
     assert torch.equal(chosen(kernel, logits, TRUNCATION), wanted)
     assert not torch.equal(chosen(kernel, logits), wanted)
 
 
-def test_equals_go_to_the_first_and_nothing_to_token_zero() -> None:
+def test_ties_choose_the_first_token_and_empty_rows_token_zero() -> None:
     logits = torch.full((ROWS, 150), -torch.inf)
     logits[0, [70, 140]] = 2.0
     logits[1, 149] = -3.0
@@ -73,13 +73,13 @@ def test_equals_go_to_the_first_and_nothing_to_token_zero() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    found = []
+    forest = []
     for _ in range(draw(st.integers(1, 4))):
         parents = [-1]
         for node in range(1, draw(st.integers(1, 9))):
             parents.append(draw(st.integers(parents[-1] if node > 1 else 0, node - 1)))
-        found.append(tuple(parents))
-    return tuple(found)
+        forest.append(tuple(parents))
+    return tuple(forest)
 
 
 def padded(forest: tuple[tuple[int, ...], ...]) -> Tensor:
@@ -87,9 +87,9 @@ def padded(forest: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.tensor([[*parents, *[-1] * (most - len(parents))] for parents in forest])
 
 
-def same(found: Accepted, wanted: Accepted) -> bool:
+def same(actual: Accepted, wanted: Accepted) -> bool:
     fields = ("path_BD", "count_B", "bonus_B", "last_B")
-    return all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in fields)
+    return all(torch.equal(getattr(actual, name), getattr(wanted, name)) for name in fields)
 
 
 FOREST = ((-1, 0, 0, 1, 1, 2, 3), (-1, 0, 1, 2, 3), (-1,), (-1, 0, 0, 0))
@@ -99,20 +99,20 @@ CHAIN_OF_64 = ((-1, *range(63)), (-1, *[0] * 63))
 @pytest.mark.usefixtures("poisoned")
 @settings(max_examples=25, deadline=None)
 @given(trees(), st.integers(0, 999), st.integers(0, 9))
-def test_walks(forest: tuple[tuple[int, ...], ...], seed: int, depth: int) -> None:
+def test_random_walks_equal_the_reference(forest: tuple[tuple[int, ...], ...], seed: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parents = padded(forest)
     tokens, wanted = torch.randint(0, 2, (2, *parents.shape), generator=generator).unbind(0)
     assert same(kernel.walk(parents, tokens, wanted, depth), reference.walk(parents, tokens, wanted, depth))
 
 
-def test_a_full_tree_is_walked_to_its_end() -> None:
+def test_full_tree_is_walked_to_its_end() -> None:
     parents = padded(CHAIN_OF_64)
     tokens = torch.arange(64).expand(2, -1).contiguous()
     following = torch.stack((torch.arange(1, 65), torch.full((64,), 63)))
-    found = kernel.walk(parents, tokens, following, 63)
-    assert found.count_B.tolist() == [63, 1]
-    assert same(found, reference.walk(parents, tokens, following, 63))
+    accepted = kernel.walk(parents, tokens, following, 63)
+    assert accepted.count_B.tolist() == [63, 1]
+    assert same(accepted, reference.walk(parents, tokens, following, 63))
 
 
 def rounds_of(
@@ -132,8 +132,8 @@ def rounds_of(
         drawn = torch.rand(batch, nodes, generator=generator) < 0.5
     depth = nodes - 1
     q = None if how == "best" else logq
-    found = module.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn, max(nodes - 1, 1), block=16)
-    return found, op.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn_BN=drawn)
+    actual = module.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn, max(nodes - 1, 1), block=16)
+    return actual, op.multi_round(parents, tokens, logp, q, seeds, positions, depth, drawn_BN=drawn)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -160,9 +160,9 @@ def test_the_ops_run_the_kernels() -> None:
     tokens, following = torch.randint(0, 2, (2, *parents.shape)).unbind(0)
     assert same(op.walk(parents, tokens, following, 4), reference.walk(parents, tokens, following, 4))
     logp = torch.log_softmax(torch.randn(4, 7, 11), -1)
-    found = op.multi_round(parents, tokens, logp, logp, SEEDS[:4], POSITIONS[:4], 4)
+    accepted = op.multi_round(parents, tokens, logp, logp, SEEDS[:4], POSITIONS[:4], 4)
     one = reference.multi_round(parents[0], tokens[0], logp[0], logp[0], int(SEEDS[0]), int(POSITIONS[0]))
-    assert ([n for n in found.path_BD[0].tolist() if n >= 0], int(found.bonus_B[0])) == one
+    assert ([n for n in accepted.path_BD[0].tolist() if n >= 0], int(accepted.bonus_B[0])) == one
 
 
 CHOICE_BUGS: dict[str, tuple[str, str]] = {
@@ -201,7 +201,7 @@ Plant = Callable[[ModuleType, str, str], ModuleType]
 
 
 @pytest.mark.parametrize("bug", CHOICE_BUGS)
-def test_bugs_planted_in_the_choice_are_caught(bug: str, plant: Plant) -> None:
+def test_bugs_planted_in_the_choice_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(kernel, *CHOICE_BUGS[bug])
     mutant.processors = lambda _: 3  # splits of more than one block
     seen = []
@@ -213,7 +213,7 @@ def test_bugs_planted_in_the_choice_are_caught(bug: str, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("bug", WALK_BUGS)
-def test_bugs_planted_in_the_walk_are_caught(bug: str, plant: Plant) -> None:
+def test_bugs_planted_in_the_walk_are_detected(bug: str, plant: Plant) -> None:
     mutant, parents, seen = plant(kernel, *WALK_BUGS[bug]), padded(FOREST), []
     for seed in range(5):
         tokens, following = torch.randint(
@@ -224,7 +224,7 @@ def test_bugs_planted_in_the_walk_are_caught(bug: str, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("bug", ROUND_BUGS)
-def test_bugs_planted_in_the_rounds_are_caught(bug: str, plant: Plant) -> None:
+def test_bugs_planted_in_the_rounds_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(rounds, *ROUND_BUGS[bug])
     forest = (*FOREST, *[(-1, 0, 0, 0, 0, 0, 0)] * 8)
     assert not all(same(*rounds_of(mutant, forest, seed, how)) for seed in range(4) for how in ("drawn", "best"))

@@ -13,13 +13,8 @@ TOKENS = [9, 8, 1, 2, 3, 4, 5]
 """Tokens of a sequence. The root is at index 1; the tokens emitted after it are 1, 2, 3, 4, 5."""
 
 
-<<<<<<< HEAD
-def shadow(*ranked: tuple[int, ...], verified: int = 0, kept: int = 99) -> ShadowDraft:
-    return ShadowDraft(root=1, ranked=ranked, verified=verified, depth_limit=kept)
-=======
 def shadow(*ranked: tuple[int, ...], verified: int = 0, cut_depth: int = 99) -> ShadowDraft:
-    return ShadowDraft(root=1, ranked=ranked, verified=verified, kept_depth=cut_depth)
->>>>>>> names-tests
+    return ShadowDraft(root=1, ranked=ranked, verified=verified, depth_limit=cut_depth)
 
 
 RIGHT = ((1, 50), (2, 50), (3, 50), (4, 50))

@@ -49,7 +49,11 @@ def test_each_depth_has_its_acceptance_and_the_last_entry_repeats() -> None:
 def test_a_task_has_a_profile_of_its_own() -> None:
     synthetic = Synthetic(SyntheticKnobs(acceptance=(1.0, 0.0), task_acceptance={"prose": (0.0,), "code": ()}))
     assert synthetic.cuts
-    assert (synthetic.draw_depth_limit(4), synthetic.draw_depth_limit(4, "prose"), synthetic.draw_depth_limit(4, "code")) == (1, 0, 4)
+    assert (
+        synthetic.draw_depth_limit(4),
+        synthetic.draw_depth_limit(4, "prose"),
+        synthetic.draw_depth_limit(4, "code"),
+    ) == (1, 0, 4)
     alone = Synthetic(SyntheticKnobs(task_acceptance={"prose": (0.0,)}))
     assert alone.cuts
     assert (alone.draw_depth_limit(4), alone.draw_depth_limit(4, "prose")) == (4, 0)

@@ -57,13 +57,8 @@ def launched(shadow_passes: int = 0, **change: Any) -> LaunchedStep:
 
 
 def test_emitting_rows_are_read_without_padding() -> None:
-<<<<<<< HEAD
-    found = launched().read()
-    assert [(read.tokens, read.path, read.ranks, read.depth_limit) for read in found] == [
-=======
     row_results = launched().read()
-    assert [(read.tokens, read.path, read.ranks, read.kept_depth) for read in row_results] == [
->>>>>>> names-tests
+    assert [(read.tokens, read.path, read.ranks, read.depth_limit) for read in row_results] == [
         ([4, 5], [1, -1], [0, 8, -1], 2),
         ([0], [-1, -1], [-1, -1, -1], 0),
     ]
