@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from harness.endpoint import MODEL, Endpoint
+from harness.endpoint import DTYPE, MODEL, Endpoint
 from harness.traffic import PROMPTS, Traffic
 from kube import wait_for
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +24,8 @@ QUESTIONS = PROMPTS[:4]
 """Prompts used both for the traffic and for bench, because acceptance depends on the text."""
 MAX_TOKENS = 64
 WINDOW_SECONDS = 60
+MIN_DRAFTED = 500
+"""Drafted tokens from which the acceptance rate is compared; a slow processor gets up to three windows for them."""
 ROUNDS = 3
 """Rounds of bench.
 
@@ -50,17 +52,19 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
         endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
         with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
             time.sleep(20)
-            drafted, accepted = speculation_counters(endpoint)
-            time.sleep(WINDOW_SECONDS)
-            drafted_after, accepted_after = speculation_counters(endpoint)
+            drafted, accepted = drafted_after, accepted_after = speculation_counters(endpoint)
+            deadline = time.monotonic() + 3 * WINDOW_SECONDS
+            while drafted_after - drafted <= MIN_DRAFTED and time.monotonic() < deadline:
+                time.sleep(WINDOW_SECONDS)
+                drafted_after, accepted_after = speculation_counters(endpoint)
             wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
             speculation = endpoint.speculation()
     assert not traffic.failures
-    assert drafted_after - drafted > 500, "too little traffic to measure anything"
+    assert drafted_after - drafted > MIN_DRAFTED, "too little traffic to measure anything"
     return (accepted_after - accepted) / (drafted_after - drafted), speculation
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str, float]]) -> None:
     by_metrics, status = measured
     assert 0.1 < by_metrics < 1
@@ -78,7 +82,7 @@ def test_speedup_is_what_bench_measures_in_the_pod(
     pod = endpoint.one_pod()
     lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
     endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)
-    flags = ["--dtype", "bfloat16", "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
+    flags = ["--dtype", DTYPE, "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
     command = ["specdecode-worker", "bench", "--against", "plain", "--json", "--prompts", "/tmp/prompts.jsonl"]
     cache = ["--cache-dir", "/var/cache/specdecode", "--max-tokens", str(MAX_TOKENS), "--rounds", str(ROUNDS)]
     document = json.loads(endpoint.namespace.exec(pod, *command, *flags, *cache, timeout_s=240))

@@ -26,7 +26,8 @@ def fixed_depth(endpoint: Endpoint) -> Iterator[None]:
 def test_rollout_refuses_no_request(endpoint: Endpoint, url: str, model: str) -> None:
     (old,) = endpoint.ready_pods()
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
-        endpoint.patch({"model": {"dtype": "float32"}})
+        # The length changes the pod template where the dtype is float32 already.
+        endpoint.patch({"model": {"dtype": "float32", "maxModelLen": 1000}})
         wait_for("the old pod is gone", lambda: old not in endpoint.all_pods(), timeout_s=200)
         finished = traffic.finished
         if not endpoint.namespace.cluster.local:

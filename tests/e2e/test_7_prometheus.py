@@ -74,7 +74,7 @@ def prometheus(
         server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
         with Traffic(url, MODEL, concurrency=2) as traffic:
             speedup = f'specdecode_speedup{{name="{NAME}"}}'
-            wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=180, every_s=2)
+            wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=300, every_s=2)
             yield server
         assert not traffic.failures
 
