@@ -96,7 +96,7 @@ class Bench:
         scheduler, drafts = self.engine._scheduler, self.engine._drafts
         for submit in self._submits(batch):
             request = Request.of(submit, (), arrived_seconds=0.0)
-            drafts.follow(request)
+            drafts.assign_draft(request)
             whole = (len(submit.prompt) - 1) // BLOCK_SIZE
             taken = scheduler._pool.allocate(whole, room=whole)
             assert taken is not None, "the caches were made for fewer texts"
