@@ -230,15 +230,14 @@ class Engine:
         self._add_request_seconds(began)
         draft_prefill = self._shape_selector.draft_prefill
         self._scheduler.set_draft_prefill(draft_prefill)
-        rows = tuple(self._scheduler.next_batch(self._shape_selector.trees))
-        if not rows:
+        batch = self._scheduler.next_batch(self._shape_selector.select)
+        if not batch.rows:
             return None
+        rows = tuple(batch.rows)
         for row in rows:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)
-        launched = self._launcher.launch(
-            rows, self._shape_selector.choice, began_seconds=began, draft_prefill=draft_prefill
-        )
+        launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
             row.request.in_flight.append(row.max_committed)
             row.request.draft.record_launch(0 if row.is_chunk and draft_prefill else row.max_committed)

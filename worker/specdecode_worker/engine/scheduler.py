@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
 from specdecode_worker.engine.kv_cache.prefix_reuse import PrefixReuse
 from specdecode_worker.engine.request import CachedPrefix, Request
+from specdecode_worker.engine.shape_selector import Choice, Selection
 from specdecode_worker.speculation.trees import PLAIN, Tree
 
 PROMPT_SHARE = 8
@@ -75,8 +76,16 @@ class Counters:
     prefix_hit_tokens: int = 0
 
 
-Dispatch = Callable[[Sequence[Request]], list[Tree]]
-"""Function that returns the draft tree of each decoding request of a step, in order."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one step and the choice of shapes for its decoding requests; an empty choice if no request decodes."""
+
+    rows: Sequence[Row]
+    choice: Choice
+
+
+Dispatch = Callable[[Sequence[Request]], Selection]
+"""Function that selects the draft trees of the decoding requests of a step."""
 
 
 class Scheduler:
@@ -141,19 +150,22 @@ class Scheduler:
         request.order = self._arrivals
         self.waiting.append(request)
 
-    def next_batch(self, dispatch: Dispatch) -> list[Row]:
-        """Return the rows of the next step. Empty if no request can run, e.g. before a step in flight is collected.
+    def next_batch(self, dispatch: Dispatch) -> Batch:
+        """Return the next batch. It has no rows if no request can run, e.g. before a step in flight is collected.
 
         Admits waiting requests, takes cache blocks and may preempt requests.
 
         Args:
-            dispatch: Chooser of the draft trees of the decoding requests.
+            dispatch: Selects the draft trees of the decoding requests.
         """
         self._reuse.begin_step()
         budget = self._limits.max_num_batched_tokens
-        rows = self._decoding(dispatch, budget - self._prompt_reserve())
+        decoding_budget = budget - self._prompt_reserve()
+        requests = self._select_decoding(decoding_budget)
+        selection = dispatch(requests) if requests else Selection()
+        rows = self._decoding(requests, selection.trees, decoding_budget)
         self._prefill(budget - sum(row.count for row in rows), rows)
-        return sorted(rows, key=lambda row: (not row.emits, row.is_chunk))
+        return Batch(sorted(rows, key=lambda row: (not row.emits, row.is_chunk)), selection.choice)
 
     def set_draft_prefill(self, draft_prefill: bool) -> None:
         """Set whether drafts process the prompts of the next batches.
@@ -215,12 +227,11 @@ class Scheduler:
         hit = self._reuse.find(self.waiting[0])
         return self._to_prefill(self.waiting[0], hit) if self._fits(self.waiting[0], hit) else 0
 
-    def _decoding(self, dispatch: Dispatch, budget: int) -> list[Row]:
+    def _decoding(self, requests: Sequence[Request], trees: Sequence[Tree], budget: int) -> list[Row]:
         """Return the rows of decoding requests; a tree that does not fit into the budget is replaced by one token."""
-        requests = self._select_decoding(budget)
         rows: list[Row] = []
         budget -= len(requests)
-        for request, tree in zip(requests, dispatch(requests) if requests else [], strict=True):
+        for request, tree in zip(requests, trees, strict=True):
             if request.slot < 0:
                 continue  # An earlier row preempted this request.
             # A tree too large for the whole cache would preempt every other request and still not fit.

@@ -41,6 +41,14 @@ class Choice:
     """Number of draft passes beyond the shape; their tokens are scored but not verified."""
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Trees of the decoding requests of one step, in their order, and the choice that they follow."""
+
+    trees: Sequence[Tree] = ()
+    choice: Choice = Choice()
+
+
 def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]:
     """Return the shapes that the plan assigns to the tasks of a (concurrency, context) bucket."""
     rows = {row.shape for row in plan.rows if (row.concurrency, row.context) == (concurrency, context)}
@@ -62,7 +70,6 @@ class ShapeSelector:
 
     def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
         """Start with the plan of ``dispatcher``, an empty guard and no exploration under way."""
-        self.choice = Choice()
         self.forced_shape: TreeShape | None = None
         """Shape forced for all requests while step times are calibrated; None follows the plan."""
         self._dispatcher, self._drafts = dispatcher, drafts
@@ -116,8 +123,8 @@ class ShapeSelector:
         self._dispatcher.draft_hash = first_hash
         self._guard = Guard()
 
-    def trees(self, requests: Sequence[Request]) -> list[Tree]:
-        """Return the trees of the decoding requests, in order, and store the choice in ``choice``.
+    def select(self, requests: Sequence[Request]) -> Selection:
+        """Return the trees of the decoding requests, at least one, and the choice that they follow.
 
         All requests use the plan rows of the longest context in the batch, because step times are recorded by the
         longest context.
@@ -126,9 +133,9 @@ class ShapeSelector:
         context = self._dispatcher.context(max(request.cached_bound for request in requests))
         if not self._drafts or self.forced_shape is not None:
             forced_shape = self.forced_shape if self._drafts and self.forced_shape is not None else _PLAIN_SHAPE
-            self.choice = Choice(len(requests), concurrency, context, forced_shape)
             tree = tree_of(forced_shape, 0)
-            return [tree if forced_shape.nodes and self._drafts.ready(request) else PLAIN for request in requests]
+            trees = [tree if forced_shape.nodes and self._drafts.ready(request) else PLAIN for request in requests]
+            return Selection(trees, Choice(len(requests), concurrency, context, forced_shape))
         # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
         tasks = [request.submit.task for request in requests]
         shapes = {task: self._shape(Load(concurrency, context, task)) for task in set(tasks)}
@@ -148,10 +155,9 @@ class ShapeSelector:
         shape = shapes[tasks[0]]
         same_shape = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
         explores = burst is not None or self._probes(concurrency, context, shapes.values())
-        self.choice = Choice(
-            len(requests), concurrency, context, shape if same_shape else None, explores, counted, passes
-        )
-        return trees
+        common_shape = shape if same_shape else None
+        choice = Choice(len(requests), concurrency, context, common_shape, explores, counted, passes)
+        return Selection(trees, choice)
 
     def record_step(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
         """Pass a measured step without prefill to the guard and to exploration.

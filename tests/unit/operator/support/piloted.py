@@ -86,8 +86,8 @@ class PilotedWorker:
 
     def _step(self) -> None:
         prefill = min(self.left) <= 0
-        trees = self.pilot.trees(self.requests)
-        choice = self.pilot.choice
+        selection = self.pilot.select(self.requests)
+        trees, choice = selection.trees, selection.choice
         count = len(trees)
         emitted = 0
         for index, tree in enumerate(trees):

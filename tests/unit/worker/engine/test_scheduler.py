@@ -17,6 +17,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Row, Scheduler
+from specdecode_worker.engine.shape_selector import Selection
 from specdecode_worker.speculation.trees import PLAIN, tree_of
 
 CHAIN = tree_of(TreeShape.chain(3))
@@ -315,7 +316,7 @@ def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> N
     seconds = []
     for _ in range(60):
         began = time.perf_counter()
-        rows = scheduler.next_batch(lambda requests: [CHAIN] * len(requests))
+        rows = scheduler.next_batch(lambda requests: Selection([CHAIN] * len(requests))).rows
         seconds.append(time.perf_counter() - began)
         for row in rows:
             row.request.in_flight.append(row.max_committed)

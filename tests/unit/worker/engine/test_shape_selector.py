@@ -37,9 +37,10 @@ def test_all_requests_use_the_plan_rows_of_the_longest_context() -> None:
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
     short, long = of(2)
     long.cached_bound = 101
-    assert [tree.depth for tree in selector.trees([short, short])] == [1, 1]
-    assert [tree.depth for tree in selector.trees([short, long])] == [2, 2]
-    assert (selector.choice.context, selector.choice.shape) == (1, CHAIN), "the guard learns of mixed contexts too"
+    assert [tree.depth for tree in selector.select([short, short]).trees] == [1, 1]
+    mixed = selector.select([short, long])
+    assert [tree.depth for tree in mixed.trees] == [2, 2]
+    assert (mixed.choice.context, mixed.choice.shape) == (1, CHAIN), "the guard learns of mixed contexts too"
 
 
 def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None:
@@ -54,8 +55,8 @@ def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None
     for count in (1, 2, 4):
         selector.set_plain_step_time(count, 0.01 + 0.01 * count)
     steps = 0
-    while selector.trees(of(3))[0].depth and steps < 1000:
-        selector.record_step(selector.choice, 1.04 * 2 * 0.04, 2.0, 0.0)
+    while (selection := selector.select(of(3))).trees[0].depth and steps < 1000:
+        selector.record_step(selection.choice, 1.04 * 2 * 0.04, 2.0, 0.0)
         steps += 1
     assert steps == STOP_RULES[0][0], "4 % slower than 40 ms a token, and faster than the 50 ms of four"
     (cell,) = selector.guard_cells()
@@ -70,8 +71,9 @@ def run(selector: ShapeSelector, steps: int) -> tuple[float, int]:
     """
     lost, drafted = 0.0, 0
     for _ in range(steps):
-        slower = 0.004 if selector.trees(of(1))[0].depth else 0.0
-        selector.record_step(selector.choice, 0.01 + slower, 1.0, 0.0)
+        selection = selector.select(of(1))
+        slower = 0.004 if selection.trees[0].depth else 0.0
+        selector.record_step(selection.choice, 0.01 + slower, 1.0, 0.0)
         lost, drafted = lost + slower, drafted + bool(slower)
     return lost / (0.01 * steps + lost), drafted
 
@@ -99,12 +101,12 @@ def test_probes_do_not_count_towards_the_usual_step_time() -> None:
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
     selector.set_plain_step_time(1, 0.01)
     run(selector, 400)
-    while not selector.trees(of(1))[0].depth:
-        selector.record_step(selector.choice, 0.01, 1.0, 0.0)
+    while not (selection := selector.select(of(1))).trees[0].depth:
+        selector.record_step(selection.choice, 0.01, 1.0, 0.0)
     for _ in range(8):
-        assert selector.choice.explores
-        selector.record_step(selector.choice, 0.014, 1.0, 0.0)
-        selector.trees(of(1))
+        assert selection.choice.explores
+        selector.record_step(selection.choice, 0.014, 1.0, 0.0)
+        selection = selector.select(of(1))
     usual = selector._exploration._baseline[0].seconds
     assert usual is not None
     assert abs(usual - 0.01) < 1e-6

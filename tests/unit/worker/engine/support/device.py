@@ -16,6 +16,7 @@ from small_engine import request
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Limits, Row, Scheduler
+from specdecode_worker.engine.shape_selector import Selection
 from specdecode_worker.speculation.trees import PLAIN, Tree
 
 GARBAGE = -1
@@ -65,8 +66,8 @@ class SimulatedDevice:
         self.scheduler.add(one)
         return one
 
-    def step(self) -> list[Row]:
-        rows = self.scheduler.next_batch(lambda requests: [self.random.choice(self.trees) for _ in requests])
+    def step(self) -> Sequence[Row]:
+        rows = self.scheduler.next_batch(self._select).rows
         self.check(rows)
         assert rows or self.launched or self.scheduler.idle, "nobody gets on"
         if rows:
@@ -81,7 +82,10 @@ class SimulatedDevice:
         self.scheduler.check()
         return rows
 
-    def check(self, rows: list[Row]) -> None:
+    def _select(self, requests: Sequence[Request]) -> Selection:
+        return Selection([self.random.choice(self.trees) for _ in requests])
+
+    def check(self, rows: Sequence[Row]) -> None:
         self.scheduler.check()
         assert len(rows) == len({row.request.id for row in rows}) <= self.limits.max_num_seqs
         alone = len(rows) == 1 and not self.limits.chunked_prefill
