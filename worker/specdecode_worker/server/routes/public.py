@@ -27,7 +27,7 @@ from specdecode_worker.server.responses import (
     ResponseWriter,
     ToolCallOptions,
 )
-from specdecode_worker.server.routes.api_keys import ApiKeyCheck
+from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
 from specdecode_worker.server.routes.http_app import (
     CloseConnectionsOnShutdown,
     answer_errors,
@@ -63,7 +63,8 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
         prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
+        task, client = _task(service, request, body, text), client_name(request)
+        generations = service.start(body, prompts, task, capture=capture, client=client)
         return await _answer(request, body, generations, CompletionWriter(_context(service, request, body)))
 
     @app.post("/v1/chat/completions")
@@ -78,7 +79,8 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
         text = "\n".join(message.content for message in body.messages)
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
+        task, client = _task(service, request, body, text), client_name(request)
+        generations = service.start(body, [prompt], task, capture=capture, client=client)
         return await _answer(request, body, generations, ChatWriter(_context(service, request, body), tools))
 
     return app
