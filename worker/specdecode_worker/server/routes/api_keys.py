@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,15 +27,19 @@ class ApiKeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request of the ASGI server."""
-        if scope["type"] == "http" and self._keys is not None and scope["path"] not in OPEN_PATHS:
-            token = bearer_token(Request(scope).headers.get("Authorization", ""))
-            names = self._keys.current.names_of(token) if token is not None else ()
-            if not names:
-                error = Unauthorized("send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key")
-                response = JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
-                await response(scope, receive, send)
-                return
-            scope.setdefault("state", {})["client_name"] = names[0]
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["client_name"] = ""
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                token = bearer_token(Headers(scope=scope).get("Authorization", ""))
+                names = self._keys.current.names_of(token) if token is not None else ()
+                if not names:
+                    error = Unauthorized(
+                        "send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key"
+                    )
+                    response = JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
+                    await response(scope, receive, send)
+                    return
+                scope["state"]["client_name"] = names[0]
         await self._app(scope, receive, send)
 
 
