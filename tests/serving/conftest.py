@@ -21,6 +21,8 @@ from worker_process import worker_config
 
 from specdecode_worker.contract import Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
+from specdecode_worker.server.access.scopes import Scope
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
@@ -79,7 +81,8 @@ async def shutdown(service: Service) -> Shutdown:
 
 @pytest.fixture
 async def admin(service: Service, shutdown: Shutdown) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(admin_app(service, shutdown, TOKEN), raise_app_exceptions=False)
+    tokens = ReloadedSecrets("admin tokens", {Scope.operator: TOKEN})
+    transport = httpx.ASGITransport(admin_app(service, shutdown, tokens), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://worker", headers=headers) as made:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001", headers=headers) as made:
         yield made

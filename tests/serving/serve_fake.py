@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # makes `small_model` importable
 
 import fake_engine
 

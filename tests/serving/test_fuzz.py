@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 import schemathesis
 import small_model
@@ -80,7 +79,7 @@ def test_fuzzed_requests_get_documented_responses(
     assert worker.get("/health").status_code == 200
     if mode is GenerationMode.POSITIVE:
         assert statuses[200] > statuses.total() / 4, f"the description promises too much: {statuses}"
-    report = httpx.get(worker.admin + "/v1/report").json()
+    report = worker.call_admin("/v1/report").json()
     assert (report["running"], report["waiting"], report["kv_tokens_used"]) == (0, 0, 0)
 
 

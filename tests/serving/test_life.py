@@ -101,7 +101,7 @@ def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     stuck = in_background(
         lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
     )
-    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 1)
+    worker.wait_until(lambda: worker.call_admin("/v1/report").json()["running"] == 1)
     worker.terminate()
     if how == "second signal":
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
@@ -117,7 +117,7 @@ def test_killed_engine_ends_the_server_with_an_error(
     worker = start()
     body = {**SILENT, "stream": True, "n": 2}
     stuck = in_background(lambda: httpx.post(worker.public + "/v1/completions", json=body, timeout=30))
-    worker.wait_until(lambda: httpx.get(worker.admin + "/v1/report").json()["running"] == 2)
+    worker.wait_until(lambda: worker.call_admin("/v1/report").json()["running"] == 2)
     os.kill(worker.engine_pid, signal.SIGKILL)
     worker.wait_until(lambda: worker.get("/health").status_code == 503)
     assert worker.exit_code() == 1
@@ -142,7 +142,7 @@ def test_disconnect_frees_the_slot(start: Start) -> None:
     worker = start()
 
     def running() -> int:
-        return int(httpx.get(worker.admin + "/v1/report").json()["running"])
+        return int(worker.call_admin("/v1/report").json()["running"])
 
     for stream, choices in ((True, 1), (False, 1), (True, 3), (False, 3)):
         sent = {**SILENT, "stream": stream, "n": choices}
@@ -207,8 +207,8 @@ def test_mounted_plan_applies_from_the_first_request(
     environment = {Env.plan_path: str(tmp_path / "plan.json")}
     with fake(config_json(model_folder), tmp_path / "log", environment) as worker:
         worker.wait_ready()
-        assert httpx.get(worker.admin + "/v1/report").json()["plan"]["version"] == version
-        assert httpx.get(worker.admin + "/v1/plan").json()["version"] == version
+        assert worker.call_admin("/v1/report").json()["plan"]["version"] == version
+        assert worker.call_admin("/v1/plan").json()["version"] == version
         assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
 
 
@@ -273,4 +273,4 @@ def test_worker_survives_misbehaving_clients(start: Start) -> None:
     big = httpx.post(worker.public + "/v1/completions", content=b"x" * 20_000_000, timeout=60)
     assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
     assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
-    assert httpx.get(worker.admin + "/v1/report").json()["running"] == 0
+    assert worker.call_admin("/v1/report").json()["running"] == 0

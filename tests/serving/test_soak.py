@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import small_model
 from worker_process import WorkerProcess, real
@@ -77,13 +76,13 @@ class Swaps(threading.Thread):
                 self.plans += 1
 
     def _put(self, route: str, body: dict[str, Any]) -> None:
-        answer = httpx.put(self._worker.admin + route, json=body, timeout=60)
+        answer = self._worker.call_admin(route, "PUT", json=body, timeout=60)
         if answer.status_code != 200:
             self.refused.append(f"{route}: {answer.status_code} {answer.text}")
 
 
 def report(worker: WorkerProcess) -> Report:
-    return Report.model_validate(httpx.get(worker.admin + Route.report, timeout=30).json())
+    return Report.model_validate(worker.call_admin(Route.report, timeout=30).json())
 
 
 def resident_mib(pid: int) -> float:

@@ -49,12 +49,12 @@ def client(worker: WorkerProcess) -> openai.OpenAI:
 
 
 def report(worker: WorkerProcess) -> Report:
-    return Report.model_validate(httpx.get(worker.admin + Route.report).json())
+    return Report.model_validate(worker.call_admin(Route.report).json())
 
 
 def push(worker: WorkerProcess, shape: str, version: int) -> None:
     plan = Plan(version=version, initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
-    answer = httpx.put(worker.admin + Route.plan, content=plan.model_dump_json(), timeout=10)
+    answer = worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json(), timeout=10)
     assert answer.status_code == 200, answer.text
 
 
@@ -108,11 +108,11 @@ def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: Wor
 def test_synthetic_knobs_do_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     free = client.completions.create(model="small", prompt="twice", **GREEDY)
     knobs = SyntheticKnobs(acceptance=(0.0,))
-    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     try:
         cut = client.completions.create(model="small", prompt="twice", **GREEDY)
     finally:
-        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
     assert cut.choices[0].text == free.choices[0].text
 
 
@@ -127,7 +127,7 @@ def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, P
         )
         assert min(cell.t / cell.count for cell in worker_report.steps) >= 0.1
         assert "synthetic knobs are on" in worker.log
-        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
         assert report(worker).synthetic is None
 
 
@@ -162,7 +162,7 @@ def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:
 
 def test_disconnect_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.2}]})
-    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     try:
         stream = client.completions.create(
             model="small", prompt="long", stream=True, max_tokens=200, extra_body={"ignore_eos": True}
@@ -173,7 +173,7 @@ def test_disconnect_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerP
         worker.wait_until(lambda: report(worker).running == 0, 5)
         assert report(worker).kv_tokens_used == 0
     finally:
-        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
 
 
 def steps(worker: WorkerProcess) -> float:
@@ -187,7 +187,7 @@ def test_disconnect_with_several_choices_costs_one_step(
     client: openai.OpenAI, worker: WorkerProcess, stream: bool
 ) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
-    httpx.put(worker.admin + Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
+    worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     body = {"model": "small", "prompt": "long", "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}
     request = httpx.Request("POST", worker.public + "/v1/completions", json=body)
     try:
@@ -202,7 +202,7 @@ def test_disconnect_with_several_choices_costs_one_step(
         assert steps(worker) - before <= 2
         assert report(worker).kv_tokens_used == 0
     finally:
-        httpx.delete(worker.admin + Route.synthetic).raise_for_status()
+        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
 
 
 def test_logprobs_of_an_answer_are_those_of_its_text_scored_as_a_prompt(

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -35,7 +37,8 @@ class WorkerProcess:
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
         paths = os.pathsep.join(filter(None, (str(SERVING), os.environ.get("PYTHONPATH"))))
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "XDG_RUNTIME_DIR": str(log.parent)}
+        variables = {**os.environ, **own, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
         self.public, self.admin = (self._url(name) for name in ("public", "admin"))
@@ -53,6 +56,19 @@ class WorkerProcess:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.public + path, timeout=10)
+
+    def call_admin(self, path: str, method: str = "GET", **fields: Any) -> httpx.Response:
+        """Call the admin port with the token that the worker made at start; ``fields`` are those of httpx.request."""
+        headers = {"Authorization": f"Bearer {self.admin_token}", **fields.pop("headers", {})}
+        return httpx.request(method, self.admin + path, headers=headers, **{"timeout": 10, **fields})
+
+    @cached_property
+    def admin_token(self) -> str:
+        """Admin token that the worker made at start, from the file that its log names."""
+        self.wait_until(lambda: "admin token: " in self.log)
+        match = re.search(r"admin token: .* is in (.+)", self.log)
+        assert match
+        return Path(match[1]).read_text().strip()
 
     def wait_ready(self, seconds: float = 240) -> None:
         self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)

@@ -60,6 +60,11 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=Port.http, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--admin-port", type=int, default=Port.admin, help="default: %(default)s")
     parser.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="clients must send one of them")
+    parser.add_argument("--api-keys-path", metavar="PATH",
+                        help="folder of keys, or file with one a line; read again when it changes")  # fmt: skip
+    parser.add_argument("--admin-tokens-path", metavar="DIR",
+                        help="folder with files operator, router and capture; read again when they change")  # fmt: skip
+    parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prefixes between API keys")
     parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")

@@ -112,6 +112,15 @@ class ServerConfig(Written):
     """Time after SIGTERM during which new requests are served, until endpoints no longer list this pod."""
     grace_period_seconds: float = Field(default=60, ge=0)
     """Time after SIGTERM for running requests to finish."""
+    api_keys_path: str | None = None
+    """Folder (a mounted Secret: one key a file, under its name) or file (``name=key`` or ``key`` a line).
+
+    It is read again when it changes. None leaves the keys of environment and flag alone.
+    """
+    admin_tokens_path: str | None = None
+    """Folder whose files ``operator``, ``router`` and ``capture`` hold the tokens; it is read again when it changes."""
+    shared_prefix_cache: bool = False
+    """True lets requests with different API keys share cached prefixes, and see in ``cached_tokens`` that they do."""
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
 

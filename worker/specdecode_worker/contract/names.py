@@ -34,12 +34,13 @@ class Env:
 
     config = "SPECDECODE_CONFIG"
     admin_token = "SPECDECODE_ADMIN_TOKEN"
+    """Token of the admin port with the scope operator. Unset, the worker makes one. A blank value is refused."""
     plan_path = "SPECDECODE_PLAN_PATH"
     pod_name = "POD_NAME"
     synthetic = "SPECDECODE_SYNTHETIC"
     """SyntheticKnobs as JSON, active from the first step. Set in tests only."""
     api_keys = "SPECDECODE_API_KEYS"
-    """Keys of the public port, separated by white space. Unset disables authentication."""
+    """Keys of the public port, separated by white space. Unset disables authentication. A blank value is refused."""
 
 
 class Metric(StrEnum):

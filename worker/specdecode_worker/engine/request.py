@@ -63,6 +63,8 @@ class Request:
     """Number of prompt tokens found in the prefix cache at the first admission."""
     digests: list[bytes] = field(default_factory=list)
     """Digests of the first full blocks of ``tokens``, computed on demand."""
+    digest_root: bytes = b""
+    """Parent digest of the first block, from the salts of target and request; empty until a digest is needed."""
     published: int = 0
     """Number of leading blocks that other requests can find in the prefix index."""
     marked: int = 0

@@ -7,6 +7,7 @@ ServerError
 └── ApiError              sent to the client as OpenAI's error object
     ├── BadRequest        400
     ├── Unauthorized      401
+    ├── Forbidden         403
     ├── ModelNotFound     404
     ├── Conflict          409
     ├── BodyTooLarge      413
@@ -68,6 +69,12 @@ class Unauthorized(ApiError):
 
     status, type, code = 401, "authentication_error", "invalid_token"
     headers: Mapping[str, str] = MappingProxyType({"WWW-Authenticate": "Bearer"})
+
+
+class Forbidden(ApiError):
+    """Response 403: the admin port was called by a foreign web page, or with a token that lacks the scope."""
+
+    status, type, code = 403, "permission_error", "insufficient_scope"
 
 
 class ModelNotFound(ApiError):

@@ -27,6 +27,7 @@ from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_process import Build
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.server.access.credentials import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.plan_store import read_plan
@@ -98,22 +99,24 @@ async def serve(
         The exit code: 0 after a complete drain, 1 if requests were cut off or the engine died.
 
     Raises:
-        CannotStart: A port is taken, or the model, the capture folder or the synthetic knobs are unusable.
+        CannotStart: A port is taken, or the credentials, the model, the capture folder or the synthetic knobs are
+            unusable.
     """
     signals = _Signals.installed()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
-    token = os.environ.get(Env.admin_token)
-    sockets = _bind(config, admin_host=config.server.host if token else _LOOPBACK)
+    credentials = load_credentials(config.server, os.environ, api_keys)
+    sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
     recorder = _recorder(config)
     engine = EngineClient(config, plan, knobs, build=build)
     try:
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan, recorder)
         shutdown = Shutdown(lifecycle, config.server, lambda: engine.in_flight, signals.exit_now)
-        keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
-        apps = (public_app(service, keys), admin_app(service, shutdown, token))
-        async with _listening(apps, sockets):
-            return await _run(service, shutdown, signals.drain_requested)
+        apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
+        admin_port = sockets[1].getsockname()[1]
+        with credentials.in_use(admin_port, os.environ):
+            async with _listening(apps, sockets):
+                return await _run(service, shutdown, signals.drain_requested)
     finally:
         await engine.close()
         if recorder is not None:

@@ -20,6 +20,7 @@ from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.messages import Loaded, Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
@@ -67,6 +68,15 @@ class Model:
         """Tool call format that the chat template asks for; None when the template takes no tools."""
         template = self.tokenizer.template
         return format_of(template.tool_source) if template is not None and template.takes_tools else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What all generations of one request share: task, name of the client's API key, and salt of the prefix cache."""
+
+    task: str
+    client: str
+    cache_salt: str
 
 
 class Service:
@@ -123,7 +133,13 @@ class Service:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
 
     def start(
-        self, request: GenerationRequest, prompts: Sequence[Prompt], task: str, *, capture: bool = True
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        task: str,
+        *,
+        capture: bool = True,
+        client: str = "",
     ) -> list[Generation]:
         """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
 
@@ -132,6 +148,7 @@ class Service:
             prompts: Tokenized prompts of the request.
             task: Task label of the request.
             capture: False when the client does not permit its request to be captured.
+            client: Name of the request's API key; empty without keys.
 
         Returns:
             The generations, grouped by prompt in the order of ``prompts``.
@@ -147,12 +164,13 @@ class Service:
         self._queue.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
         if self._capture is not None and not capture:
             self._capture.opted_out()
+        origin = self._origin(request, task, client)
         with contextlib.ExitStack() as started:
             generations = []
             for prompt, limit in zip(prompts, token_limits, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _output_options(request, choice), task, capture)
+                    generation = self._generation(prompt, sampling, _output_options(request, choice), origin, capture)
                     started.callback(generation.close)
                     generations.append(generation)
             started.pop_all()
@@ -206,12 +224,21 @@ class Service:
             report = await self.engine.report()
         return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
+    def _origin(self, request: GenerationRequest, task: str, client: str) -> _Origin:
+        shared = self.config.server.shared_prefix_cache
+        return _Origin(task, client, prefix_salt(client, request.cache_salt or "", shared=shared))
+
     def _generation(
-        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, task: str, capture: bool
+        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, origin: _Origin, capture: bool
     ) -> Generation:
-        now = time.monotonic()
         submit = Submit(
-            request_id=uuid.uuid4().hex, prompt=tuple(prompt.ids), sampling=sampling, task=task, arrival_seconds=now
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt.ids),
+            sampling=sampling,
+            task=origin.task,
+            arrival_seconds=time.monotonic(),
+            cache_salt=origin.cache_salt,
+            client=origin.client,
         )
         try:
             stream = self.engine.submit(submit)
@@ -222,7 +249,7 @@ class Service:
             self.model.tokenizer,
             prompt,
             options,
-            observers=self._observers(prompt, sampling, task, capture and options.generates),
+            observers=self._observers(prompt, sampling, origin.task, capture and options.generates),
             on_end=lambda: self._queue.record_end(time.monotonic()),
         )
 

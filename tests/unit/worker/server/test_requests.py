@@ -72,6 +72,16 @@ def test_a_value_of_another_type_is_not_neutral(field: str, value: Any) -> None:
         completion(**{field: value})
 
 
+@pytest.mark.parametrize("salt", ["", "x" * 257, 5, ["x"]])
+def test_invalid_cache_salt_is_refused(salt: Any) -> None:
+    for body in (chat, completion):
+        with pytest.raises(BadRequest) as refused:
+            body(cache_salt=salt)
+        assert refused.value.param == "cache_salt"
+        assert body(cache_salt="x" * 256).cache_salt == "x" * 256
+        assert body(cache_salt=None).cache_salt is None
+
+
 def test_seeds_span_64_bits() -> None:
     assert chat(seed=-(2**63)).seed == -(2**63)
     with pytest.raises(BadRequest, match="seed"):

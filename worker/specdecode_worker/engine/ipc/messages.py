@@ -49,6 +49,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: Sampling
     task: str = "other"
     arrival_seconds: float = 0.0
+    cache_salt: str = ""
+    """Part of the digests of the prompt's blocks: requests with different salts share no cached prefix."""
+    client: str = ""
+    """Name of the API key that sent the request; empty without keys."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

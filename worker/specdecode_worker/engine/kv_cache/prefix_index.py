@@ -19,6 +19,11 @@ def root_digest(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
+def salted_root(root: bytes, salt: str) -> bytes:
+    """Return the parent digest of the first block of a text with the salt of a request; ``root`` without a salt."""
+    return blake2b(root + salt.encode(), digest_size=16).digest() if salt else root
+
+
 def extend_digests(digests: list[bytes], tokens: Sequence[int], count: int, root: bytes, block_size: int) -> None:
     """Append digests of full blocks of ``tokens`` to ``digests`` until there are ``count``.
 

@@ -3,6 +3,9 @@
 A block is published once the step that fills it has been launched, which is safe because the device runs steps in order
 and readers are launched later. A published block is never written again. The block with the last prompt token is never
 reused, because the logits of that token are needed.
+
+The salt of a request is part of the digest of its first block, and so of every block. Keys of drafts and hidden states
+of the target are found through the same blocks, so requests with different salts share none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
-from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest
+from specdecode_worker.engine.kv_cache.prefix_index import extend_digests, root_digest, salted_root
 from specdecode_worker.engine.request import CachedPrefix, Request
 
 _STATES = "states"
@@ -75,7 +78,7 @@ class PrefixReuse:
         digests = self._digests(request, whole)
         for k in range(request.published, whole):
             self._replace_useless(digests[k], request.draft.draft)
-            self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else self._root)
+            self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)
             self._index.mark(request.blocks[k], _STATES)
         request.published = max(request.published, whole)
         while request.marked < request.published and request.drafted >= (request.marked + 1) * BLOCK_SIZE:
@@ -108,5 +111,7 @@ class PrefixReuse:
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """Return at least the first ``count`` block digests of the request, computing missing ones."""
-        extend_digests(request.digests, request.tokens, count, self._root, BLOCK_SIZE)
+        if not request.digest_root:
+            request.digest_root = salted_root(self._root, request.submit.cache_salt)
+        extend_digests(request.digests, request.tokens, count, request.digest_root, BLOCK_SIZE)
         return request.digests

@@ -13,6 +13,7 @@ MAX_STOPS = 4
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_CACHE_SALT = 256
 
 
 def _stop_list(value: Any) -> Any:
@@ -67,6 +68,8 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT)
+    """As in vLLM: only requests with the same salt share cached prefixes."""
     metadata: dict[str, Any] = Field(default={})
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 

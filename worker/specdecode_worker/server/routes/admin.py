@@ -1,29 +1,27 @@
-"""Routes of the admin port, which the operator calls.
-
-A bearer token protects the port; without a token the server binds it to loopback only.
-"""
+"""Routes of the admin port, which the operator calls with a token of the scope that admin_access.py asks for."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Report, Route, SyntheticKnobs
-from specdecode_worker.server.errors import Unauthorized
+from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.lifecycle import Shutdown
 from specdecode_worker.server.plan_store import parse_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.requests.draft_swap import NewDraft
+from specdecode_worker.server.routes.admin_access import AdminAccessCheck
 from specdecode_worker.server.routes.http_app import answer_errors, read_body
 from specdecode_worker.server.service import Service
 
 
-def admin_app(service: Service, shutdown: Shutdown, token: str | None) -> FastAPI:
-    """Build the application of the admin port. Without ``token`` it accepts every connection."""
-    app = FastAPI(title="specdecode admin", openapi_url=None, dependencies=[Depends(AdminTokenCheck(token))])
+def admin_app(service: Service, shutdown: Shutdown, tokens: ReloadedSecrets) -> FastAPI:
+    """Build the application of the admin port. A request needs one of ``tokens``."""
+    app = FastAPI(title="specdecode admin", openapi_url=None)
+    app.add_middleware(AdminAccessCheck, tokens=tokens)
     answer_errors(app)
     _add_plan(app, service)
     _add_draft(app, service)
@@ -107,18 +105,6 @@ def _report_or_not_modified(report: Report, known: str | None) -> Response:
     body = report.model_dump_json().encode()
     assert len(body) <= MAX_REPORT_BYTES, f"a report of {len(body)} bytes breaks the contract"
     return Response(body, media_type="application/json", headers={"ETag": tag})
-
-
-class AdminTokenCheck:
-    """Dependency that raises Unauthorized for a request without the bearer token."""
-
-    def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, request: Request) -> None:
-        sent = request.headers.get("Authorization", "").encode()
-        if self._expected is not None and not hmac.compare_digest(sent, self._expected):
-            raise Unauthorized("the admin port needs 'Authorization: Bearer <token>'")
 
 
 def _json(body: bytes) -> Response:

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
-
 from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
+from specdecode_worker.server.access.secret_set import bearer_token
 from specdecode_worker.server.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 
 
-class ApiKeys:
-    """Dependency of every public route that requires an API key. Without keys it accepts every request."""
+class ApiKeyCheck:
+    """ASGI middleware that answers 401 to a request without a valid API key, and sets ``request.state.client_name``.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        # Digests have a fixed length, so the time of a comparison does not reveal the length of a key.
-        self._digests = [_digest(key) for key in keys]
+    It runs before routing, so that a client without a key cannot tell which paths exist. It decides by the path that
+    is routed; ``request.url`` would depend on the header ``Host``.
+    """
 
-    async def __call__(self, request: Request) -> None:
-        """Raise Unauthorized unless the path is open or the request has a valid key."""
-        if not self._digests or request.url.path in OPEN_PATHS:
-            return
-        scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
-        digest = _digest(sent.strip())
-        # Compare all keys, so that the time does not depend on which key matches.
-        fits = sum(hmac.compare_digest(digest, known) for known in self._digests)
-        if scheme.lower() != "bearer" or not fits:
-            raise Unauthorized("send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key")
+    def __init__(self, app: ASGIApp, keys: ReloadedSecrets | None) -> None:
+        """Wrap ``app``. Without ``keys`` every request is accepted, with an empty client name."""
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request of the ASGI server."""
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["client_name"] = ""
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                token = bearer_token(Headers(scope=scope).get("Authorization", ""))
+                names = self._keys.current.names_of(token) if token is not None else ()
+                if not names:
+                    error = Unauthorized(
+                        "send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key"
+                    )
+                    response = JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
+                    await response(scope, receive, send)
+                    return
+                scope["state"]["client_name"] = names[0]
+        await self._app(scope, receive, send)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+def client_name(request: Request) -> str:
+    """Return the name of the request's API key; empty if the worker has no keys."""
+    return str(getattr(request.state, "client_name", ""))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.request_capture import CAPTURE_HEADER, capture_permitted
@@ -26,7 +27,7 @@ from specdecode_worker.server.responses import (
     ResponseWriter,
     ToolCallOptions,
 )
-from specdecode_worker.server.routes.api_keys import ApiKeys
+from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
 from specdecode_worker.server.routes.http_app import (
     CloseConnectionsOnShutdown,
     answer_errors,
@@ -45,9 +46,10 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
+def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> FastAPI:
     """Build the application of the public port. With ``api_keys`` a request needs one of them."""
-    app = FastAPI(title="specdecode", openapi_url=None, dependencies=[Depends(ApiKeys(api_keys))])
+    app = FastAPI(title="specdecode", openapi_url=None)
+    app.add_middleware(ApiKeyCheck, keys=api_keys)
     app.add_middleware(CloseConnectionsOnShutdown, lifecycle=service.lifecycle)
     answer_errors(app)
     add_information(app, service)
@@ -61,7 +63,8 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
+        task, client = _task(service, request, body, text), client_name(request)
+        generations = service.start(body, prompts, task, capture=capture, client=client)
         return await _answer(request, body, generations, CompletionWriter(_context(service, request, body)))
 
     @app.post("/v1/chat/completions")
@@ -76,7 +79,8 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
         text = "\n".join(message.content for message in body.messages)
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
+        task, client = _task(service, request, body, text), client_name(request)
+        generations = service.start(body, [prompt], task, capture=capture, client=client)
         return await _answer(request, body, generations, ChatWriter(_context(service, request, body), tools))
 
     return app

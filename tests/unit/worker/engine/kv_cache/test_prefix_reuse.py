@@ -128,6 +128,34 @@ def test_without_prefix_caching_no_block_is_cached() -> None:
     assert device_under_test_never.scheduler.counters.prefix_query_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "hit"), [("", "", 48), ("a", "a", 48), ("a", "b", 0), ("a", "", 0), ("", "a", 0)]
+)
+def test_requests_with_different_salts_share_no_block(first: str, second: str, hit: int) -> None:
+    device_under_test_never = device()
+    for name, salt in (("first", first), ("second", second)):
+        one = device_under_test_never.arrive(name, PROMPT, 4, cache_salt=salt)
+        device_under_test_never.drain()
+    assert one.cached_tokens == hit
+
+
+def test_simultaneous_requests_with_different_salts_do_not_wait_for_each_other() -> None:
+    device_under_test_never = device()
+    for name in "ab":
+        device_under_test_never.arrive(name, PROMPT, cache_salt=name)
+    assert chunks(device_under_test_never.step()) == [("a", 0, 60), ("b", 0, 60)]
+
+
+def test_blocks_of_one_salt_are_found_beside_those_of_another() -> None:
+    device_under_test_never = device()
+    one = device_under_test_never.arrive("one", PROMPT, 4, cache_salt="a")
+    device_under_test_never.step()
+    other = device_under_test_never.arrive("other", PROMPT, 4, cache_salt="b")
+    again = device_under_test_never.arrive("again", PROMPT, 4, cache_salt="a")
+    device_under_test_never.drain()
+    assert (one.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 0, 48)
+
+
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdecode_worker.engine.kv_cache import prefix_index
 

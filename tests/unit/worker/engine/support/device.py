@@ -59,8 +59,10 @@ class SimulatedDevice:
         self._cells: dict[tuple[int, int], int] = {}
         self._lengths: dict[tuple[str, int], int] = {}
 
-    def arrive(self, name: str, prompt: Sequence[int], new: int = 30, **sampling: int) -> Request:
-        one = request(name, prompt, max_tokens=new, **sampling)
+    def arrive(
+        self, name: str, prompt: Sequence[int], new: int = 30, *, cache_salt: str = "", **sampling: int
+    ) -> Request:
+        one = request(name, prompt, max_tokens=new, cache_salt=cache_salt, **sampling)
         self._texts[name] = text_of(prompt, new + 80)
         self._keys[name] = keys_of(self._texts[name])
         self.scheduler.add(one)

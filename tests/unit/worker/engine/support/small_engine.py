@@ -123,9 +123,13 @@ def plan_of(*shapes: str, **fields: Any) -> Plan:
     return Plan(**{"draft": "d", "version": 1, "rows": rows, "tasks": tasks, "explore": 0, "guard": False, **fields})
 
 
-def submit(name: str = "r", prompt: Sequence[int] = (1, 2, 3), *, task: str = "other", **sampling: Any) -> Submit:
-    wanted = {"max_tokens": 20, "seed": 1, "temperature": 0.0, **sampling}
-    return Submit(request_id=name, prompt=tuple(prompt), sampling=Sampling(**wanted), task=task, arrival_seconds=5.0)
+def submit(
+    name: str = "r", prompt: Sequence[int] = (1, 2, 3), *, task: str = "other", cache_salt: str = "", **sampling: Any
+) -> Submit:
+    wanted = Sampling(**{"max_tokens": 20, "seed": 1, "temperature": 0.0, **sampling})
+    return Submit(
+        request_id=name, prompt=tuple(prompt), sampling=wanted, task=task, arrival_seconds=5.0, cache_salt=cache_salt
+    )
 
 
 def request(name: str = "r", prompt: Sequence[int] = (1, 2, 3), **sampling: Any) -> Request:
