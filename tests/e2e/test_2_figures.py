@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from harness.endpoint import DTYPE, MODEL, Endpoint
+from harness.endpoint import DTYPE, EQUAL_STEPS, MODEL, Endpoint
 from harness.traffic import PROMPTS, Traffic
 from kube import wait_for
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,11 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from specdecode_worker.contract import Metric
 
 DEPTH = 1
-"""Depth that gains on every processor.
+"""Depth that gains on every processor with bfloat16 instructions.
 
 Where a shape loses, the guard lets only bursts speculate, and SPEEDUP would be the speedup of those bursts.
 """
-CONCURRENCY = 2
+GAINS = DTYPE == "bfloat16"
+"""False on processors where no depth is sure to gain. Steps are padded there, and ``bench`` has nothing to compare."""
+CONCURRENCY = 2 if GAINS else 4
+"""More requests at once give a slow processor the 500 drafts a minute from which status has an acceptance rate."""
 QUESTIONS = PROMPTS[:4]
 """Prompts used both for the traffic and for bench, because acceptance depends on the text."""
 MAX_TOKENS = 64
@@ -50,6 +53,7 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
     """
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
+        endpoint.set_knobs(None if GAINS else EQUAL_STEPS)
         with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
             time.sleep(20)
             drafted, accepted = drafted_after, accepted_after = speculation_counters(endpoint)
@@ -59,6 +63,7 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
                 drafted_after, accepted_after = speculation_counters(endpoint)
             wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
             speculation = endpoint.speculation()
+    endpoint.set_knobs(None)
     assert not traffic.failures
     assert drafted_after - drafted > MIN_DRAFTED, "too little traffic to measure anything"
     return (accepted_after - accepted) / (drafted_after - drafted), speculation
@@ -71,6 +76,7 @@ def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str,
     assert abs(status["acceptanceRate"] - by_metrics) <= 0.05
 
 
+@pytest.mark.skipif(not GAINS, reason="drafts need not gain on a processor without bfloat16 instructions")
 @pytest.mark.timeout(300)
 def test_speedup_is_what_bench_measures_in_the_pod(
     endpoint: Endpoint, measured: tuple[float, dict[str, float]]

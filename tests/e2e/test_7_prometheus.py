@@ -1,7 +1,8 @@
 """A real Prometheus scrapes the operator and a worker, and evaluates every dashboard query and every alert.
 
 An earlier file deletes the shared endpoint, so this file deploys its own, after it has restarted the operator. The
-status shows figures only after a minute with 500 drafts in it, so there is traffic until they appear.
+status shows figures only after a minute with 500 drafts in it, so there is traffic until they appear. Padded steps make
+drafts gain on every processor.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.endpoint import MODEL, Endpoint, resource
+from harness.endpoint import EQUAL_STEPS, MODEL, Endpoint, resource
 from harness.kube import Namespace
+from harness.loop import with_knobs
 from harness.release import Release
 from harness.traffic import Traffic
 from kube import ROOT, Manifest, wait_for
@@ -43,7 +45,7 @@ SPECULATION: Manifest = {
 @pytest.fixture(scope="module")
 def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.scale(1)
-    made = resource(NAME, SPECULATION)
+    made = resource(NAME, SPECULATION, {"template": with_knobs(EQUAL_STEPS)})
     made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
     watched.apply(made)
     endpoint = Endpoint(watched, NAME)
@@ -72,7 +74,7 @@ def prometheus(
         ]
         folder = tmp_path_factory.mktemp("prometheus")
         server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
-        with Traffic(url, MODEL, concurrency=2) as traffic:
+        with Traffic(url, MODEL, concurrency=4) as traffic:
             speedup = f'specdecode_speedup{{name="{NAME}"}}'
             wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=300, every_s=2)
             yield server

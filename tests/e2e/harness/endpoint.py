@@ -13,7 +13,7 @@ import httpx
 from harness.kube import Namespace
 from kube import KubectlError, Manifest, wait_for
 
-from specdecode_worker.contract import Plan, Port, Report, Route, SyntheticKnobs
+from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 
 CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
 
@@ -27,6 +27,10 @@ def _fastest_dtype() -> str:
 
 
 DTYPE = _fastest_dtype()
+MEMORY = "4Gi" if DTYPE == "bfloat16" else "6Gi"
+"""Memory limit of a worker, with room for a second copy of the weights: ``bench`` runs beside the server in a test."""
+EQUAL_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.12),))
+"""Steps that take equally long with and without drafts, so that drafts gain time on every processor."""
 
 
 def resource(name: str, speculation: Manifest, workers: Manifest | None = None) -> Manifest:
@@ -35,7 +39,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
     The dtype is the fastest one, so that real steps stay below padded ones (SyntheticKnobs) on every processor. The
     test that compares texts switches it to float32.
     """
-    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
+    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
     return {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
