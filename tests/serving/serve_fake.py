@@ -7,6 +7,7 @@ import logging
 import sys
 
 import fake_engine
+import uvloop
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.server.errors import CannotStart
@@ -15,6 +16,7 @@ from specdecode_worker.server.server_process import serve
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:
-        sys.exit(asyncio.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            sys.exit(runner.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
     except CannotStart as error:
         sys.exit(f"cannot start: {error}")
