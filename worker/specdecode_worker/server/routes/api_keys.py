@@ -22,7 +22,7 @@ class ApiKeys:
 
     async def __call__(self, request: Request) -> None:
         """Raise Unauthorized unless the path is open or the request has a valid key."""
-        if not self._digests or request.url.path in OPEN_PATHS:
+        if not self._digests or request.scope["path"] in OPEN_PATHS:
             return
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
         digest = _digest(sent.strip())
