@@ -11,7 +11,7 @@ from worker_process import WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import Env, WorkerConfig
 
-MAX_NUM_SEQS = 36
+MAX_NUM_SEQS = 156
 ADMIN_TOKEN = "token-of-the-tests"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 

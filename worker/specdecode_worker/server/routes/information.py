@@ -26,12 +26,18 @@ def add_information(app: FastAPI, service: Service) -> None:
         return JSONResponse({"version": VERSION})
 
     @cache
-    def openapi_json(limits: ModelLimits | None) -> bytes:
+    def encode_document(limits: ModelLimits | None) -> bytes:
         return msgspec.json.encode(document(service.config.model.served_name, limits))
+
+    async def openapi_json() -> bytes:
+        return encode_document(service.limits)
+
+    # The document is cached. It is shared nevertheless, so that clients in a tight loop are slowed down.
+    openapi_call = SharedCall(openapi_json)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return Response(openapi_json(service.limits), media_type="application/json")
+        return Response(await openapi_call.result(), media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> Response:
