@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # makes `small_model` importable
 
 import fake_engine
+import uvloop
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.server.errors import CannotStart
@@ -18,6 +19,7 @@ from specdecode_worker.server.server_process import serve
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:
-        sys.exit(asyncio.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            sys.exit(runner.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
     except CannotStart as error:
         sys.exit(f"cannot start: {error}")

@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any, get_args
 
+import uvloop
 from pydantic import ValidationError
 
 from specdecode_worker.commands.common.flags import add_model_flags, add_shape_flags, method_and_draft
@@ -38,6 +39,7 @@ from specdecode_worker.termination import write_termination_message
 _DEFAULT_SHAPE = TreeShape.chain(3)
 _EXPLORE = 0.01
 _ENGINE = EngineConfig()
+_SERVER = ServerConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,22 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
     parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
+    _add_connection_flags(parser)
+
+
+def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--header-timeout-seconds", type=float, default=_SERVER.header_timeout_seconds, metavar="S",
+                        help="for the headers of a request (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--body-timeout-seconds", type=float, default=_SERVER.body_timeout_seconds, metavar="S",
+                        help="for a whole request with its body (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--write-timeout-seconds", type=float, default=_SERVER.write_timeout_seconds, metavar="S",
+                        help="for a client to read output that is ready (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-connections", type=int, default=_SERVER.max_connections, metavar="N",
+                        help="of the public port (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-unfinished-body-bytes", type=int, default=_SERVER.max_unfinished_body_bytes, metavar="N",
+                        help="of all bodies that are still arriving (default: 64 MiB)")  # fmt: skip
+    parser.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain for both ports, as PEM")
+    parser.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse(error, 2)
     try:
-        return asyncio.run(serve(config, plan, api_keys=args.api_key))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(config, plan, api_keys=args.api_key))
     except CannotStart as error:
         return _refuse(error, 1)
 

@@ -123,6 +123,26 @@ class ServerConfig(Written):
     """True lets requests with different API keys share cached prefixes, and see in ``cached_tokens`` that they do."""
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
+    header_timeout_seconds: float = Field(default=10, gt=0)
+    """Time for the headers of a request, from the start of its connection or the first byte of a later request."""
+    body_timeout_seconds: float = Field(default=30, gt=0)
+    """Time for a whole request with its body, from the same moment as the headers."""
+    write_timeout_seconds: float = Field(default=30, gt=0)
+    """Time for a client to read output that the server has ready. A slower client is cut off and its request ends."""
+    max_connections: int = Field(default=2048, ge=1)
+    """Maximum number of open client connections of the public port."""
+    max_unfinished_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+    """Maximum bytes of request bodies that are still arriving, of all clients together. Beyond it the answer is 503."""
+    tls_cert_file: str | None = None
+    """PEM file with the certificate chain for both ports. It is read again when it changes. None serves plain HTTP."""
+    tls_key_file: str | None = None
+    """PEM file with the key of the certificate, without a password."""
+
+    @model_validator(mode="after")
+    def _has_both_tls_files(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file need each other; set both or neither")
+        return self
 
 
 class WorkerConfig(Written):

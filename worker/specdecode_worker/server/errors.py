@@ -18,9 +18,17 @@ ServerError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
+
+_FILE_PATH = re.compile(r"(?<![\w.)])(?:[a-z][a-z0-9+]*:/)?/[^\s'\"<>,;()\[\]]+")
+
+
+def without_paths(text: str) -> str:
+    """Return ``text`` with every absolute path and file URI replaced, for clients that must not learn them."""
+    return _FILE_PATH.sub("[path]", text)
 
 
 class ServerError(Exception):
@@ -54,8 +62,9 @@ class ApiError(ServerError):
         self.error_code = code or self.code
 
     def body(self) -> dict[str, Any]:
-        """Return the response body: OpenAI's error object."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.error_code}}
+        """Return the response body: OpenAI's error object. Errors of the server name no paths of its file system."""
+        message = without_paths(self.message) if self.status >= 500 else self.message
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.error_code}}
 
 
 class BadRequest(ApiError):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdecode_worker.engine.errors import EngineGone
-from specdecode_worker.engine.ipc.engine_client import Stream
 from specdecode_worker.engine.ipc.messages import Tokens
+from specdecode_worker.engine.ipc.token_streams import Stream
 from specdecode_worker.server.errors import EngineFailed
 from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
 from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions

@@ -8,18 +8,14 @@ failure:   the engine dies -> streams end with an error, /health fails -> exit 1
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-import uvicorn
-from fastapi import FastAPI
 
 from specdecode_worker.capture import CaptureError, Recorder
 from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
@@ -30,6 +26,8 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.server.access.credentials import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
+from specdecode_worker.server.listening import listening
+from specdecode_worker.server.listening.tls import TlsCertificate
 from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
@@ -38,13 +36,8 @@ from specdecode_worker.server.service import Model, Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
-# Time for open connections to read the data already written, after the last request has ended.
-_FLUSH_SECONDS = 3
 # Time for which probes and clients still get the reason of an engine failure before the process exits.
 _FAILED_SECONDS = 1
-# Longer than the connection pools of clients keep idle connections: the client then closes an idle connection first,
-# and no request is sent on a connection that the server has just closed.
-_KEEP_ALIVE_SECONDS = 75
 _LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)
@@ -72,14 +65,6 @@ class _Signals:
         (self.exit_now if self.drain_requested.is_set() else self.drain_requested).set()
 
 
-class _Listener(uvicorn.Server):
-    """uvicorn server without its own signal handlers, because `serve` controls the shutdown of this process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(
     config: WorkerConfig,
     standalone_plan: Plan | None = None,
@@ -99,23 +84,24 @@ async def serve(
         The exit code: 0 after a complete drain, 1 if requests were cut off or the engine died.
 
     Raises:
-        CannotStart: A port is taken, or the credentials, the model, the capture folder or the synthetic knobs are
-            unusable.
+        CannotStart: A port is taken, or the credentials, the TLS certificate, the model, the capture folder or the
+            synthetic knobs are unusable.
     """
     signals = _Signals.installed()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
     credentials = load_credentials(config.server, os.environ, api_keys)
+    tls = TlsCertificate.from_config(config.server)
     sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
     recorder = _recorder(config)
     engine = EngineClient(config, plan, knobs, build=build)
     try:
         lifecycle = Lifecycle()
         service = Service(config, engine, lifecycle, plan, recorder)
-        shutdown = Shutdown(lifecycle, config.server, lambda: engine.in_flight, signals.exit_now)
+        shutdown = Shutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
-            async with _listening(apps, sockets):
+            async with listening(apps, sockets, config.server, tls):
                 return await _run(service, shutdown, signals.drain_requested)
     finally:
         await engine.close()
@@ -196,34 +182,6 @@ async def _fail(service: Service) -> int:
     return 1
 
 
-@contextlib.asynccontextmanager
-async def _listening(apps: tuple[FastAPI, FastAPI], sockets: list[socket.socket]) -> AsyncIterator[None]:
-    """Serve both applications; on exit, give open connections time to read the data already written."""
-    listeners = [
-        _Listener(
-            uvicorn.Config(
-                app,
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                lifespan="off",
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_FLUSH_SECONDS,
-            )
-        )
-        for app in apps
-    ]
-    serving = [
-        asyncio.create_task(listener.serve(sockets=[one])) for listener, one in zip(listeners, sockets, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for listener in listeners:
-            listener.should_exit = True
-        await asyncio.gather(*serving)
-
-
 def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:
     """Return the mounted plan, else ``standalone_plan``, else an empty plan (no speculation rows)."""
     path = os.environ.get(Env.plan_path)
@@ -255,6 +213,7 @@ def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
         CannotStart: A port is taken or the address is not available.
     """
     server = config.server
+    scheme = "http" if server.tls_cert_file is None else "https"
     sockets = []
     for what, host, port in (("public", server.host, server.port), ("admin", admin_host, server.admin_port)):
         try:
@@ -262,5 +221,5 @@ def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
             sockets.append(socket.create_server((host, port), family=family, backlog=2048))
         except OSError as error:
             raise CannotStart(f"cannot listen on {host}:{port} ({what} port): {error.strerror or error}") from None
-        log.info("%s port: http://%s:%d", what, *sockets[-1].getsockname()[:2])
+        log.info("%s port: %s://%s:%d", what, scheme, *sockets[-1].getsockname()[:2])
     return sockets

@@ -36,6 +36,7 @@ from specdecode_worker.server.request_sampling import (
     token_limit,
 )
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.shared_call import SharedCall
 from specdecode_worker.server.text.detokenizer import TextOptions
 from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.text.tokenizer import Tokenizer
@@ -101,6 +102,7 @@ class Service:
         self._recorder = recorder
         self._capture: RequestCapture | None = None
         self._plan_lock = asyncio.Lock()
+        self._engine_report = SharedCall(engine.report)
 
     def check_loaded(self) -> None:
         """Raise Unavailable while the model loads."""
@@ -214,14 +216,14 @@ class Service:
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Return the engine's report, completed with the draining state.
+        """Return the engine's report, completed with the draining state. Callers at the same time share one report.
 
         Raises:
             Unavailable: The model is loading, or the engine is gone.
         """
         self.check_loaded()
         with _engine_errors():
-            report = await self.engine.report()
+            report = await self._engine_report.result()
         return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
     def _origin(self, request: GenerationRequest, task: str, client: str) -> _Origin:

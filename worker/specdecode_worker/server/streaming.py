@@ -70,6 +70,8 @@ class _Events:
         return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 
 
+_MAX_QUEUED_PIECES = 16
+"""Pieces that wait for the client outside of their token streams, which bound the unread output."""
 _Read = tuple[int, ChoicePiece] | Exception | None
 """Queue item: a piece with the index of its choice, the error that ended a generation, or None at its end."""
 
@@ -80,7 +82,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
         async for piece in generations[0].pieces():
             yield 0, piece
         return
-    queue: asyncio.Queue[_Read] = asyncio.Queue()
+    queue: asyncio.Queue[_Read] = asyncio.Queue(_MAX_QUEUED_PIECES)
     readers = [asyncio.create_task(_read(index, one, queue)) for index, one in enumerate(generations)]
     try:
         reading = len(readers)
@@ -103,11 +105,11 @@ async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read])
     """Put every piece of one generation on the queue, then its error or None."""
     try:
         async for piece in generation.pieces():
-            queue.put_nowait((index, piece))
+            await queue.put((index, piece))
     except Exception as error:
-        queue.put_nowait(error)
+        await queue.put(error)
     else:
-        queue.put_nowait(None)
+        await queue.put(None)
 
 
 def close(generations: Sequence[Generation]) -> None:

@@ -15,8 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import zmq
@@ -40,55 +38,9 @@ from specdecode_worker.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
+from specdecode_worker.engine.ipc.token_streams import Stream, StreamTable
 
 _EXIT_SECONDS = 5.0
-
-
-class Stream:
-    """Token stream of one request, in order. Closing a stream before its end aborts the request.
-
-    Example:
-        with client.submit(request) as stream:
-            async for tokens in stream: ...
-    """
-
-    def __init__(self, client: EngineClient, request_id: str) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._queue: asyncio.Queue[Tokens | EngineGone] = asyncio.Queue()
-        self._over = False
-
-    def deliver(self, item: Tokens | EngineGone) -> None:
-        """Append tokens, or the error that ends the stream."""
-        self._queue.put_nowait(item)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Tokens:
-        """Return the next tokens. Raise EngineGone if the engine ends before the request does."""
-        if self._over:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, EngineGone):
-            self._over = True
-            raise item
-        self._over = item.finish is not None
-        return item
-
-    def close(self) -> None:
-        """Abort the request if it is unfinished; a pending read raises EngineGone. May be called twice."""
-        self._client._forget(self._request_id, abort=not self._over)
-        if not self._over:
-            self.deliver(EngineGone("the stream was closed"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class EngineClient:
@@ -115,7 +67,8 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
-        self._streams: dict[str, Stream] = {}
+        # As many unread answers as the queue has places: their memory is of the order of that of the queue.
+        self._streams = StreamTable(max_unread=config.engine.max_num_seqs + config.server.max_waiting)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
@@ -127,7 +80,12 @@ class EngineClient:
     @property
     def in_flight(self) -> int:
         """Number of requests that are submitted and not finished."""
-        return len(self._streams)
+        return self._streams.in_flight
+
+    @property
+    def unfinished_answers(self) -> int:
+        """Number of requests in flight, and of finished requests whose tokens are not read to their end."""
+        return self._streams.in_flight + self._streams.unread
 
     @property
     def pid(self) -> int:
@@ -138,8 +96,8 @@ class EngineClient:
     def submit(self, request: Submit) -> Stream:
         """Submit a request and return its token stream. Raise EngineGone if the engine has ended."""
         self._check_alive()
-        assert request.request_id not in self._streams, "request ids are unique"
-        stream = self._streams[request.request_id] = Stream(self, request.request_id)
+        stream = Stream(request.request_id, self._forget)
+        self._streams.add(stream)
         self._send(request)
         return stream
 
@@ -177,9 +135,8 @@ class EngineClient:
         return Report.model_validate_json(await self._call(GetReport))
 
     def end_streams(self, reason: str) -> None:
-        """End every open stream with EngineGone, even if the engine is still running."""
-        for stream in self._streams.values():
-            stream.deliver(EngineGone(reason))
+        """End the stream of every request in flight with EngineGone, even if the engine is still running."""
+        self._streams.end_all(reason)
 
     async def close(self) -> None:
         """End the engine process. Unfinished requests are lost."""
@@ -197,9 +154,9 @@ class EngineClient:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _forget(self, request_id: str, *, abort: bool) -> None:
-        if self._streams.pop(request_id, None) is not None and abort and not self.ended.done():
-            self._send(Abort(request_id))
+    def _forget(self, stream: Stream) -> None:
+        if self._streams.remove(stream.request_id) and not self.ended.done():
+            self._send(Abort(stream.request_id))
 
     def _send(self, message: ToEngine) -> None:
         # This never blocks: without a high-water mark, messages queue in the socket until the engine has connected.
@@ -224,8 +181,7 @@ class EngineClient:
     def _route(self, message: FromEngine) -> None:
         match message:
             case Tokens():
-                if (stream := self._streams.get(message.request_id)) is not None:
-                    stream.deliver(message)
+                self._streams.deliver(message)
             case Done():
                 self._answer(message)
             case Loaded():

@@ -10,10 +10,12 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed
+from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
 from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.routes.body_budget import BodyBudget, BodyReservation
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 # A client that is still sending cannot read the response, so up to this much of an oversized body is read and dropped.
@@ -27,16 +29,31 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the request body. Raises BodyTooLarge beyond MAX_BODY_BYTES."""
+    """Read the request body. Until it is whole, its bytes count in the ``body_budget`` of the application's state.
+
+    Raises:
+        BodyTooLarge: The body exceeds MAX_BODY_BYTES.
+        Unavailable: The bodies of all clients together exceed the budget.
+        ClientGone: The client disconnected before its body was whole.
+    """
     body, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            body += chunk
-        elif size > _DISCARD_BYTES:
-            break
+    with BodyReservation(getattr(request.app.state, "body_budget", BodyBudget())) as reservation:
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= MAX_BODY_BYTES and reservation.grow(len(chunk)):
+                    body += chunk
+                elif size > _DISCARD_BYTES:
+                    break
+                else:
+                    body.clear()
+                    reservation.release()
+        except ClientDisconnect:
+            raise ClientGone from None
     if size > MAX_BODY_BYTES:
         raise BodyTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+    if reservation.exceeded:
+        raise Unavailable("too many request bodies are arriving at once; try again later", code="too_many_bodies")
     return bytes(body)
 
 
@@ -77,7 +94,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Convert the framework's error for an unknown path (404) or method (405)."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 

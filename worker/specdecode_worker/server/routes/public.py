@@ -28,6 +28,7 @@ from specdecode_worker.server.responses import (
     ToolCallOptions,
 )
 from specdecode_worker.server.routes.api_keys import ApiKeyCheck, client_name
+from specdecode_worker.server.routes.body_budget import BodyBudget
 from specdecode_worker.server.routes.http_app import (
     CloseConnectionsOnShutdown,
     answer_errors,
@@ -49,6 +50,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> FastAPI:
     """Build the application of the public port. With ``api_keys`` a request needs one of them."""
     app = FastAPI(title="specdecode", openapi_url=None)
+    app.state.body_budget = BodyBudget(service.config.server.max_unfinished_body_bytes)
     app.add_middleware(ApiKeyCheck, keys=api_keys)
     app.add_middleware(CloseConnectionsOnShutdown, lifecycle=service.lifecycle)
     answer_errors(app)

@@ -1,0 +1,75 @@
+"""Clients that misbehave on purpose, as bare sockets: half-open requests and clients that never read."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+Client = socket.socket
+
+
+def connect(url: str, *, receive_buffer_bytes: int | None = None) -> socket.socket:
+    """Connect to the host and port of ``url``. A small receive buffer lets little output leave the server."""
+    parts = httpx.URL(url)
+    connection = socket.socket()
+    if receive_buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    connection.settimeout(10)
+    connection.connect((parts.host, parts.port or 80))
+    return connection
+
+
+def deaf_client(url: str, path: str, body: Mapping[str, Any]) -> socket.socket:
+    """Send a whole request and read nothing of its answer."""
+    connection = connect(url, receive_buffer_bytes=4096)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def half_open_post(url: str, path: str) -> socket.socket:
+    """Send the headers of a request and the first byte of its body."""
+    connection = connect(url)
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    return connection
+
+
+def half_headers(url: str) -> socket.socket:
+    """Send part of the headers of a request."""
+    connection = connect(url)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-")
+    return connection
+
+
+def seconds_until_closed(connections: Sequence[socket.socket], since: float, limit_seconds: float) -> list[float]:
+    """Return, for each connection that the server closes, the seconds from ``since`` to its end.
+
+    Connections that are open ``limit_seconds`` after ``since`` are missing in the result.
+    """
+    poll = select.poll()
+    is_open = {connection.fileno(): connection for connection in connections}
+    for descriptor in is_open:
+        poll.register(descriptor, select.POLLIN)
+    closed: list[float] = []
+    while is_open and (left := since + limit_seconds - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(1000 * left):
+            if _has_ended(is_open[descriptor]):
+                closed.append(time.monotonic() - since)
+                poll.unregister(descriptor)
+                del is_open[descriptor]
+    return closed
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Read what has arrived. Return whether it was the end of the connection."""
+    try:
+        return not connection.recv(65536)
+    except ConnectionError:
+        return True

@@ -1,0 +1,117 @@
+"""TLS of both ports: the certificate is read again while the worker serves, and a broken one is not used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from bounds import HEALTH_P99_SECONDS
+from fake_worker import ADMIN_HEADERS, fake_worker
+from worker_process import WorkerProcess
+
+from specdecode_worker.contract import ServerConfig
+
+RELOAD_SECONDS = 5
+"""Time after a change of the files until new connections use the new certificate."""
+NEW_KEYS = {"first": ("rsa:2048",), "second": ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two self-signed certificates for loopback, with keys of different kinds."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name, kind in NEW_KEYS.items():
+        words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", *kind, "-subj", f"/CN={name}",
+                 "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.crt"]  # fmt: skip
+        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def worker(
+    certificates: Path, small_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WorkerProcess]:
+    """Yield a worker with TLS and the first certificate, whose files are in ``tmp_path``."""
+    _install(certificates, "first", tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "first.crt"))  # of the harness, which calls /ready
+    files = {"tls_cert_file": str(tmp_path / "tls.crt"), "tls_key_file": str(tmp_path / "tls.key")}
+    with fake_worker(small_folder, tmp_path / "log", **files) as started:
+        yield started
+
+
+def test_changed_certificate_is_used_without_a_restart(
+    worker: WorkerProcess, certificates: Path, tmp_path: Path
+) -> None:
+    assert worker.public.startswith("https://")
+    trusts_first, trusts_second = (_context(certificates / f"{name}.crt") for name in NEW_KEYS)
+    with httpx.Client(verify=trusts_first) as kept_open:
+        for url in (worker.public + "/health", worker.admin + "/v1/report"):
+            assert kept_open.get(url, headers=ADMIN_HEADERS).status_code == 200
+        _install(certificates, "second", tmp_path)
+        seconds = _seconds_until(lambda: _is_trusted(worker.public, trusts_second))
+        print(f"the second certificate is used after {seconds:.1f} s")
+        assert kept_open.get(worker.public + "/health").status_code == 200
+    assert httpx.get(worker.admin + "/v1/report", headers=ADMIN_HEADERS, verify=trusts_second).status_code == 200
+    assert not _is_trusted(worker.public, trusts_first)
+
+    (tmp_path / "tls.key").write_text("no key")
+    _seconds_until(lambda: "the previous one stays" in worker.log)
+    began = time.monotonic()
+    assert httpx.get(worker.public + "/health", verify=trusts_second).status_code == 200
+    assert time.monotonic() - began <= HEALTH_P99_SECONDS
+    _install(certificates, "first", tmp_path)
+    _seconds_until(lambda: _is_trusted(worker.public, trusts_first))
+
+
+def test_old_protocol_versions_and_plain_http_are_refused(worker: WorkerProcess, certificates: Path) -> None:
+    old = _context(certificates / "first.crt")
+    old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(worker.public + "/health", verify=old)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(worker.public.replace("https", "http") + "/health")
+
+
+def test_handshake_that_never_ends_is_closed(worker: WorkerProcess) -> None:
+    url, limit = httpx.URL(worker.public), ServerConfig().header_timeout_seconds
+    with socket.create_connection((url.host, url.port or 443), timeout=limit + 5) as connection:
+        began = time.monotonic()
+        assert connection.recv(1) == b""
+    print(f"closed after {time.monotonic() - began:.1f} s")
+
+
+def _install(certificates: Path, name: str, folder: Path) -> None:
+    """Replace the files of the worker by those of the certificate ``name``, one after the other."""
+    for ending in ("crt", "key"):
+        shutil.copy(certificates / f"{name}.{ending}", folder / f"new.{ending}")
+        os.replace(folder / f"new.{ending}", folder / f"tls.{ending}")
+
+
+def _context(trusted: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(trusted))
+
+
+def _is_trusted(url: str, context: ssl.SSLContext) -> bool:
+    """Return whether a new connection shows a certificate that ``context`` trusts."""
+    try:
+        return httpx.get(f"{url}/health", verify=context).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def _seconds_until(condition: Callable[[], bool]) -> float:
+    """Wait until ``condition`` is true, and return the seconds. Fail after RELOAD_SECONDS."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < RELOAD_SECONDS
+        time.sleep(0.1)
+    return time.monotonic() - began

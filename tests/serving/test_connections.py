@@ -1,0 +1,134 @@
+"""Bounds of client connections over sockets: their number, headers, bodies and pipelined requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import httpx
+import pytest
+from worker_process import WorkerProcess, fake, worker_config
+
+from specdecode_worker.contract import WorkerConfig
+
+LIMITS = {"max_connections": 4, "max_unfinished_body_bytes": 100_000, "header_timeout_seconds": 2}
+SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """Yield one worker with low limits. A test must leave it without requests."""
+    config = worker_config(model_folder).model_dump()
+    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **LIMITS}
+    config_json = WorkerConfig.model_validate(config).model_dump_json()
+    with fake(config_json, tmp_path_factory.mktemp("worker") / "log") as started:
+        started.wait_ready()
+        yield started
+
+
+@contextlib.contextmanager
+def connection(worker: WorkerProcess) -> Iterator[socket.socket]:
+    url = httpx.URL(worker.public)
+    with socket.create_connection((url.host, url.port or 80), timeout=10) as opened:
+        yield opened
+
+
+def post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+
+
+def read_all(opened: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := opened.recv(65536):
+            received += data
+    return received
+
+
+def running(worker: WorkerProcess) -> int:
+    return int(httpx.get(worker.admin + "/v1/report").json()["running"])
+
+
+@pytest.mark.parametrize(
+    "request_start",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000,
+        b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 20_000,
+        b"GET /" + b"y" * 100_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"y" * 100_000,
+    ],
+    ids=["one header", "many headers", "path", "chunk extension"],
+)
+def test_endless_headers_are_refused(worker: WorkerProcess, request_start: bytes) -> None:
+    with connection(worker) as opened:
+        for start in range(0, len(request_start), 10_000):
+            with contextlib.suppress(ConnectionError):
+                opened.sendall(request_start[start : start + 10_000])
+                time.sleep(0.01)
+        status = read_all(opened).split(b"\r\n")[0]
+    assert status in (b"HTTP/1.1 431 Request Header Fields Too Large", b"HTTP/1.1 400 Bad Request", b"")
+
+
+def test_late_headers_get_408(worker: WorkerProcess) -> None:
+    with connection(worker) as opened:
+        opened.sendall(b"GET /health HTTP/1.1\r\n")
+        began = time.monotonic()
+        answer = read_all(opened)
+        assert time.monotonic() - began < 5
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+def test_connections_without_a_request_make_place_for_new_ones(worker: WorkerProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connection(worker)) for _ in range(4)]
+        assert worker.get("/health").status_code == 200
+        assert read_all(idle[0]) == b""
+
+
+def test_too_many_busy_connections_get_503(worker: WorkerProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connection(worker)).sendall(post(SILENT))
+        worker.wait_until(lambda: running(worker) == 4)
+        with connection(worker) as refused:
+            answer = read_all(refused)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    worker.wait_until(lambda: running(worker) == 0)
+    assert worker.get("/health").status_code == 200
+
+
+def test_bodies_beyond_the_budget_get_503(worker: WorkerProcess) -> None:
+    body = {"model": "small", "prompt": "x" * 150_000}
+    refused = httpx.post(worker.public + "/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_bodies")
+    for _ in range(3):
+        body = {"model": "small", "prompt": "x" * 60_000}
+        assert httpx.post(worker.public + "/v1/completions", json=body).status_code == 400, "budget was given back"
+
+
+def test_pipelined_requests_are_answered_in_order(worker: WorkerProcess) -> None:
+    texts = ["SAY:one<|end|>", "SAY:two<|end|>"]
+    with connection(worker) as opened:
+        opened.sendall(b"".join(post({"model": "small", "prompt": text, "max_tokens": 9}) for text in texts))
+        opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(opened)
+    assert answers.count(b"HTTP/1.1 200 OK") == 3
+    assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n")
+
+
+def test_hang_up_of_a_pipelining_client_frees_its_requests(worker: WorkerProcess) -> None:
+    with connection(worker) as opened:
+        opened.sendall(post(SILENT) + post(SILENT))
+        worker.wait_until(lambda: running(worker) == 1)
+        time.sleep(0.2)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # hang up with a reset
+    worker.wait_until(lambda: running(worker) == 0)

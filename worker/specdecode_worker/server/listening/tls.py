@@ -1,0 +1,83 @@
+"""TLS of both ports, with a certificate that is read again when its files change."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+
+from specdecode_worker.contract import ServerConfig
+from specdecode_worker.server.errors import CannotStart
+
+log = logging.getLogger(__name__)
+
+_Version = tuple[int, int, int]
+"""Modification time, inode and size of a file. A mounted Secret is replaced as a whole, which changes the inode."""
+
+
+class TlsCertificate:
+    """Certificate and key of the server, as a TLS context for listeners.
+
+    Each handshake takes the newest certificate that could be read; open connections keep theirs.
+    """
+
+    def __init__(self, cert_file: Path, key_file: Path) -> None:
+        """Read the files.
+
+        Raises:
+            CannotStart: A file cannot be read, or certificate and key do not belong together.
+        """
+        self._cert_file, self._key_file = cert_file, key_file
+        try:
+            self._versions = self._read_versions()
+            self._newest = self._load()
+        except (OSError, ValueError) as error:
+            raise CannotStart(f"TLS certificate {cert_file} with key {key_file}: {error}") from None
+        self.context = self._load()
+        """Context for the listeners."""
+        self.context.sni_callback = self._take_newest
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> TlsCertificate | None:
+        """Return the certificate of the configuration; None without TLS. Raises CannotStart as the constructor does."""
+        if config.tls_cert_file is None or config.tls_key_file is None:
+            return None
+        return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed. A pair that cannot be used leaves the certificate in use."""
+        try:
+            versions = self._read_versions()
+            if versions == self._versions:
+                return
+            # Remember a bad pair too, so that it is logged once and not at every check.
+            self._versions = versions
+            self._newest = self._load()
+        except (OSError, ValueError) as error:
+            log.error("the changed TLS certificate %s cannot be used, the previous one stays: %s",
+                      self._cert_file, error)  # fmt: skip
+        else:
+            log.info("TLS certificate %s is read again", self._cert_file)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._cert_file, self._key_file, password=_refuse_password)
+        return context
+
+    def _read_versions(self) -> tuple[_Version, _Version]:
+        return _version(self._cert_file), _version(self._key_file)
+
+    def _take_newest(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        # OpenSSL calls this at every handshake, also where the client names no server.
+        connection.context = self._newest
+
+
+def _version(path: Path) -> _Version:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def _refuse_password() -> str:
+    # Without a callback, OpenSSL asks for the password on the terminal.
+    raise ValueError("the key is encrypted; store it without a password")
