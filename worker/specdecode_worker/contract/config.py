@@ -112,6 +112,12 @@ class ServerConfig(Written):
     """Time after SIGTERM during which new requests are served, until endpoints no longer list this pod."""
     grace_period_seconds: float = Field(default=60, ge=0)
     """Time after SIGTERM for running requests to finish."""
+    step_timeout_seconds: float = Field(default=60, gt=0)
+    """Least time after which an engine that makes no progress counts as hung, in seconds.
+
+    The bound of a step is longer for long prompts and after long steps. Loading, warm-up and graph capture have their
+    own bounds.
+    """
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
 
