@@ -42,7 +42,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        return PlainTextResponse(f"{lifecycle.state.name.lower()}\n", status_code=200 if lifecycle.ready else 503)
+        return PlainTextResponse(f"{lifecycle.readiness}\n", status_code=200 if lifecycle.ready else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
