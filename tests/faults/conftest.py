@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # makes `bounds` importable
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # makes `fake_engine` importable
 
 import small_model
-from worker_process import WorkerProcess, real
+from worker_process import StartWorker, WorkerProcess, fake, real, worker_config
 
-StartWorker = Callable[..., WorkerProcess]
-"""``start(*flags, environment=None, command=real)``: start a worker with these flags and wait until it is ready."""
+from specdecode_worker.contract import WorkerConfig
 
 SMALL_FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--served-model-name", "small")
 EMBEDDED_FLAGS = (
@@ -37,6 +37,25 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_small(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
     """Yield a function that starts a worker with the small model, ready after about ten seconds."""
     with _starter(tmp_path, ("--model", f"file://{small_folder}", *SMALL_FLAGS)) as start:
+        yield start
+
+
+@pytest.fixture
+def start_fake(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
+    """Yield ``start(capture=None, environment=None, **server)``, which starts a real server around the fake engine."""
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            capture: dict[str, object] | None = None, environment: dict[str, str] | None = None, **server: object
+        ) -> WorkerProcess:
+            config = worker_config(small_folder).model_dump() | {"capture": capture}
+            config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **server}
+            variables = {"SPECDECODE_TERMINATION_LOG": str(tmp_path / "fake.termination"), **(environment or {})}
+            config_json = WorkerConfig.model_validate(config).model_dump_json()
+            worker = stack.enter_context(fake(config_json, tmp_path / "fake.log", variables))
+            worker.wait_ready()
+            return worker
+
         yield start
 
 

@@ -8,8 +8,9 @@ The spawned process imports this module by name (its folder is on sys.path), so 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,12 +39,23 @@ LOAD_SECONDS = 0.3
 
 # First token ids of prompts that make the engine misbehave.
 CRASH, SILENT, REFUSED = 7, 8, 9
+HANG, STICKY_STEP, UNREADABLE, SLOW = 10, 11, 12, 13
+SLOW_SECONDS = 3.0
+"""Time of a step with a SLOW request."""
+STICKY_ERROR = "CUDA error: an illegal memory access was encountered (planted)"
+STICKY_DEPTH = 14
+"""Maximum depth of a plan that makes the device fail."""
+SLOW_DRAFT = "file:///slow"
+"""Draft whose swap between two steps takes SLOW_SECONDS."""
+STICKY_DRAFT = "file:///sticky"
+"""Draft that makes the device fail while it is loaded."""
 
 
 class FakeEngine:
     """Engine that emits the bytes of TEXT as tokens of the tests' byte tokenizer."""
 
     max_model_len = MAX_MODEL_LEN
+    on_launch: Callable[[int, int], None] | None = None
 
     def __init__(self, text_ids: tuple[int, ...]) -> None:
         self._text = text_ids
@@ -71,6 +83,10 @@ class FakeEngine:
 
     def step(self) -> list[Tokens]:
         time.sleep(STEP_SECONDS)
+        first_tokens = {submit.prompt[0] for submit, _ in self._requests.values()}
+        self._misbehave(first_tokens)
+        if UNREADABLE in first_tokens:
+            return ["no message of the engine"]  # type: ignore[list-item]
         return [self._advance(key) for key, (submit, _) in list(self._requests.items()) if submit.prompt[0] != SILENT]
 
     def report(self) -> Report:
@@ -95,6 +111,8 @@ class FakeEngine:
         )
 
     def set_plan(self, plan: Plan) -> None:
+        if plan.max_depth == STICKY_DEPTH:
+            raise_sticky_error()
         if plan.max_depth == 13:
             raise ValueError("planted: no depth of 13")
         self._plan = plan
@@ -122,16 +140,28 @@ class FakeEngine:
 
     def load_draft(self, config: DraftConfig, name: str = "") -> Any:
         time.sleep(LOAD_SECONDS)
+        if config.uri == STICKY_DRAFT:
+            raise_sticky_error()
         if config.uri == "file:///misfit":
             raise ModelError("planted: fc.weight is [8, 24], the target needs [8, 96]")
         return DraftState(name=name, method=config.method, hash=f"of {config.uri}", uri=config.uri or "")
 
     def set_draft(self, name: str, loaded: Any) -> list[Tokens]:
+        if loaded.uri == SLOW_DRAFT:
+            time.sleep(SLOW_SECONDS)
         if name:
             self._named[name] = loaded
         else:
             self._draft = loaded
         return []
+
+    def _misbehave(self, first_tokens: set[int]) -> None:
+        if HANG in first_tokens:
+            hang_in_python()
+        if STICKY_STEP in first_tokens:
+            raise_sticky_error()
+        if SLOW in first_tokens:
+            time.sleep(SLOW_SECONDS)
 
     def _advance(self, key: str) -> Tokens:
         submit, at = self._requests[key]
@@ -159,6 +189,23 @@ class FakeEngine:
             logprobs=_logprobs(tokens, submit.sampling.logprobs, submit.sampling.seed),
             prompt_logprobs=_logprobs(submit.prompt[1:], submit.sampling.prompt_logprobs, 0) if at <= 3 else (),
         )
+
+
+def hang_in_python() -> None:
+    """Never return."""
+    while True:
+        time.sleep(1)
+
+
+def raise_sticky_error() -> None:
+    """Raise the error of a broken device, in a process whose regular exit would wait for a thread without end."""
+    threading.Thread(target=hang_in_python, name="planted").start()
+    raise RuntimeError(STICKY_ERROR)
+
+
+def end_capture_thread(record: object) -> None:
+    """Redaction hook that ends the thread of the recorder."""
+    raise SystemExit
 
 
 def logprob(token: int, seed: int = 0) -> float:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from specdecode_worker.contract import EngineConfig, ModelConfig, ServerConfig, 
 
 SERVING = Path(__file__).parents[1] / "serving"
 """Folder with the server around the fake engine, which the server and the engine process import."""
+
+
+StartWorker = Callable[..., "WorkerProcess"]
+"""Function that starts a worker with the given flags or fields and waits until it is ready."""
 
 
 def worker_config(folder: Path, **engine: int) -> WorkerConfig:
@@ -46,6 +50,12 @@ class WorkerProcess:
     @property
     def log(self) -> str:
         return self._log.read_text()
+
+    @property
+    def termination_message(self) -> str:
+        """Termination message of the worker, which the fault tests keep next to its log; empty without one."""
+        path = self._log.with_suffix(".termination")
+        return path.read_text() if path.exists() else ""
 
     @property
     def engine_pid(self) -> int:

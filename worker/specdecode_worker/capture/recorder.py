@@ -40,6 +40,8 @@ class Recorder:
             CaptureError: the redaction hook or the folder cannot be used.
         """
         self.counts = CaptureCounts()
+        self.failure = ""
+        """Reason why the thread ended before ``close``; empty while it works."""
         self._config = config
         self._random = random.Random(seed)
         self._hook: Hook | None = load_hook(config.redact) if config.redact else None
@@ -47,7 +49,7 @@ class Recorder:
             Path(config.dir), max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
         )
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
-        self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_fail, name="capture", daemon=True)
         self._thread.start()
 
     def share_of(self, task: str) -> float:
@@ -73,6 +75,13 @@ class Recorder:
         except queue.Full:
             return
         self._thread.join(max(deadline - time.monotonic(), 0))
+
+    def _run_or_fail(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # a redaction hook may even raise SystemExit
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
 
     def _run(self) -> None:
         swept = 0.0

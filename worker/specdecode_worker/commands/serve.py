@@ -71,6 +71,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
     parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
     parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
+    parser.add_argument("--step-timeout-seconds", type=float, default=_SERVER.step_timeout_seconds, metavar="S",
+                        help="an engine without progress for longer is hung (default: %(default)s)")  # fmt: skip
     _add_connection_flags(parser)
 
 

@@ -121,6 +121,12 @@ class ServerConfig(Written):
     """Folder whose files ``operator``, ``router`` and ``capture`` hold the tokens; it is read again when it changes."""
     shared_prefix_cache: bool = False
     """True lets requests with different API keys share cached prefixes, and see in ``cached_tokens`` that they do."""
+    step_timeout_seconds: float = Field(default=60, gt=0)
+    """Least time after which an engine that makes no progress counts as hung, in seconds.
+
+    The bound of a step is longer for long prompts and after long steps. Loading, warm-up and graph capture have their
+    own bounds.
+    """
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
     header_timeout_seconds: float = Field(default=10, gt=0)

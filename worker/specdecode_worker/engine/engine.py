@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,8 @@ class Engine:
             load_draft: Loader of another draft while the engine runs; without it no draft can be swapped in.
         """
         self.load_draft = load_draft
+        self.on_launch: Callable[[int, int], None] | None = None
+        """Called with the numbers of rows and prefill tokens of each step, before it is queued on the device."""
         self.identity = identity
         # A request longer than the whole cache could never be admitted and would block the queue behind it.
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
@@ -234,6 +237,8 @@ class Engine:
         if not batch.rows:
             return None
         rows = tuple(batch.rows)
+        if self.on_launch is not None:
+            self.on_launch(len(rows), sum(row.count for row in rows if row.is_chunk))
         for row in rows:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)

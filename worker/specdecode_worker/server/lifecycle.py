@@ -1,7 +1,7 @@
 """Worker lifecycle: its states, the probes that depend on them, and the drain at shutdown.
 
     LOADING -> SERVING -> LEAVING -> DRAINING        FAILED can follow every state
-    /health: all but FAILED.  /ready: SERVING only.  New requests: SERVING and LEAVING.
+    /health: all but FAILED.  /ready: SERVING, unless the engine is suspect.  New requests: SERVING and LEAVING.
 
 In LEAVING, the worker waits until the Service endpoints no longer contain this pod: it still serves new requests, and
 asks each client to close its connection. In DRAINING, it refuses new requests while the running requests finish.
@@ -38,6 +38,8 @@ class Lifecycle:
         self.state = State.LOADING
         self.failure = ""
         """Reason of the first failure; empty without a failure."""
+        self.suspicion = ""
+        """Reason why the engine may hang; empty while it makes progress."""
 
     def serve(self) -> None:
         """Change to SERVING: the model is loaded."""
@@ -63,8 +65,14 @@ class Lifecycle:
 
     @property
     def ready(self) -> bool:
-        """True in SERVING only."""
-        return self.state is State.SERVING
+        """True in SERVING only, and only while the engine makes progress."""
+        return self.state is State.SERVING and not self.suspicion
+
+    @property
+    def readiness(self) -> str:
+        """State in lower case, with the suspicion if there is one."""
+        name = self.state.name.lower()
+        return f"{name}, but the engine makes {self.suspicion}" if self.suspicion else name
 
     @property
     def shutting_down(self) -> bool:
@@ -79,7 +87,7 @@ class Lifecycle:
             case State.DRAINING:
                 raise Unavailable("this worker is shutting down", code="draining")
             case State.FAILED:
-                raise Unavailable(f"the engine is gone: {self.failure}", code="engine_gone")
+                raise Unavailable(f"this worker has failed: {self.failure}", code="engine_gone")
             case _:
                 return
 
@@ -100,6 +108,7 @@ class Shutdown:
         self._running = running
         self._exit_now = exit_now
         self._drained: asyncio.Task[int] | None = None
+        self.begun = asyncio.Event()
 
     def begin(self) -> asyncio.Task[int]:
         """Start the shutdown if it has not started, and return its task.
@@ -109,9 +118,10 @@ class Shutdown:
         """
         if self._drained is None:
             # A worker that was never ready is in no endpoint list, so there is no removal to wait for.
-            delay_seconds = self._delay_seconds if self._lifecycle.ready else 0.0
+            delay_seconds = self._delay_seconds if self._lifecycle.state is State.SERVING else 0.0
             self._lifecycle.leave()
             self._drained = asyncio.create_task(self._drain(delay_seconds))
+            self.begun.set()
         return self._drained
 
     async def _drain(self, delay_seconds: float) -> int:

@@ -1,8 +1,8 @@
 """Server process: start-up and shutdown of the two HTTP listeners and the engine process.
 
 start:     listen -> start the engine process, load the tokenizer -> engine warm -> ready
-shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
-failure:   the engine dies -> streams end with an error, /health fails -> exit 1
+shutdown:  SIGTERM or drain -> not ready, still serving -> new requests refused, running requests finish -> exit 0
+failure:   the engine or another vital part dies -> streams end with an error, /health fails -> exit 1
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from specdecode_worker.capture import CaptureError, Recorder
 from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.engine_process import Build
@@ -28,6 +27,10 @@ from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.listening import listening
 from specdecode_worker.server.listening.tls import TlsCertificate
+from specdecode_worker.server.liveness.engine_watch import watch_engine
+from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
+from specdecode_worker.server.liveness.recorder_thread import close_recorder, open_recorder, watch_recorder
+from specdecode_worker.server.liveness.vital_parts import VitalParts
 from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
@@ -36,6 +39,10 @@ from specdecode_worker.server.service import Model, Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
+# Time from the end of the drain, or of the grace period, to the end of the process: 5 s are promised.
+_EXIT_SECONDS = 4.5
+# Part of that time to kill an engine that does not leave by itself.
+_KILL_SECONDS = 1.0
 # Time for which probes and clients still get the reason of an engine failure before the process exits.
 _FAILED_SECONDS = 1
 _LOOPBACK = "127.0.0.1"
@@ -72,7 +79,9 @@ async def serve(
     api_keys: Sequence[str] = (),
     build: Build | None = None,
 ) -> int:
-    """Run the worker until it is asked to shut down or the engine dies.
+    """Run the worker until it is asked to shut down, or the engine or another vital part of it dies.
+
+    The process ends soon after the return of this function, even if a thread is busy.
 
     Args:
         config: Configuration of the worker.
@@ -92,58 +101,66 @@ async def serve(
     credentials = load_credentials(config.server, os.environ, api_keys)
     tls = TlsCertificate.from_config(config.server)
     sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
-    recorder = _recorder(config)
-    engine = EngineClient(config, plan, knobs, build=build)
+    recorder = open_recorder(config.capture)
+    engine, deadline, parts = EngineClient(config, plan, knobs, build=build), ExitDeadline(), VitalParts()
     try:
         lifecycle = Lifecycle()
+        parts.start("engine watch", watch_engine(engine, lifecycle, config.server.step_timeout_seconds))
+        if recorder is not None:
+            parts.start("capture thread", watch_recorder(recorder))
         service = Service(config, engine, lifecycle, plan, recorder)
         shutdown = Shutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
-            async with listening(apps, sockets, config.server, tls):
-                return await _run(service, shutdown, signals.drain_requested)
+            async with listening(apps, sockets, config.server, tls, parts):
+                deadline.code = await _run(service, shutdown, signals.drain_requested, parts.failed, deadline)
+                deadline.set(_EXIT_SECONDS)
+                return deadline.code
     finally:
-        await engine.close()
-        if recorder is not None:
-            await asyncio.to_thread(recorder.close)
+        deadline.set(_EXIT_SECONDS)
+        await parts.stop()
+        await asyncio.gather(engine.close(deadline.left_seconds - _KILL_SECONDS), close_recorder(recorder))
 
 
-def _recorder(config: WorkerConfig) -> Recorder | None:
-    """Open the capture recorder; None without capture configuration.
+async def _run(
+    service: Service,
+    shutdown: Shutdown,
+    drain_requested: asyncio.Event,
+    failed: asyncio.Future[str],
+    deadline: ExitDeadline,
+) -> int:
+    """Load the model and serve until the worker shuts down or fails. Return the exit code.
 
-    Raises:
-        CannotStart: The recorder cannot be opened. Serving without it would hide that no traffic is captured.
-    """
-    if config.capture is None:
-        return None
-    try:
-        return Recorder(config.capture)
-    except CaptureError as error:
-        raise CannotStart(f"capture: {error}") from None
-
-
-async def _run(service: Service, shutdown: Shutdown, drain_requested: asyncio.Event) -> int:
-    """Load the model and serve until ``drain_requested`` is set or the engine is gone. Return the exit code.
+    Args:
+        service: Service of the worker.
+        shutdown: Shutdown, which a call of the admin port may begin too.
+        drain_requested: Set by the first signal.
+        failed: Resolves with the reason when a vital part fails.
+        deadline: Deadline of the process, set when the shutdown or the failure begins.
 
     Raises:
         CannotStart: The tokenizer or the model cannot be loaded.
     """
     loading = asyncio.create_task(_load(service))
-    drain = asyncio.create_task(drain_requested.wait())
-    await asyncio.wait((loading, drain, service.engine.ended), return_when=asyncio.FIRST_COMPLETED)
-    if loading.done() and loading.exception() is None and not service.engine.ended.done():
-        await asyncio.wait((drain, service.engine.ended), return_when=asyncio.FIRST_COMPLETED)
-    if drain.done():
+    drains = [asyncio.create_task(event.wait()) for event in (drain_requested, shutdown.begun)]
+    ends: list[asyncio.Future[Any]] = [*drains, service.engine.ended, failed]
+    await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
+    if loading.done() and loading.exception() is None:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    drain = any(task.done() for task in drains)
+    for task in drains:
+        task.cancel()
+    if drain:
         loading.cancel()
+        deadline.set(service.config.server.grace_period_seconds + _EXIT_SECONDS)
         return await _shut_down(service, shutdown)
-    drain.cancel()
     if loading.done() and (error := loading.exception()) is not None:
         if isinstance(error, ServerError | ModelError):
             raise CannotStart(str(error)) from error
         raise error
     loading.cancel()
-    return await _fail(service)
+    return await _fail(service, failed.result() if failed.done() else service.engine.ended.result())
 
 
 async def _load(service: Service) -> None:
@@ -171,11 +188,11 @@ async def _shut_down(service: Service, shutdown: Shutdown) -> int:
     return 1 if cut or service.engine.ended.done() else 0
 
 
-async def _fail(service: Service) -> int:
-    """Report the loss of the engine and return exit code 1."""
-    reason = service.engine.ended.result()
-    log.error("the engine is gone: %s", reason)
+async def _fail(service: Service, reason: str) -> int:
+    """Report the loss of the engine or of another vital part, and return exit code 1."""
+    log.error("this worker has failed: %s", reason)
     service.lifecycle.fail(reason)
+    service.engine.end_streams(reason)
     write_termination_message(reason)
     # Probes and clients get a response with the reason instead of a refused connection.
     await asyncio.sleep(_FAILED_SECONDS)

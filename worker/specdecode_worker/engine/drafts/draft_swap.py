@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from specdecode_worker.contract import DraftConfig
+from specdecode_worker.engine.errors import is_sticky_device_error
 from specdecode_worker.engine.ipc.messages import SetDraft
 from specdecode_worker.models.errors import ModelError
 
@@ -60,6 +61,8 @@ class DraftSwapQueue:
             error = future.exception()
             if error is None:
                 yield DraftSwap(message.call_id, message.name, future.result())
+            elif is_sticky_device_error(error):
+                raise error
             elif isinstance(error, ModelError | ValidationError):
                 yield DraftSwap(message.call_id, message.name, None, str(error))
             else:

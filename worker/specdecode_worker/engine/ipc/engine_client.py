@@ -1,8 +1,8 @@
 """Client of the engine process in the server process: process start, requests, and one token stream per request.
 
 One reader task decodes the messages of the engine and routes them by request id. If the engine process ends for any
-reason, every open stream ends with EngineGone. The client does not restart the engine, since a pod that lost its
-engine should be replaced.
+reason, or the reader task does, every open stream ends with EngineGone. The client does not restart the engine, since a
+pod that lost its engine should be replaced.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import shutil
-import tempfile
+import logging
 from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
 
 import msgspec
 import zmq
@@ -22,7 +19,9 @@ import zmq.asyncio
 
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
-from specdecode_worker.engine.ipc import engine_process
+from specdecode_worker.engine.ipc.engine_child import EngineChild
+from specdecode_worker.engine.ipc.engine_process import Build
+from specdecode_worker.engine.ipc.heartbeat import Heartbeat
 from specdecode_worker.engine.ipc.messages import (
     Abort,
     Crashed,
@@ -41,6 +40,9 @@ from specdecode_worker.engine.ipc.messages import (
 from specdecode_worker.engine.ipc.token_streams import Stream, StreamTable
 
 _EXIT_SECONDS = 5.0
+"""Time for the engine to leave after Shutdown, before it is killed. It has nothing to save."""
+
+log = logging.getLogger(__name__)
 
 
 class EngineClient:
@@ -55,27 +57,26 @@ class EngineClient:
         plan: Plan | None,
         knobs: SyntheticKnobs | None = None,
         *,
-        build: engine_process.Build | None = None,
+        build: Build | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[Loaded] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         """Reason why the engine ended. It never resolves after ``close``."""
-        self._folder = tempfile.mkdtemp(prefix="specdecode-")  # mode 0700: other users cannot connect
+        self._child = EngineChild(config, plan, knobs, build, self._process_ended)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{self._folder}/engine"
-        self._socket.bind(address)
+        self._socket.bind(self._child.address)
         # As many unread answers as the queue has places: their memory is of the order of that of the queue.
         self._streams = StreamTable(max_unread=config.engine.max_num_seqs + config.server.max_waiting)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
-        self._process = _spawn(address, config, plan, knobs, build)
+        self._child.start()
         self._reader = asyncio.create_task(self._read())
-        loop.add_reader(self._process.sentinel, self._process_ended)
+        self._reader.add_done_callback(self._reader_ended)
 
     @property
     def in_flight(self) -> int:
@@ -90,8 +91,16 @@ class EngineClient:
     @property
     def pid(self) -> int:
         """Process id of the engine process."""
-        assert self._process.pid is not None
-        return self._process.pid
+        return self._child.pid
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Last heartbeat of the engine process."""
+        return self._child.heartbeat
+
+    async def stacks(self) -> str:
+        """Return the stacks of the engine's threads, or why it gives none."""
+        return await self._child.stacks()
 
     def submit(self, request: Submit) -> Stream:
         """Submit a request and return its token stream. Raise EngineGone if the engine has ended."""
@@ -138,21 +147,23 @@ class EngineClient:
         """End the stream of every request in flight with EngineGone, even if the engine is still running."""
         self._streams.end_all(reason)
 
-    async def close(self) -> None:
-        """End the engine process. Unfinished requests are lost."""
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+    def kill(self, reason: str) -> None:
+        """Kill the engine process and end every stream and call with this reason."""
+        self._end_with(reason)
+        self._child.kill()
+
+    async def close(self, exit_seconds: float = _EXIT_SECONDS) -> None:
+        """End the engine process, by force after ``exit_seconds``. Unfinished requests are lost."""
+        self._reader.remove_done_callback(self._reader_ended)
         self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, Exception):
             await self._reader
         # The engine reads no messages while it loads, so Shutdown would have no effect then.
-        if self._process.is_alive() and self.loaded.done():
+        if self.loaded.done() and not self.ended.done():
             self._send(Shutdown())
-            await asyncio.to_thread(self._process.join, _EXIT_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
+            await self._child.wait(exit_seconds)
+        await self._child.remove()
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self, stream: Stream) -> None:
         if self._streams.remove(stream.request_id) and not self.ended.done():
@@ -172,6 +183,12 @@ class EngineClient:
             return await answer
         finally:
             self._calls.pop(call_id, None)
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        if reader.cancelled() or (error := reader.exception()) is None:
+            return
+        log.error("the reader of the engine's messages failed", exc_info=error)
+        self.kill(f"the reader of the engine's messages failed: {type(error).__name__}: {error}")
 
     async def _read(self) -> None:
         while True:
@@ -199,13 +216,11 @@ class EngineClient:
             answer.set_result(done.body)
 
     def _process_ended(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
         # A Crashed message may still be in transit; it has the better reason.
         asyncio.get_running_loop().call_later(0.2, self._end_silently)
 
     def _end_silently(self) -> None:
-        self._process.join()
-        self._end_with(f"the engine process ended with exit code {self._process.exitcode}")
+        self._end_with(f"the engine process ended with exit code {self._child.exit_code}")
 
     def _end_with(self, reason: str) -> None:
         if self.ended.done():
@@ -219,21 +234,3 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self.ended.done():
             raise EngineGone(self.ended.result())
-
-
-def _spawn(
-    address: str,
-    config: WorkerConfig,
-    plan: Plan | None,
-    knobs: SyntheticKnobs | None,
-    build: engine_process.Build | None,
-) -> SpawnProcess:
-    written = [one and one.model_dump_json() for one in (plan, knobs)]
-    # spawn, not fork: the server has threads, and CUDA cannot be used after a fork.
-    child = multiprocessing.get_context("spawn").Process(
-        target=engine_process.main,
-        args=(address, config.model_dump_json(), *written, build),
-        name="specdecode-engine",
-    )
-    child.start()
-    return child

@@ -1,28 +1,28 @@
 """Main loop of the engine process: receive messages, run steps, send tokens.
 
 EngineClient starts the process and is its only peer. The engine has a process of its own so that the Python code of
-the HTTP server never delays a step; the two share only a pair of sockets. The loop sleeps on its socket while there is
-nothing to compute, and ends when its parent process does.
+the HTTP server never delays a step; the two share only a pair of sockets and the heartbeat. The loop sleeps on its
+socket while there is nothing to compute, and ends when its parent process does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
-import zmq
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue
-from specdecode_worker.engine.errors import RankLost
+from specdecode_worker.engine.errors import RankLost, is_sticky_device_error
+from specdecode_worker.engine.ipc.engine_port import EnginePort
+from specdecode_worker.engine.ipc.heartbeat import BEAT_SECONDS, HeartbeatBlock, HeartbeatWriter, Phase
 from specdecode_worker.engine.ipc.messages import (
     Abort,
     Crashed,
@@ -39,6 +39,7 @@ from specdecode_worker.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
+from specdecode_worker.engine.ipc.stack_dump import install_stack_dump
 from specdecode_worker.engine.stats.step_time_calibration import CalibrationTarget, calibrate
 from specdecode_worker.models.checkpoints import model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
@@ -53,9 +54,15 @@ CALIBRATION_SECONDS = 5.0
 PADDED_CALIBRATION_SECONDS = 60.0
 """CALIBRATION_SECONDS for a worker with synthetic knobs. It is longer because the knobs may pad every step."""
 
+EXIT_SECONDS = 3.0
+"""Time limit of the regular exit of the interpreter after a crash, in seconds."""
+
 
 class Engine(CalibrationTarget, Protocol):
     """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
+
+    on_launch: Callable[[int, int], None] | None
+    """Called with the numbers of rows and prefill tokens of each step that is launched."""
 
     @property
     def idle(self) -> bool:
@@ -88,86 +95,41 @@ Build = Callable[[WorkerConfig], tuple[Engine, Loaded]]
 """Callable that loads the models. It runs in the engine process, which may import torch."""
 
 
-class EnginePort:
-    """Engine's end of the socket pair.
-
-    Every wire message is a msgpack list of messages, so that all tokens of a step travel together.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        # No high-water mark: tokens are never dropped, and a slow reader never blocks a step. The number of requests in
-        # flight bounds the queue.
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(address)
-        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
-        self._encoder = msgspec.msgpack.Encoder()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        parent = multiprocessing.parent_process()
-        self._parent = None if parent is None else parent.sentinel
-        if self._parent is not None:
-            self._poller.register(self._parent, zmq.POLLIN)
-
-    def receive(self, timeout_seconds: float | None) -> list[ToEngine]:
-        """Return all pending messages.
-
-        Args:
-            timeout_seconds: Maximum time to wait for the first message, in seconds; None waits without limit.
-
-        Returns:
-            The messages, which may be none; a Shutdown if the parent process has ended.
-        """
-        events = dict(self._poller.poll(None if timeout_seconds is None else int(1000 * timeout_seconds)))
-        if self._parent in events:
-            return [Shutdown()]
-        messages: list[ToEngine] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                messages += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
-        return messages
-
-    def send(self, messages: Sequence[FromEngine]) -> None:
-        """Send the messages as one wire message; do nothing if there are none."""
-        if messages:
-            self._socket.send(self._encoder.encode(messages))
-
-    def close(self) -> None:
-        """Close the socket; unsent messages have one second to leave."""
-        self._socket.close()
-
-
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
-    def __init__(self, engine: Engine, port: EnginePort) -> None:
+    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter) -> None:
         self._engine = engine
         self._port = port
+        self._heartbeat = heartbeat
         self._swaps = DraftSwapQueue(engine.load_draft)
         self._running = True
 
     def run(self) -> None:
         """Run until a Shutdown message arrives."""
         while self._running:
+            if self._engine.idle:
+                self._heartbeat.enter(Phase.IDLE)
             for message in self._port.receive(self._wait_seconds()):
                 self._port.send(self._handle(message))
             for swap in self._swaps.finished():
                 self._port.send(self._apply_swap(swap))
             if self._running and not self._engine.idle:
+                self._heartbeat.enter(Phase.STEP)
                 self._port.send(self._engine.step())
         self._swaps.close()
 
-    def _wait_seconds(self) -> float | None:
-        """Return how long to wait for a message, in seconds: 0 while there is work, None for no limit."""
+    def _wait_seconds(self) -> float:
+        """Return how long to wait for a message, in seconds: 0 while there is work, else until the next beat."""
         if not self._engine.idle:
             return 0
-        return POLL_SECONDS if self._swaps.pending else None
+        return POLL_SECONDS if self._swaps.pending else BEAT_SECONDS
 
     def _apply_swap(self, swap: DraftSwap) -> list[FromEngine]:
         if swap.loaded is None:
             return [Done(call_id=swap.call_id, error=swap.problem)]
-        return [*self._engine.set_draft(swap.name, swap.loaded), Done(call_id=swap.call_id)]
+        with self._heartbeat.during(Phase.SWAPPING):
+            return [*self._engine.set_draft(swap.name, swap.loaded), Done(call_id=swap.call_id)]
 
     def _handle(self, message: ToEngine) -> list[FromEngine]:
         match message:
@@ -191,17 +153,23 @@ class EngineLoop:
         return []
 
     def _answer(self, call: SetPlan | SetSynthetic | GetReport) -> Done:
-        """Execute a call and return its answer, which holds the error of a failed call. The engine continues."""
+        """Execute a call and return its answer, which holds the error of a failed call. The engine continues.
+
+        An error after which the device cannot be used is raised.
+        """
         try:
             return Done(call_id=call.call_id, body=self._call(call))
         except Exception as error:
+            if is_sticky_device_error(error):
+                raise
             traceback.print_exc()
             return Done(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
 
     def _call(self, call: SetPlan | SetSynthetic | GetReport) -> bytes:
         match call:
             case SetPlan(_, plan_json):
-                self._engine.set_plan(Plan.model_validate_json(plan_json))
+                with self._heartbeat.during(Phase.CAPTURING):  # the first plan starts the capture of graphs
+                    self._engine.set_plan(Plan.model_validate_json(plan_json))
             case SetSynthetic(_, knobs_json):
                 self._engine.set_synthetic(
                     None if knobs_json == b"null" else SyntheticKnobs.model_validate_json(knobs_json)
@@ -220,7 +188,13 @@ def warm_up(engine: Engine) -> None:
 
 
 def main(
-    address: str, config_json: str, plan_json: str | None, knobs_json: str | None, build: Build | None = None
+    address: str,
+    config_json: str,
+    plan_json: str | None,
+    knobs_json: str | None,
+    build: Build | None,
+    block: HeartbeatBlock,
+    stacks_path: str,
 ) -> None:
     """Run the engine process: load the models, warm up, calibrate, send Loaded, then run the loop.
 
@@ -232,29 +206,64 @@ def main(
         plan_json: Initial Plan as JSON, if any.
         knobs_json: Initial SyntheticKnobs as JSON, if any.
         build: Loads the engine; tests replace it.
+        block: Shared memory for the heartbeat.
+        stacks_path: File to which a STACK_SIGNAL writes the stacks of all threads.
     """
     # Ctrl-C reaches the whole process group. The parent drains its requests first and then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    port = EnginePort(address)
+    install_stack_dump(Path(stacks_path))
+    port, heartbeat = EnginePort(address), HeartbeatWriter(block)
     try:
         engine, loaded = (build or _build)(WorkerConfig.model_validate_json(config_json))
-        if plan_json is not None:
-            engine.set_plan(Plan.model_validate_json(plan_json))
-        if knobs_json is not None:
-            # Set before the calibration, so that the calibrated step times include the padding of the knobs.
-            engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
-        warm_up(engine)
-        calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
+        engine.on_launch = heartbeat.record_launch
+        _prepare(engine, heartbeat, plan_json, knobs_json)
         port.send([loaded])
-        EngineLoop(engine, port).run()
+        EngineLoop(engine, port, heartbeat).run()
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
         port.send([Crashed(_crash_reason(error))])
-        port.close()
-        sys.exit(1)
+        port.flush_and_close()
+        _exit_after_crash(at_once=is_sticky_device_error(error))
     port.close()
+
+
+def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan_json: str | None, knobs_json: str | None) -> None:
+    """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
+    if plan_json is not None:
+        heartbeat.enter(Phase.CAPTURING)
+        engine.set_plan(Plan.model_validate_json(plan_json))
+    if knobs_json is not None:
+        # Set before the calibration, so that the calibrated step times include the padding of the knobs.
+        engine.set_synthetic(SyntheticKnobs.model_validate_json(knobs_json))
+    heartbeat.enter(Phase.WARMING_UP)
+    warm_up(engine)
+    heartbeat.enter(Phase.CALIBRATING)
+    calibrate(engine, CALIBRATION_SECONDS if knobs_json is None else PADDED_CALIBRATION_SECONDS)
+
+
+def _exit_after_crash(*, at_once: bool) -> NoReturn:
+    """Exit with code 1.
+
+    The regular exit of the interpreter waits for threads and for the device. It has a time limit, and with ``at_once``
+    it is skipped, because with a broken device it may take forever. The ranks of a replica on several devices are then
+    killed, as they may wait for the device too.
+    """
+    if not at_once:
+        timer = threading.Timer(EXIT_SECONDS, _exit_now)
+        timer.daemon = True
+        timer.start()
+        sys.exit(1)
+    _exit_now()
+
+
+def _exit_now() -> NoReturn:
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _crash_reason(error: Exception) -> str:

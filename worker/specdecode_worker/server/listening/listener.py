@@ -19,9 +19,10 @@ from specdecode_worker.server.listening.connection_state import KEEP_ALIVE_SECON
 from specdecode_worker.server.listening.connection_table import SWEEP_SECONDS, ConnectionTable
 from specdecode_worker.server.listening.http_protocol import BoundedHttpProtocol
 from specdecode_worker.server.listening.tls import TlsCertificate
+from specdecode_worker.server.liveness.vital_parts import VitalParts
 
 # Time for open connections to read the data already written, after the last request has ended.
-_FLUSH_SECONDS = 3
+_FLUSH_SECONDS = 2
 # The operator, a router and the kubelet need a few connections each.
 _MAX_ADMIN_CONNECTIONS = 256
 # File descriptors for everything but connections: models, libraries, sockets of the engine, capture.
@@ -95,9 +96,13 @@ class Listener(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def listening(
-    apps: tuple[FastAPI, FastAPI], sockets: Sequence[socket.socket], config: ServerConfig, tls: TlsCertificate | None
+    apps: tuple[FastAPI, FastAPI],
+    sockets: Sequence[socket.socket],
+    config: ServerConfig,
+    tls: TlsCertificate | None,
+    parts: VitalParts,
 ) -> AsyncIterator[None]:
-    """Serve the public and the admin application on their sockets.
+    """Serve the public and the admin application on their sockets; a failure of a listener is one of ``parts``.
 
     On exit, open connections get some time to read the data already written.
     """
@@ -112,12 +117,14 @@ async def listening(
     serving = [
         asyncio.create_task(listener.serve(sockets=[one])) for listener, one in zip(listeners, sockets, strict=True)
     ]
+    for name, task in zip(("public listener", "admin listener"), serving, strict=True):
+        parts.watch(name, task)
     try:
         yield
     finally:
         for listener in listeners:
             listener.should_exit = True
-        await asyncio.gather(*serving)
+        await asyncio.gather(*serving, return_exceptions=True)
 
 
 def _affordable_connections(max_connections: int) -> int:

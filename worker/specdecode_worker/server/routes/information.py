@@ -60,7 +60,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        return PlainTextResponse(f"{lifecycle.state.name.lower()}\n", status_code=200 if lifecycle.ready else 503)
+        return PlainTextResponse(f"{lifecycle.readiness}\n", status_code=200 if lifecycle.ready else 503)
 
     async def render_metrics() -> bytes:
         return metrics.render(await service.report(), service.counts)

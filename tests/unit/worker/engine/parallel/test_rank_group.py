@@ -208,7 +208,7 @@ class TestLoss:
             await asyncio.wait_for(client.loaded, 120)
             (second,) = children(client.pid)
             await client.close()
-            return second, client._process.exitcode
+            return second, client._child.exit_code
 
         second, exit_code = asyncio.run(shut_down())
         assert exit_code == 0

@@ -1,0 +1,28 @@
+"""Tests of the deadline of the process, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import sys, threading, time
+from specdecode_worker.server.liveness.exit_deadline import ExitDeadline
+
+deadline = ExitDeadline()
+deadline.set(0.5)
+deadline.set(30)
+deadline.code = 3
+threading.Thread(target=time.sleep, args=(float(sys.argv[1]),)).start()
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize(("busy_seconds", "code"), [(20, 3), (0, 4)])
+def test_a_busy_thread_does_not_hold_the_process(busy_seconds: float, code: int) -> None:
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(busy_seconds)], timeout=60, check=False)
+    assert (ended.returncode, time.monotonic() - began < 15) == (code, True)
