@@ -40,7 +40,8 @@ def test_dead_capture_thread_ends_the_worker(start_fake: StartWorker, tmp_path: 
     assert_ends(worker, began, "capture thread")
 
 
-def test_dead_listener_ends_the_worker(start_fake: StartWorker) -> None:
-    worker, began = start_fake(environment={"PLANTED_LISTENER_FAILURE": "8"}), time.monotonic()
-    assert worker.exit_code(8 + EXIT_SECONDS) == 1, worker.log
+def test_dead_listener_ends_the_worker(start_fake: StartWorker, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    worker, began = start_fake(environment={"PLANTED_LISTENER_FAILURE": str(trigger)}), time.monotonic()
+    trigger.touch()
     assert_ends(worker, began, "listener")

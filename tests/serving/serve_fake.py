@@ -1,7 +1,7 @@
 """``serve`` with the fake engine: the real server process, started within a second. Config as JSON in argv[1].
 
-A prompt that starts with BUSY keeps its tokenizer thread busy. $PLANTED_LISTENER_FAILURE is the number of seconds after
-which both listeners fail.
+A prompt that starts with BUSY keeps its tokenizer thread busy. Both listeners fail once the file
+$PLANTED_LISTENER_FAILURE exists.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class SlowTokenizer(Tokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-def plant_listener_failure(seconds: float) -> None:
-    regular, fails_at = uvicorn.Server.on_tick, time.monotonic() + seconds
+def plant_listener_failure(trigger: Path) -> None:
+    regular = uvicorn.Server.on_tick
 
     async def on_tick(server: uvicorn.Server, counter: int) -> bool:
-        if time.monotonic() > fails_at:
+        if trigger.exists():
             raise RuntimeError("planted: the listener failed")
         return await regular(server, counter)
 
@@ -51,8 +51,8 @@ def plant_listener_failure(seconds: float) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server_process.Tokenizer = SlowTokenizer  # type: ignore[misc]
-    if seconds := os.environ.get("PLANTED_LISTENER_FAILURE"):
-        plant_listener_failure(float(seconds))
+    if trigger := os.environ.get("PLANTED_LISTENER_FAILURE"):
+        plant_listener_failure(Path(trigger))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             sys.exit(runner.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))

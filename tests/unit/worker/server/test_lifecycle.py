@@ -51,6 +51,16 @@ def test_state_never_moves_backwards() -> None:
     assert (lifecycle.state, lifecycle.failure) == (State.FAILED, "first")
 
 
+def test_suspicion_makes_a_serving_worker_unready_for_a_while() -> None:
+    lifecycle = at(State.SERVING)
+    lifecycle.suspicion = "no progress for 31 s"
+    assert (lifecycle.ready, lifecycle.healthy) == (False, True)
+    assert lifecycle.readiness == "serving, but the engine makes no progress for 31 s"
+    lifecycle.check_accepting()
+    lifecycle.suspicion = ""
+    assert (lifecycle.ready, lifecycle.readiness) == (True, "serving")
+
+
 def shutdown(
     lifecycle: Lifecycle, running: list[int], delay: float, grace: float, exit_now: asyncio.Event | None = None
 ) -> Shutdown:

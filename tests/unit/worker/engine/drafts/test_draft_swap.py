@@ -79,3 +79,17 @@ def test_an_engine_without_a_loader_reports_it() -> None:
     swaps = DraftSwapQueue(None)
     swaps.begin(asked(1, "file:///a"))
     assert "cannot load" in wait(swaps)[0].problem
+
+
+def test_a_broken_device_is_raised_even_behind_a_model_error() -> None:
+    def load(config: DraftConfig, name: str = "") -> Any:
+        try:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        except RuntimeError as error:
+            raise ModelError("the draft cannot be loaded") from error
+
+    swaps = DraftSwapQueue(load)
+    swaps.begin(asked(1, "file:///a"))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        wait(swaps)
+    swaps.close()
