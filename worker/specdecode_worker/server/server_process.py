@@ -33,7 +33,8 @@ from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
@@ -113,7 +114,8 @@ async def serve(
         keys = (*os.environ.get(Env.api_keys, "").split(), *api_keys)
         apps = (public_app(service, keys), admin_app(service, shutdown, token))
         async with _listening(apps, sockets):
-            return await _run(service, shutdown, signals.drain_requested)
+            with contextlib.closing(service):
+                return await _run(service, shutdown, signals.drain_requested)
     finally:
         await engine.close()
         if recorder is not None:
@@ -163,6 +165,7 @@ async def _load(service: Service) -> None:
     tokenizer = await asyncio.to_thread(_tokenizer, config)
     loaded = await asyncio.shield(service.engine.loaded)
     service.model_loaded(Model(tokenizer, loaded))
+    service.prompts.start()
     if loaded.draft_problem:
         log.warning("serving plainly, the draft does not fit: %s", loaded.draft_problem)
     log.info("ready: %s, at most %d tokens", config.model.served_name, loaded.max_model_len)

@@ -6,13 +6,15 @@ character once it is complete; the concatenation of all returned text is the tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.server.text.chat_template import ChatTemplate, Message, find_template
+from specdecode_worker.server.text.length_bound import most_bytes_per_token
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
 _INCOMPLETE = "\ufffd"
@@ -56,6 +58,16 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
         return int(self._model.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """Largest number of UTF-8 bytes of a text that one token can stand for; None if no bound is known."""
+        return most_bytes_per_token(self._model)
+
+    def tokens_from(self, first: int) -> Mapping[int, str]:
+        """Return the tokens with ids from ``first`` on, by id."""
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        return {token: piece for piece, token in sorted(vocabulary.items(), key=lambda one: one[1]) if token >= first}
 
     @property
     def has_chat_template(self) -> bool:
