@@ -57,9 +57,7 @@ def encode_bounded(
             ``max_model_len`` tokens can stand for.
         TextWorkStopped: ``stopped`` was set.
     """
-    per_token = tokenizer.most_bytes_per_token
-    if per_token is not None and _longer_in_bytes(text, per_token * max_model_len):
-        raise TextTooLong
+    check_length(tokenizer, text, max_model_len)
     most = TOKENS_FACTOR * max_model_len
     size = _FIRST_CHARACTERS_PER_TOKEN * max_model_len
     while size < len(text):
@@ -72,6 +70,13 @@ def encode_bounded(
     if len(ids) > most:
         raise TextTooLong
     return ids
+
+
+def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
+    """Raise TextTooLong if a text has more bytes than ``max_model_len`` tokens can stand for."""
+    per_token = tokenizer.most_bytes_per_token
+    if per_token is not None and _longer_in_bytes(text, per_token * max_model_len):
+        raise TextTooLong
 
 
 def _longer_in_bytes(text: str, most_bytes: int) -> bool:

@@ -7,13 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem, Unavailable
+from specdecode_worker.server.errors import (
+    BadRequest,
+    TemplateRefused,
+    TokenizerProblem,
+    TooManyWaiting,
+    Unavailable,
+)
 from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 from specdecode_worker.server.text.bounded_encoding import (
     TOKENS_FACTOR,
     TextTooLong,
     TextWorkStopped,
+    check_length,
     encode_bounded,
 )
 from specdecode_worker.server.text.chat_template import Message
@@ -22,17 +29,22 @@ from specdecode_worker.server.text.template_pool import TemplatePool
 from specdecode_worker.server.text.text_threads import Lane, TextThreads, lane_of
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
+# Characters of all texts that wait for a thread or are worked on, of up to four bytes each.
+_MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
+
 
 class PromptPreparation:
     """Preparation of the prompts of one model. A cancelled call stops its work.
 
-    All methods raise BadRequest for a request that can never be served, and Unavailable after ``close``.
+    All methods raise BadRequest for a request that can never be served, TooManyWaiting if too much text waits for a
+    thread, and Unavailable after ``close``.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = TextThreads()
+        self._characters = 0
         self._templates = None if tokenizer.template is None else TemplatePool(tokenizer.template)
 
     def start(self) -> None:
@@ -48,23 +60,31 @@ class PromptPreparation:
 
     async def completion(self, body: CompletionRequest) -> list[Prompt]:
         """Tokenize and check the prompts of a completion request."""
-        lane = lane_of(sum(map(len, body.prompt)))
+        characters = sum(map(len, body.prompt))
         work = partial(completion_prompts, self._tokenizer, body, self._limits)
         with self._errors("prompt"):
-            return await self._threads.run(lane, work)
+            for text in body.prompt:
+                if isinstance(text, str):
+                    check_length(self._tokenizer, text, self._limits.max_model_len)
+            with self._counted(characters):
+                return await self._threads.run(lane_of(characters), work)
 
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""
         messages = [message.rendered() for message in body.messages]
-        with self._errors("messages"):
+        characters = sum(len(message.content) for message in body.messages)
+        with self._errors("messages"), self._counted(characters):
             text = await self._rendered(messages, body.shown_tools, body.chat_template_kwargs)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
             return await self._threads.run(lane_of(len(text)), work)
 
     async def tokenize(self, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
         """Return the token ids of a text or of a conversation."""
-        field = "prompt" if isinstance(body, TokenizeRequest) else "messages"
-        with self._errors(field):
+        if isinstance(body, TokenizeRequest):
+            field, characters = "prompt", len(body.prompt)
+        else:
+            field, characters = "messages", sum(len(message.content) for message in body.messages)
+        with self._errors(field), self._counted(characters):
             text = body.prompt if isinstance(body, TokenizeRequest) else await self._conversation(body)
             special = body.add_special_tokens
             return await self._threads.run(
@@ -109,6 +129,21 @@ class PromptPreparation:
             Lane.TEMPLATE,
             lambda _stopped: templates.render(messages, tools, variables, add_generation_prompt=add_generation_prompt),
         )
+
+    @contextlib.contextmanager
+    def _counted(self, characters: int) -> Iterator[None]:
+        """Count a text while it waits for its work or is worked on.
+
+        Raises:
+            TooManyWaiting: The text would be one too many.
+        """
+        if self._characters and self._characters + characters > _MAX_WAITING_CHARACTERS:
+            raise TooManyWaiting("too many long texts are waiting to be tokenized; try again later")
+        self._characters += characters
+        try:
+            yield
+        finally:
+            self._characters -= characters
 
     @contextlib.contextmanager
     def _errors(self, field: str) -> Iterator[None]:

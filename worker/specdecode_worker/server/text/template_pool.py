@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -27,6 +28,8 @@ _WAIT_SECONDS = 4.0
 _START_SECONDS = 20.0
 # The process runs code that came with the weights: it gets no keys and tokens, only what an interpreter needs.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+
+log = logging.getLogger(__name__)
 
 
 class _Renderer:
@@ -63,6 +66,10 @@ class _Renderer:
             raise TemplateRefused(answer["refused"])
         return str(answer["text"])
 
+    def kill(self) -> None:
+        """End the process at once, also while another thread waits for its text."""
+        self._process.kill()
+
     @property
     def ended(self) -> bool:
         """True once the process has ended."""
@@ -89,6 +96,8 @@ class TemplatePool:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._renderers: weakref.WeakSet[_Renderer] = weakref.WeakSet()
+        self._closed = False
         # None stands for a process that is not started yet. The last one returned is taken first, so that a single
         # client uses a single process.
         self._idle: queue.LifoQueue[_Renderer | None] = queue.LifoQueue()
@@ -97,7 +106,7 @@ class TemplatePool:
 
     def start(self) -> None:
         """Start one process without waiting for it, so that the first client does not wait for its start."""
-        self._idle.put(self._idle.get() or _Renderer(self._template))
+        self._idle.put(self._idle.get() or self._started())
 
     def render(
         self,
@@ -122,16 +131,31 @@ class TemplatePool:
         }
         renderer = self._idle.get()
         try:
+            renderer = renderer or self._started()
             if renderer is None:
-                renderer = _Renderer(self._template)
+                raise TemplateRefused("no process for the model's chat template can be started; the log says why")
             return renderer.render(conversation)
         finally:
-            if renderer is not None and renderer.ended:
-                renderer = _Renderer(self._template)
-            self._idle.put(renderer)
+            # The next client does not wait for the start of the process.
+            self._idle.put(self._started() if renderer is not None and renderer.ended else renderer)
+
+    def _started(self) -> _Renderer | None:
+        """Start a process; None if the system has none left, or after ``close``."""
+        if self._closed:
+            return None
+        try:
+            renderer = _Renderer(self._template)
+        except OSError:
+            log.exception("no process for the chat template can be started")
+            return None
+        self._renderers.add(renderer)
+        return renderer
 
     def close(self) -> None:
-        """End the idle processes. A process that renders ends with its rendering."""
+        """End all processes, also those that render."""
+        self._closed = True
+        for one in list(self._renderers):
+            one.kill()
         with contextlib.suppress(queue.Empty):
             while True:
                 if (renderer := self._idle.get_nowait()) is not None:
