@@ -26,7 +26,8 @@ from specdecode_worker.server.access.scopes import Scope
 from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 TOKEN = "token-of-the-tests"

@@ -16,7 +16,8 @@ from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import fake_engine
@@ -209,6 +210,57 @@ async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.Asy
         assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
         after = {name: counts.drafts for name, counts in service.counts.by_task.items()}
         assert [name for name in after if after[name] > before.get(name, 0)] == [task], (header, metadata)
+
+
+async def test_full_queue_gives_429_before_any_text_is_tokenized(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
+    waiting = [asyncio.ensure_future(client.post("/v1/completions", json=silent)) for _ in range(8)]
+    while service.engine.in_flight < 8:
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(service.model.tokenizer, "encode", None)
+    chat = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (("/v1/completions", {"model": "small", "prompt": "x"}), ("/v1/chat/completions", chat)):
+        refused = await client.post(path, json=body)
+        assert refused.status_code == 429, refused.text
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_requests_whose_text_is_prepared_have_a_place_in_the_queue(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, encode = threading.Event(), service.model.tokenizer.encode
+
+    def slow_encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        release.wait(20)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(service.model.tokenizer, "encode", slow_encode)
+    body = {"model": "small", "prompt": "x", "max_tokens": 1}
+    preparing = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(8)]
+    await asyncio.sleep(0.3)
+    assert (await client.post("/v1/completions", json=body)).status_code == 429
+    release.set()
+    assert [answer.status_code for answer in await asyncio.gather(*preparing)] == [200] * 8
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_text_that_is_certainly_too_long_is_refused_unread(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(service.model.tokenizer, "encode", None)
+    refused = await client.post(path, json={"model": "small", "prompt": "x" * 20_000})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_detokenize_refuses_more_than_two_contexts(client: httpx.AsyncClient) -> None:
+    most = 2 * fake_engine.MAX_MODEL_LEN
+    assert (await client.post("/detokenize", json={"tokens": [65] * most})).status_code == 200
+    assert (await client.post("/detokenize", json={"tokens": [65] * (most + 1)})).status_code == 400
 
 
 async def test_full_queue_gives_429(client: httpx.AsyncClient, service: Service) -> None:

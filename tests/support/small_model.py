@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -32,36 +34,60 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def byte_tokenizer(added: Sequence[str] = ()) -> Tokenizer:
     """Return a tokenizer with one token per byte.
 
-    Every character beyond ASCII spans several tokens; 256 and 257 are special tokens.
+    Every character beyond ASCII spans several tokens; 256 and 257 are special tokens. ``added`` are further special
+    tokens, which get the ids from 258 on.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *added)])
     return tokenizer
 
 
-def write_tokenizer(folder: Path) -> None:
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": SPECIAL[1]}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def write_tokenizer(
+    folder: Path,
+    *,
+    config: Mapping[str, Any] = _NOTHING,
+    template: str = TEMPLATE,
+    added: Sequence[str] = (),
+) -> None:
+    """Write a tokenizer and a config.
+
+    Args:
+        folder: Folder of the model.
+        config: Fields of config.json that differ from ``CONFIG``.
+        template: Chat template.
+        added: Special tokens in addition to ``SPECIAL``.
+    """
+    byte_tokenizer(added).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": SPECIAL[1]}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
 
 
-def write_target(folder: Path) -> None:
-    """Write a tokenizer, a config and random weights."""
+def write_target(
+    folder: Path,
+    *,
+    config: Mapping[str, Any] = _NOTHING,
+    template: str = TEMPLATE,
+    added: Sequence[str] = (),
+) -> None:
+    """Write a tokenizer, a config and random weights, with the options of ``write_tokenizer``."""
     import torch
     from safetensors.torch import save_file
 
     from specdecode_worker.models.configs.model_config import llama_config
     from specdecode_worker.models.networks.llama import Llama
 
-    write_tokenizer(folder)
+    write_tokenizer(folder, config=config, template=template, added=added)
     torch.manual_seed(0)
-    model = Llama(llama_config(CONFIG))
+    model = Llama(llama_config({**CONFIG, **config}))
     state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 

@@ -81,7 +81,9 @@ class Engine:
         self.identity = identity
         # A request longer than the whole cache could never be admitted and would block the queue behind it.
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
-        self.eos_token_ids = eos_token_ids
+        self.vocab_size = parts.target.vocab_size
+        # Some configurations name end tokens that the model has no embedding for; it never emits them.
+        self.eos_token_ids = tuple(token for token in eos_token_ids if token < self.vocab_size)
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
         self._state, self._shape_selector = parts.state, parts.shape_selector
         self._phases, self._step_timer = PhaseTimer(), StepTimer()
@@ -124,8 +126,11 @@ class Engine:
                 f"{prompt} prompt tokens and {new} new ones do not fit: there must be one of each, and at most "
                 f"{self.max_model_len} together; shorten the prompt or lower max_tokens"
             )
+        # A lookup beyond the embedding would end the engine process, on a GPU in a later step.
+        if not 0 <= min(submit.prompt) <= max(submit.prompt) < self.vocab_size:
+            raise ValueError(f"the prompt has token ids outside of 0 to {self.vocab_size - 1}, which are the model's")
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
-        check_tokens(request.sampling_params, self._target.vocab_size)
+        check_tokens(request.sampling_params, self.vocab_size)
         self._drafts.assign_draft(request)
         self._add_request_seconds(time.monotonic())
         self._requests[request.id] = request

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 
+MAX_LOGPROBS_PER_REQUEST = 1_000_000
+"""Most log-probabilities that a request may ask for: choices x tokens x (log-probabilities per token + 1).
+
+An answer holds up to 400 bytes for each of them while it is collected and encoded.
+"""
+# A request without max_tokens gets fewer tokens rather than an error, as long as this many are left.
+_LEAST_DEFAULT_TOKENS = 4096
 _SEEDS = 2**63
 # Increment of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -34,17 +41,18 @@ def _mixed(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of the served model: context length in tokens and vocabulary size."""
+    """Limits of the served model: context length in tokens, and number of token ids that it has an embedding for."""
 
     max_model_len: int
     vocab_size: int
+    unembedded: Mapping[int, str] = field(default_factory=dict)
+    """Tokens of the tokenizer that the model has no embedding for, by id."""
 
 
 def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
     """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
-    for field, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", map(int, request.logit_bias))):
-        if any(token >= limits.vocab_size for token in ids):
-            raise _bad(f"{field}: token ids must lie in 0..{limits.vocab_size - 1}", field)
+    _check_tokens(request.stop_token_ids, "stop_token_ids", limits)
+    _check_tokens(map(int, request.logit_bias), "logit_bias", limits)
 
 
 def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: ModelLimits) -> int:
@@ -54,11 +62,9 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
         BadRequest: The prompt is empty, has ids outside the vocabulary, or exceeds the context length together with
             the requested output.
     """
-    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+    field = prompt_field(request)
     if not prompt:
         raise _bad("the prompt is empty", field)
-    if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
-        raise _bad(f"token ids must lie in 0..{limits.vocab_size - 1}", field)
     wanted = max(request.token_limit or 1, request.min_tokens, 1)
     if len(prompt) + wanted > limits.max_model_len:
         raise BadRequest(
@@ -67,8 +73,55 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
             param=field,
             code="context_length_exceeded",
         )
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+        _check_tokens(prompt, field, limits)
     # The engine emits at least one token; for max_tokens 0 (echo only) the client does not get it.
     return limits.max_model_len - len(prompt) if request.token_limit is None else max(request.token_limit, 1)
+
+
+def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: ModelLimits) -> list[int]:
+    """Return the maximum number of output tokens for each prompt, with the bound on all log-probabilities together.
+
+    Raises:
+        BadRequest: A prompt does not fit the model, or the request asks for more than MAX_LOGPROBS_PER_REQUEST.
+    """
+    wanted = [token_limit(request, prompt, limits) for prompt in prompts]
+    count = request.top_logprobs_count
+    if count is None:
+        return wanted
+    echoes = isinstance(request, CompletionRequest) and request.echo
+    per_token = request.generated_choices * (count + 1)
+    of_prompts = per_token * sum(map(len, prompts)) if echoes else 0
+    total = of_prompts + per_token * sum(wanted)
+    if total <= MAX_LOGPROBS_PER_REQUEST:
+        return wanted
+    fitting = (MAX_LOGPROBS_PER_REQUEST - of_prompts) // (per_token * len(prompts))
+    if request.token_limit is None and fitting >= max(_LEAST_DEFAULT_TOKENS, request.min_tokens):
+        return [min(one, fitting) for one in wanted]
+    raise _bad(
+        f"the request asks for up to {total} log-probabilities (choices x tokens x (log-probabilities per token + 1)), "
+        f"and may ask for {MAX_LOGPROBS_PER_REQUEST}. Lower max_tokens, the number of choices or of log-probabilities, "
+        "or send fewer prompts",
+        "logprobs",
+    )
+
+
+def prompt_field(request: object) -> str:
+    """Return the name of the field that has the prompt."""
+    return "prompt" if isinstance(request, CompletionRequest) else "messages"
+
+
+def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> None:
+    """Raise BadRequest that names the first token outside the vocabulary."""
+    for token in tokens:
+        if token in limits.unembedded:
+            raise _bad(
+                f"{field}: the token {limits.unembedded[token]!r} ({token}) is in the tokenizer, but the model has no "
+                f"embedding for it; its token ids lie in 0..{limits.vocab_size - 1}",
+                field,
+            )
+        if not 0 <= token < limits.vocab_size:
+            raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
 def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits) -> Sampling:

@@ -8,6 +8,7 @@ failure:   the engine or another vital part dies -> streams end with an error, /
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -35,7 +36,8 @@ from specdecode_worker.server.plan_store import read_plan
 from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.service import Model, Service
+from specdecode_worker.server.served_model import Model
+from specdecode_worker.server.service import Service
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
@@ -114,7 +116,8 @@ async def serve(
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
             async with listening(apps, sockets, config.server, tls, parts):
-                deadline.code = await _run(service, shutdown, signals.drain_requested, parts.failed, deadline)
+                with contextlib.closing(service):
+                    deadline.code = await _run(service, shutdown, signals.drain_requested, parts.failed, deadline)
                 deadline.set(_EXIT_SECONDS)
                 return deadline.code
     finally:
@@ -169,6 +172,7 @@ async def _load(service: Service) -> None:
     tokenizer = await asyncio.to_thread(_tokenizer, config)
     loaded = await asyncio.shield(service.engine.loaded)
     service.model_loaded(Model(tokenizer, loaded))
+    service.prompts.start()
     if loaded.draft_problem:
         log.warning("serving plainly, the draft does not fit: %s", loaded.draft_problem)
     log.info("ready: %s, at most %d tokens", config.model.served_name, loaded.max_model_len)

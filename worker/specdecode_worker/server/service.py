@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from specdecode_worker.capture import Recorder
-from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, ToolFormat, WorkerConfig
+from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.messages import Loaded, Sampling, Submit
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
@@ -33,42 +32,16 @@ from specdecode_worker.server.request_sampling import (
     logprobs_of,
     sampling_of,
     seeds_of,
-    token_limit,
+    token_limits,
 )
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
 from specdecode_worker.server.text.detokenizer import TextOptions
+from specdecode_worker.server.text.prompt_preparation import PromptPreparation
 from specdecode_worker.server.text.prompts import Prompt
-from specdecode_worker.server.text.tokenizer import Tokenizer
-from specdecode_worker.server.tools.parser_choice import format_of
-from specdecode_worker.server.version import VERSION
 
-
-@dataclass(frozen=True)
-class Model:
-    """Tokenizer and engine facts that are known once the model has loaded."""
-
-    tokenizer: Tokenizer
-    loaded: Loaded
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Context length and vocabulary size of the model."""
-        return ModelLimits(self.loaded.max_model_len, self.tokenizer.vocab_size)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Value of `system_fingerprint`: it changes with the target's weights and with the program version only.
-
-        The draft is not part of it, because speculation does not change the text.
-        """
-        return "fp_" + hashlib.sha256(f"{self.loaded.target} {VERSION}".encode()).hexdigest()[:10]
-
-    @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """Tool call format that the chat template asks for; None when the template takes no tools."""
-        template = self.tokenizer.template
-        return format_of(template.tool_source) if template is not None and template.takes_tools else None
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +72,8 @@ class Service:
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
+        self._prompts: PromptPreparation | None = None
+        self._preparing = 0
         self._recorder = recorder
         self._capture: RequestCapture | None = None
         self._plan_lock = asyncio.Lock()
@@ -112,6 +87,13 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
+        self._prompts = PromptPreparation(model.tokenizer, model.limits)
+        if unembedded := model.limits.unembedded:
+            token, text = next(iter(unembedded.items()))
+            log.warning(
+                "the model has no embedding for %d tokens of its tokenizer, from %r (%d) on; requests with them are "
+                "refused", len(unembedded), text, token,
+            )  # fmt: skip
         if self._recorder is not None:
             self._capture = RequestCapture(self._recorder, model.loaded.target, self.config.engine.sampler)
         self.lifecycle.serve()
@@ -127,6 +109,44 @@ class Service:
     def limits(self) -> ModelLimits | None:
         """Context length and vocabulary size of the model; None while it loads."""
         return None if self._model is None else self._model.limits
+
+    @property
+    def prompts(self) -> PromptPreparation:
+        """Preparation of prompts; raises Unavailable while the model loads."""
+        self.check_loaded()
+        assert self._prompts is not None
+        return self._prompts
+
+    def close(self) -> None:
+        """End the work on texts. The engine client is closed by its owner."""
+        if self._prompts is not None:
+            self._prompts.close()
+
+    @contextlib.contextmanager
+    def preparing(self, request: GenerationRequest, prompts: int) -> Iterator[PromptPreparation]:
+        """Yield the preparation of prompts for a request that has a place in the queue.
+
+        The place counts while the block runs, so that the queue also bounds the requests whose texts are prepared.
+
+        Args:
+            request: The validated request body.
+            prompts: Number of prompts of the request.
+
+        Raises:
+            ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
+        """
+        self.lifecycle.check_accepting()
+        check_ids(request, self.model.limits)
+        places = prompts * request.generated_choices
+        self._check_queue(self.engine.in_flight + self._preparing, places, prompts)
+        self._preparing += places
+        try:
+            yield self.prompts
+        finally:
+            self._preparing -= places
+
+    def _check_queue(self, in_flight: int, places: int, prompts: int) -> None:
+        self._queue.check(in_flight, places, time.monotonic(), "prompt" if prompts > 1 else "n")
 
     def check_model_name(self, name: str | None) -> None:
         """Raise ModelNotFound unless ``name`` is the served model. None means the served model."""
@@ -160,16 +180,15 @@ class Service:
         """
         limits, made = self.model.limits, request.generated_choices
         check_ids(request, limits)
-        token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
+        most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
         self.lifecycle.check_accepting()
-        field = "prompt" if len(prompts) > 1 else "n"
-        self._queue.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
+        self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts))
         if self._capture is not None and not capture:
             self._capture.opted_out()
         origin = self._origin(request, task, client)
         with contextlib.ExitStack() as started:
             generations = []
-            for prompt, limit in zip(prompts, token_limits, strict=True):
+            for prompt, limit in zip(prompts, most_tokens, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
                     generation = self._generation(prompt, sampling, _output_options(request, choice), origin, capture)

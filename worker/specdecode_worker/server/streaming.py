@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,6 +15,8 @@ from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.responses import DONE, ChoicePiece, Json, ResponseWriter, event, usage
 
+# Scored tokens of one piece beyond which it is written in a thread: about ten milliseconds.
+_MANY_SCORED_TOKENS = 512
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -54,14 +57,20 @@ class _Events:
                 yield self._frame(opening)
         try:
             async for index, piece in _merged(self._generations):
-                for chunk in self._writer.chunks(index, piece):
-                    yield self._frame(chunk)
+                frames = partial(self._frames, index, piece)
+                # The log-probabilities of an echoed prompt can take a second to write.
+                many = len(piece.scored) > _MANY_SCORED_TOKENS
+                for frame in await asyncio.to_thread(frames) if many else frames():
+                    yield frame
         except ApiError as error:
             yield event(error.body())
             return
         if self._options.include_usage:
             yield event(self._writer.closing([generation.statistics for generation in self._generations]))
         yield DONE
+
+    def _frames(self, index: int, piece: ChoicePiece) -> list[bytes]:
+        return [self._frame(chunk) for chunk in self._writer.chunks(index, piece)]
 
     def _frame(self, chunk: Json) -> bytes:
         if self._options.continuous_usage_stats:

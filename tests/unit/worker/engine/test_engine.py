@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_engine import drain, plan_of, small_engine, submit, texts
@@ -87,6 +88,29 @@ def test_a_request_that_cannot_fit_is_refused_with_a_reason(prompt: int, new: in
         engine.add(submit(prompt=[1] * prompt, max_tokens=new))
     assert engine.idle, "a refusal leaves nothing behind"
     assert engine.report().traffic == ()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [1, 10**6]},
+        {"prompt": [-1]},
+        {"logit_bias": ((10**6, 1.0),)},
+        {"stop_token_ids": (10**6,), "min_tokens": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_token_ids_beyond_the_embedding_are_refused(fields: dict[str, Any]) -> None:
+    engine = small_engine()
+    with pytest.raises(ValueError, match="token ids"):
+        engine.add(submit(**fields))
+    assert engine.idle
+
+
+def test_end_tokens_beyond_the_embedding_are_ignored() -> None:
+    engine = small_engine(eos=(5, 10**6))
+    engine.add(submit(min_tokens=2, max_tokens=4))
+    assert drain(engine)[-1].finish == "length"
 
 
 def test_a_small_cache_limits_request_length_and_every_accepted_request_finishes(pipelined: bool) -> None:

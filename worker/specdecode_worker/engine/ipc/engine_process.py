@@ -288,4 +288,5 @@ def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
         draft_hash=report.draft.hash,
         draft_problem=report.draft.problem or "",
         eos_token_ids=engine.eos_token_ids,
+        vocab_size=engine.vocab_size,
     )

@@ -148,6 +148,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_hash: str
     draft_problem: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+    """Number of token ids that the target has an embedding for; 0 if unknown."""
 
 
 class Crashed(msgspec.Struct, frozen=True, tag=True):

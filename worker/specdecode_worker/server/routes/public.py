@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
-from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.request_capture import CAPTURE_HEADER, capture_permitted
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
@@ -39,7 +39,6 @@ from specdecode_worker.server.routes.information import add_information
 from specdecode_worker.server.routes.tokenization import add_tokenization
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.streaming import EventStream, close
-from specdecode_worker.server.text.prompts import chat_prompt, completion_prompts
 from specdecode_worker.server.tools.parser_choice import parser_for
 
 TASK_HEADER = "X-Specdecode-Task"
@@ -62,7 +61,8 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
         service.lifecycle.check_accepting()
         body = parse(CompletionRequest, await read_body(request))
         service.check_model_name(body.model)
-        prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
+        with service.preparing(body, len(body.prompt)) as preparation:
+            prompts = await cancel_on_disconnect(request, preparation.completion(body))
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
         task, client = _task(service, request, body, text), client_name(request)
@@ -75,10 +75,8 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
         body = parse(ChatRequest, await read_body(request))
         service.check_model_name(body.model)
         tools = _tool_call_options(service, body)
-        try:
-            prompt = await asyncio.to_thread(chat_prompt, service.model.tokenizer, body)
-        except (TemplateRefused, TokenizerProblem) as error:
-            raise BadRequest(str(error), param="messages", code="invalid_value") from None
+        with service.preparing(body, 1) as preparation:
+            prompt = await cancel_on_disconnect(request, preparation.chat(body))
         text = "\n".join(message.content for message in body.messages)
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
         task, client = _task(service, request, body, text), client_name(request)
@@ -134,9 +132,19 @@ async def _answer(
         choices = await cancel_on_disconnect(
             request, asyncio.gather(*(generation.whole() for generation in generations))
         )
-        return JSONResponse(_whole(body, choices, writer), headers=headers)
+        if body.top_logprobs_count is None:
+            return _encoded(body, choices, writer, headers)
+        # Log-probabilities can take a second to write.
+        return await asyncio.to_thread(_encoded, body, choices, writer, headers)
     finally:
         close(generations)
+
+
+def _encoded(
+    body: GenerationRequest, choices: Sequence[Choice], writer: ResponseWriter, headers: dict[str, str]
+) -> Response:
+    content = msgspec.json.encode(_whole(body, choices, writer))
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def _whole(body: GenerationRequest, choices: Sequence[Choice], writer: ResponseWriter) -> Json:

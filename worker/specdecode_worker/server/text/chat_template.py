@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdecode_worker.server.errors import TemplateRefused, TokenizerProblem
 
+MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
+"""Longest text that a template may render: twice the largest request body, as templates add to each message."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Message = Mapping[str, Any]
@@ -30,7 +32,9 @@ class ChatTemplate:
     """Renderer of chat messages in the format on which the model was fine-tuned."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        self._special_tokens = special_tokens
+        self.source = source
+        self.special_tokens = special_tokens
+        """Texts of the special tokens by name, such as ``bos_token``."""
         self.tool_source = tool_source or source
         """Source of the template that is used for requests with tools."""
         try:
@@ -49,7 +53,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render the prompt text of a conversation.
+        """Render the prompt text of a conversation, in any time and memory that the template takes.
 
         Args:
             messages: The turns of the conversation.
@@ -58,18 +62,20 @@ class ChatTemplate:
             add_generation_prompt: End the text with the start of the assistant's turn.
 
         Raises:
-            TemplateRefused: The template failed on these messages.
+            TemplateRefused: The template failed on these messages, or rendered more than MAX_RENDERED_CHARACTERS.
         """
         template = self._with_tools if tools else self._template
         given = {
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
             "messages": messages,
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(given)
+            return _joined(template.generate(given))
+        except MemoryError:
+            raise TemplateRefused("the model's chat template needs too much memory for these messages") from None
         except Exception as error:  # a template is untrusted code and can raise anything
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from None
 
@@ -109,6 +115,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
     return environment
+
+
+def _joined(chunks: Iterable[str]) -> str:
+    """Join the chunks of a rendered text. Raises OverflowError beyond MAX_RENDERED_CHARACTERS."""
+    parts, size = [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size > MAX_RENDERED_CHARACTERS:
+            raise OverflowError(f"it rendered more than {MAX_RENDERED_CHARACTERS} characters")
+    return "".join(parts)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:

@@ -6,6 +6,7 @@ those of decoding without speculation.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class ChoiceDetokenizer:
         self._text = tokenizer.detokenizer(prompt, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopFinder(options.stops, shows_stop=options.include_stop)
         self._decoded = self._shown = first_offset
-        self._unsent: list[ScoredToken] = []
+        self._unsent: deque[ScoredToken] = deque()
         self._logprob_sum = 0.0
         self.count = 0
         """Number of tokens so far. A stop token counts although its text is not returned."""
@@ -86,6 +87,7 @@ class ChoiceDetokenizer:
         """
         self._shown += len(text)
         send_all = finish_reason is not None and self._stops.matched is None
-        sendable = [one for one in self._unsent if send_all or one.offset < self._shown]
-        self._unsent = self._unsent[len(sendable) :]
+        sendable = []
+        while self._unsent and (send_all or self._unsent[0].offset < self._shown):  # offsets never decrease
+            sendable.append(self._unsent.popleft())
         return ChoicePiece(text, finish_reason, tuple(sendable))

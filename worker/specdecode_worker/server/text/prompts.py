@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.engine.ipc.messages import Logprobs
+from specdecode_worker.server.request_sampling import ModelLimits, token_limit, token_limits
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest
 from specdecode_worker.server.responses import ScoredToken
+from specdecode_worker.server.text.bounded_encoding import check_stopped, encode_bounded
 from specdecode_worker.server.text.tokenizer import Tokenizer
+
+# Tokens of an echo between two checks whether the client still waits: some milliseconds of work.
+_TOKENS_PER_CHECK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +51,57 @@ class Prompt:
     opening: str = ""
 
 
-def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[Prompt]:
-    """Tokenize the prompts of a completion request.
+def completion_prompts(
+    tokenizer: Tokenizer, body: CompletionRequest, limits: ModelLimits, stopped: threading.Event
+) -> list[Prompt]:
+    """Tokenize the prompts of a completion request and check them, before the positions of an echo are computed.
 
     Run it outside the event loop, because a long prompt takes milliseconds.
+
+    Raises:
+        BadRequest: A prompt does not fit the model.
+        TextTooLong: A prompt has far more tokens than the context.
+        TextWorkStopped: ``stopped`` was set.
     """
-    prompts = []
+    all_ids: list[list[int]] = []
     for given in body.prompt:
-        ids = tokenizer.encode(given) if isinstance(given, str) else given
-        wants_offsets = body.logprobs is not None
-        echo = _echo(tokenizer, ids, given, body.skip_special_tokens, wants_offsets) if body.echo else None
+        ids = encode_bounded(tokenizer, given, limits.max_model_len, stopped) if isinstance(given, str) else given
+        token_limit(body, ids, limits)
+        all_ids.append(ids)
+    token_limits(body, all_ids, limits)
+    prompts = []
+    for given, ids in zip(body.prompt, all_ids, strict=True):
+        echo = _echo(tokenizer, ids, given, body, stopped) if body.echo else None
         prompts.append(Prompt(ids, echo, given if isinstance(given, str) else " ".join(map(str, ids))))
     return prompts
 
 
-def chat_prompt(tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
-    """Render a conversation with the chat template of the model and tokenize it.
+def chat_prompt(
+    tokenizer: Tokenizer, text: str, body: ChatRequest, limits: ModelLimits, stopped: threading.Event
+) -> Prompt:
+    """Tokenize a conversation that is rendered to ``text``.
 
     Raises:
-        TokenizerProblem: The model has no chat template.
-        TemplateRefused: The template does not accept the messages.
+        TextTooLong: The text has far more tokens than the context.
+        TextWorkStopped: ``stopped`` was set.
     """
-    messages = [message.rendered() for message in body.messages]
-    text = tokenizer.chat_template().render(messages, body.shown_tools, body.chat_template_kwargs)
     said = [message.content for message in body.messages if message.role == "user"] or [text]
-    return Prompt(tokenizer.encode_rendered(text), opening=said[0])
+    ids = encode_bounded(tokenizer, text, limits.max_model_len, stopped, add_special_tokens=False)
+    return Prompt(ids, opening=said[0])
 
 
 def _echo(
-    tokenizer: Tokenizer, ids: Sequence[int], given: str | list[int], skip_special: bool, wants_offsets: bool
+    tokenizer: Tokenizer, ids: Sequence[int], given: str | list[int], body: CompletionRequest, stopped: threading.Event
 ) -> Echo:
+    skip_special = body.skip_special_tokens
     text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skip_special)
-    if not wants_offsets:
+    if body.logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip_special)
     offsets, length = [], 0
-    for token in ids:
+    for index, token in enumerate(ids):
+        if index % _TOKENS_PER_CHECK == 0:
+            check_stopped(stopped)
         offsets.append(length)
         length += len(detokenizer.push(token))
     return Echo(text, tuple(offsets))

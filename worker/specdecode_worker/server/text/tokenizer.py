@@ -6,13 +6,15 @@ character once it is complete; the concatenation of all returned text is the tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
 from specdecode_worker.server.errors import TokenizerProblem
 from specdecode_worker.server.text.chat_template import ChatTemplate, Message, find_template
+from specdecode_worker.server.text.length_bound import most_bytes_per_token
 from specdecode_worker.server.text.token_bytes import Vocabulary
 
 _INCOMPLETE = "\ufffd"
@@ -20,6 +22,7 @@ _INCOMPLETE = "\ufffd"
 # tokens are enough to decide it.
 _CONTEXT_TOKENS = 6
 # A character has at most four bytes, so a longer run of incomplete characters is invalid text and is returned as it is.
+# A longer run of tokens without text becomes the context of the next tokens, so that the cost per token is bounded.
 _MOST_HELD_TOKENS = 32
 
 
@@ -31,6 +34,7 @@ class Tokenizer:
         self.template = template
         """Chat template; None for a base model."""
         self.vocabulary = Vocabulary(model)
+        self._special = frozenset(one.content for one in model.get_added_tokens_decoder().values() if one.special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -55,6 +59,16 @@ class Tokenizer:
         """Number of tokens, added tokens included."""
         return int(self._model.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """Largest number of UTF-8 bytes of a text that one token can stand for; None if no bound is known."""
+        return most_bytes_per_token(self._model)
+
+    def tokens_from(self, first: int) -> Mapping[int, str]:
+        """Return the tokens with ids from ``first`` on, by id."""
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        return {token: piece for piece, token in sorted(vocabulary.items(), key=lambda one: one[1]) if token >= first}
+
     @property
     def has_chat_template(self) -> bool:
         """True unless the model is a base model without chat template."""
@@ -62,7 +76,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, by default with the special tokens (such as BOS) of the tokenizer."""
-        return list(self._model.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch form releases the interpreter lock, so that a long text does not stop the other threads.
+        (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def chat_template(self) -> ChatTemplate:
         """Return the chat template. Raises TokenizerProblem for a base model."""
@@ -91,6 +107,14 @@ class Tokenizer:
         """Return the text of token ids."""
         return str(self._model.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def is_dropped(self, token: int, *, skip_special_tokens: bool) -> bool:
+        """Return whether ``decode`` drops a token before it forms the text, as if the token were not there.
+
+        It drops ids without a token, and special tokens if they are skipped.
+        """
+        piece = self._model.id_to_token(token)
+        return piece is None or (skip_special_tokens and piece in self._special)
+
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for the tokens that follow ``prompt``."""
         return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
@@ -100,8 +124,8 @@ class Detokenizer:
     """Incremental detokenizer for the tokens of one choice.
 
     New text is the text of (context + fresh tokens) without the text of the context. The context ends with a complete
-    character, so new text begins with one. Only the context and the fresh tokens are decoded in each call, so the cost
-    per token does not grow with the length of the output.
+    character, so new text begins with one. Only the context and the fresh tokens are decoded in each call, and both are
+    bounded: the cost per token does not grow with the length of the output, whatever its tokens are.
     """
 
     __slots__ = ("_context", "_context_text", "_fresh", "_skips_special", "_tokenizer")
@@ -115,9 +139,11 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Add a token and return the new text; empty while the last character is incomplete."""
+        if self._tokenizer.is_dropped(token, skip_special_tokens=self._skips_special):
+            return ""
         self._fresh.append(token)
         new = self._new_text()
-        if not new or (new.endswith(_INCOMPLETE) and len(self._fresh) < _MOST_HELD_TOKENS):
+        if (not new or new.endswith(_INCOMPLETE)) and len(self._fresh) < _MOST_HELD_TOKENS:
             return ""
         self._settle()
         return new

@@ -1,0 +1,45 @@
+"""The served model as the HTTP server sees it: tokenizer, limits, fingerprint and tool call format."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from specdecode_worker.contract import ToolFormat
+from specdecode_worker.engine.ipc.messages import Loaded
+from specdecode_worker.server.request_sampling import ModelLimits
+from specdecode_worker.server.text.tokenizer import Tokenizer
+from specdecode_worker.server.tools.parser_choice import format_of
+from specdecode_worker.server.version import VERSION
+
+
+@dataclass(frozen=True)
+class Model:
+    """Tokenizer and engine facts that are known once the model has loaded."""
+
+    tokenizer: Tokenizer
+    loaded: Loaded
+
+    @cached_property
+    def limits(self) -> ModelLimits:
+        """Context length and vocabulary size of the model."""
+        # Tokenizer and embedding may have different sizes: fine-tunes add tokens, and published models pad embeddings.
+        rows = self.loaded.vocab_size or self.tokenizer.vocab_size
+        return ModelLimits(
+            self.loaded.max_model_len, min(self.tokenizer.vocab_size, rows), self.tokenizer.tokens_from(rows)
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Value of `system_fingerprint`: it changes with the target's weights and with the program version only.
+
+        The draft is not part of it, because speculation does not change the text.
+        """
+        return "fp_" + hashlib.sha256(f"{self.loaded.target} {VERSION}".encode()).hexdigest()[:10]
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """Tool call format that the chat template asks for; None when the template takes no tools."""
+        template = self.tokenizer.template
+        return format_of(template.tool_source) if template is not None and template.takes_tools else None
