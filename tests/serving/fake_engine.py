@@ -9,8 +9,9 @@ The spawned process imports this module by name (its folder is on sys.path), so 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import small_model
@@ -26,7 +27,10 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
+from specdecode_worker.engine.drafts.draft_hash import draft_hash
+from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.ipc.messages import Loaded, Logprobs, Submit, Tokens
+from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
@@ -73,7 +77,15 @@ class FakeEngine:
         time.sleep(STEP_SECONDS)
         return [self._advance(key) for key, (submit, _) in list(self._requests.items()) if submit.prompt[0] != SILENT]
 
-    def report(self) -> Report:
+    @property
+    def draft_names(self) -> list[str]:
+        return ["", *self._named]
+
+    def report(self, swaps: Mapping[str, SwapStatus] | None = None) -> Report:
+        states = {"": self._draft} | self._named
+        for name, swap in (swaps or {}).items():
+            shown = {"name": name, "pending": swap.pending, "swap_problem": swap.problem}
+            states[name] = states.get(name, DraftState()).model_copy(update=shown)
         traffic = TrafficCell(
             task="other", arrivals=self._arrivals, finished=self._finished, prompt_tokens=0, cached_tokens=0,
             output_tokens=self._output,
@@ -83,8 +95,8 @@ class FakeEngine:
             worker="fake",
             clock_seconds=time.monotonic(),
             model="fake",
-            draft=self._draft,
-            named_drafts=tuple(self._named.values()),
+            draft=states.pop(""),
+            named_drafts=tuple(states.values()),
             plan=PlanState(uid=self._plan.uid, version=self._plan.version),
             synthetic=self._knobs,
             running=len(self._requests),
@@ -122,15 +134,21 @@ class FakeEngine:
 
     def load_draft(self, config: DraftConfig, name: str = "") -> Any:
         time.sleep(LOAD_SECONDS)
-        if config.uri == "file:///misfit":
+        uri = config.uri or ""
+        if uri.endswith("/misfit"):
             raise ModelError("planted: fc.weight is [8, 24], the target needs [8, 96]")
-        return DraftState(name=name, method=config.method, hash=f"of {config.uri}", uri=config.uri or "")
+        if uri.endswith("/panic"):
+            raise ZeroDivisionError("planted: a bug of a loader")
+        state = DraftState(name=name, method=config.method, hash=draft_hash(config, resolve), uri=uri)
+        return SimpleNamespace(state=state.model_copy(update={"quantization": config.quantization}))
 
     def set_draft(self, name: str, loaded: Any) -> list[Tokens]:
+        if loaded.state.uri.endswith("/too-large"):
+            raise ModelError("planted: too little memory for the states")
         if name:
-            self._named[name] = loaded
+            self._named[name] = loaded.state
         else:
-            self._draft = loaded
+            self._draft = loaded.state
         return []
 
     def _advance(self, key: str) -> Tokens:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, ToolFormat, WorkerConfig
@@ -21,6 +22,7 @@ from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.messages import Loaded, Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.admission import AdmissionQueue
+from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -91,6 +93,7 @@ class Service:
         self._recorder = recorder
         self._capture: RequestCapture | None = None
         self._plan_lock = asyncio.Lock()
+        self._draft_swapper = DraftSwapper(engine, Path(config.cache_dir))
 
     def check_loaded(self) -> None:
         """Raise Unavailable while the model loads."""
@@ -173,16 +176,21 @@ class Service:
                 await self.engine.set_plan(plan)
             self.plans.current = plan
 
-    async def set_draft(self, draft: DraftConfig, name: str) -> None:
-        """Replace the draft ``name`` (empty for the default draft) and return once the new draft is in use.
+    async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
+        """Start to replace the draft ``name`` (empty for the default draft).
+
+        The report shows the swap, and the reason if it fails; the previous draft then stays in use.
+
+        Returns:
+            The hash that the report shows once ``draft`` runs.
 
         Raises:
-            Conflict: The engine refuses the draft; the message has its reason.
+            Conflict: The swap cannot be tried; the message has the reason.
             Unavailable: The model is loading, or the engine is gone.
         """
         self.check_loaded()
         with _engine_errors(Conflict):
-            await self.engine.set_draft(draft, name)
+            return await self._draft_swapper.begin(draft, name, expected_hash)
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Turn the synthetic knobs on, or off with None.

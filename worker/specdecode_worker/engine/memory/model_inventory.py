@@ -15,6 +15,7 @@ from torch import nn
 from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
 from specdecode_worker.engine.drafts.aux_hidden_states import union_reads
 from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
+from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.graphs.graph_key import row_buckets
 from specdecode_worker.engine.memory.device_memory import device_memory
 from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
@@ -99,8 +100,9 @@ def _drafts(
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
             drafts.append((name, model, draft.quantization))
-        except ModelError as error:
-            problem = str(error) if name == "draft" else f"{name}: {error}"
+        except BaseException as error:  # a panic of a Rust library is not an Exception
+            reason = describe_failure(error, where)
+            problem = reason if name == "draft" else f"{name}: {reason}"
             drafts.append((name, DraftMismatch(problem, draft.required), None))
     return drafts
 
