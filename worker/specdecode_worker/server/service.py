@@ -155,7 +155,8 @@ class Service:
             for prompt, limit in zip(prompts, token_limits, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _output_options(request, choice), task, capture)
+                    options = _output_options(request, choice)
+                    generation = self._generation(prompt, sampling, options, task, capture, request.user)
                     started.callback(generation.close)
                     generations.append(generation)
             started.pop_all()
@@ -215,7 +216,7 @@ class Service:
         return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
     def _generation(
-        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, task: str, capture: bool
+        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, task: str, capture: bool, user: str | None
     ) -> Generation:
         now = time.monotonic()
         submit = Submit(
@@ -230,14 +231,16 @@ class Service:
             self.model.tokenizer,
             prompt,
             options,
-            observers=self._observers(prompt, sampling, task, capture and options.generates),
+            observers=self._observers(prompt, sampling, task, user, capture and options.generates),
             on_end=lambda: self._queue.record_end(time.monotonic()),
         )
 
-    def _observers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[RequestObserver]:
+    def _observers(
+        self, prompt: Prompt, sampling: Sampling, task: str, user: str | None, capture: bool
+    ) -> list[RequestObserver]:
         observers: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
         if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, sampling, task)
+            observer = self._capture.start_record(prompt, sampling, task, user)
             observers += [observer] if observer is not None else []
         return observers
 
