@@ -6,11 +6,12 @@ mismatch of target and draft raises the same error as loading them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
 from specdecode_worker.engine.drafts.aux_hidden_states import union_reads
@@ -172,6 +173,7 @@ def network_of(
         tables=_tables(model),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
+        separate_draft_parameters=_parameters(model) if draft and isinstance(model, Llama) else None,
         **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
     )
 
@@ -188,10 +190,19 @@ def _blocks(shape: CachedConfig) -> dict[str, int]:
 
 def _weights(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of the loaded weights; a matrix with two names counts once."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     return sum(
-        tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors
+        tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+        for tensor in _stored_tensors(model)
     )
+
+
+def _parameters(model: nn.Module) -> int:
+    """Return the number of weights; a matrix with two names counts once."""
+    return sum(tensor.numel() for tensor in _stored_tensors(model))
+
+
+def _stored_tensors(model: nn.Module) -> Collection[Tensor]:
+    return {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
 
 
 def _tables(model: nn.Module) -> int:
