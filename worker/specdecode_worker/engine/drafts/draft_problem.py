@@ -5,6 +5,7 @@ The server process imports this module, so it must not import torch.
 
 from __future__ import annotations
 
+import errno
 import logging
 
 from pydantic import ValidationError
@@ -50,6 +51,11 @@ def _message(error: BaseException, draft: str) -> str:
         return (
             f"{draft}: there is too little memory to load the draft; give the worker more memory, lower "
             f"kv_cache_tokens, or take a smaller or quantised draft ({_first_line(error)})"
+        )
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return (
+            f"{draft} is not complete in the model cache, which is read-only here ({error.filename}); fetch it with "
+            "`specdecode-worker pull` where the cache can be written"
         )
     if isinstance(error, OSError):
         return (

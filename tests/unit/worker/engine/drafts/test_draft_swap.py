@@ -84,6 +84,7 @@ def test_a_new_request_replaces_the_pending_one_of_its_name() -> None:
 FAILURES: dict[str, BaseException] = {
     "fc.weight is missing": ModelError("fc.weight is missing"),
     "/d/config.json cannot be read: Permission denied": PermissionError(13, "Permission denied", "/d/config.json"),
+    "file:///bad is not complete in the model cache": OSError(30, "Read-only file system", "/cache/x.lock"),
     "file:///bad cannot be loaded (RecursionError: too deep)": RecursionError("too deep"),
     "file:///bad: there is too little memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     "lower kv_cache_tokens": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
