@@ -28,7 +28,7 @@ def test_sigterm_with_busy_tokenizer_threads(start_fake: StartWorker) -> None:
 
 def test_drained_worker_exits(start_fake: StartWorker) -> None:
     worker, began = start_fake(endpoint_delay_seconds=0.5), time.monotonic()
-    assert httpx.post(f"{worker.admin}/v1/drain").status_code == 202
+    assert worker.call_admin("/v1/drain", "POST").status_code == 202
     assert worker.exit_code(10) == 0, worker.log
     print(f"exit {time.monotonic() - began:.1f} s after the drain began")
 

@@ -110,17 +110,15 @@ def test_slow_step_recovers(start_fake: StartWorker) -> None:
     assert answers == [200]
 
 
-def test_slow_draft_swap_is_no_hang(start_fake: StartWorker) -> None:
+def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> None:
     worker = start_fake(step_timeout_seconds=1)
-    draft = {"method": "eagle3", "uri": fake_engine.SLOW_DRAFT}
-    swap = threading.Thread(target=lambda: httpx.put(f"{worker.admin}/v1/draft", json=draft, timeout=30))
-    swap.start()
+    draft = {"method": "eagle3", "uri": fake_engine.write_draft(tmp_path, fake_engine.SLOW_DRAFT.strip("/"))}
+    assert worker.call_admin("/v1/draft", "PUT", json=draft).status_code == 202
     deadline = time.monotonic() + fake_engine.SLOW_SECONDS
     while time.monotonic() < deadline:
         answer = worker.get("/ready")
         assert answer.status_code == 200, answer.text
         time.sleep(0.05)
-    swap.join()
 
 
 @pytest.mark.slow_fault

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,3 +244,16 @@ def test_missing_compiler_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SPECDECODE_NATIVE", "off")
     with pytest.raises(native.NativeUnavailable, match="off"):
         native.built()
+
+
+def test_a_build_that_others_can_replace_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECDECODE_NATIVE", str(tmp_path))
+    build = tmp_path / f"cpu-{native._identity()}.so"
+    build.touch(mode=0o644)
+    assert native.built() == build
+    for place, mode in ((tmp_path, 0o777), (build, 0o666)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(native.NativeUnavailable, match="only this user can write"):
+            native.built()
+        place.chmod(before)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import small_model
@@ -27,7 +29,10 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
+from specdecode_worker.engine.drafts.draft_hash import draft_hash
+from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.ipc.messages import Loaded, Logprobs, Submit, Tokens
+from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
@@ -45,10 +50,21 @@ SLOW_SECONDS = 3.0
 STICKY_ERROR = "CUDA error: an illegal memory access was encountered (planted)"
 STICKY_DEPTH = 14
 """Maximum depth of a plan that makes the device fail."""
-SLOW_DRAFT = "file:///slow"
+SLOW_DRAFT = "/slow"
 """Draft whose swap between two steps takes SLOW_SECONDS."""
-STICKY_DRAFT = "file:///sticky"
+STICKY_DRAFT = "/sticky"
 """Draft that makes the device fail while it is loaded."""
+
+
+def write_draft(folder: Path, name: str) -> str:
+    """Write the files that a hash is computed of, and return their URI.
+
+    The fake engine reads no more. It behaves by the folder's name.
+    """
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text("{}")
+    (folder / name / "model.safetensors").write_bytes(name.encode())
+    return f"file://{folder / name}"
 
 
 class FakeEngine:
@@ -89,7 +105,15 @@ class FakeEngine:
             return ["no message of the engine"]  # type: ignore[list-item]
         return [self._advance(key) for key, (submit, _) in list(self._requests.items()) if submit.prompt[0] != SILENT]
 
-    def report(self) -> Report:
+    @property
+    def draft_names(self) -> list[str]:
+        return ["", *self._named]
+
+    def report(self, swaps: Mapping[str, SwapStatus] | None = None) -> Report:
+        states = {"": self._draft} | self._named
+        for name, swap in (swaps or {}).items():
+            shown = {"name": name, "pending": swap.pending, "swap_problem": swap.problem}
+            states[name] = states.get(name, DraftState()).model_copy(update=shown)
         traffic = TrafficCell(
             task="other", arrivals=self._arrivals, finished=self._finished, prompt_tokens=0, cached_tokens=0,
             output_tokens=self._output,
@@ -99,8 +123,8 @@ class FakeEngine:
             worker="fake",
             clock_seconds=time.monotonic(),
             model="fake",
-            draft=self._draft,
-            named_drafts=tuple(self._named.values()),
+            draft=states.pop(""),
+            named_drafts=tuple(states.values()),
             plan=PlanState(uid=self._plan.uid, version=self._plan.version),
             synthetic=self._knobs,
             running=len(self._requests),
@@ -140,19 +164,25 @@ class FakeEngine:
 
     def load_draft(self, config: DraftConfig, name: str = "") -> Any:
         time.sleep(LOAD_SECONDS)
-        if config.uri == STICKY_DRAFT:
+        uri = config.uri or ""
+        if uri.endswith(STICKY_DRAFT):
             raise_sticky_error()
-        if config.uri == "file:///misfit":
+        if uri.endswith("/misfit"):
             raise ModelError("planted: fc.weight is [8, 24], the target needs [8, 96]")
-        return DraftState(name=name, method=config.method, hash=f"of {config.uri}", uri=config.uri or "")
+        if uri.endswith("/panic"):
+            raise ZeroDivisionError("planted: a bug of a loader")
+        state = DraftState(name=name, method=config.method, hash=draft_hash(config, resolve), uri=uri)
+        return SimpleNamespace(state=state.model_copy(update={"quantization": config.quantization}))
 
     def set_draft(self, name: str, loaded: Any) -> list[Tokens]:
-        if loaded.uri == SLOW_DRAFT:
+        if loaded.state.uri.endswith(SLOW_DRAFT):
             time.sleep(SLOW_SECONDS)
+        if loaded.state.uri.endswith("/too-large"):
+            raise ModelError("planted: too little memory for the states")
         if name:
-            self._named[name] = loaded
+            self._named[name] = loaded.state
         else:
-            self._draft = loaded
+            self._draft = loaded.state
         return []
 
     def _misbehave(self, first_tokens: set[int]) -> None:

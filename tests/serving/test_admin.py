@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Any
 
+import fake_engine
 import httpx
 import pytest
 
@@ -112,11 +115,28 @@ async def test_drain_refuses_new_requests_after_the_delay(
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_put_draft_returns_after_the_swap(admin: httpx.AsyncClient, service: Service) -> None:
-    body = {"uri": "file:///better", "method": "eagle3"}
-    asking = asyncio.create_task(admin.put(Route.draft, json=body))
+async def _swapped(admin: httpx.AsyncClient) -> dict[str, Any]:
+    """Wait until no swap is pending and return the drafts."""
+    while True:
+        drafts: dict[str, Any] = (await admin.get(Route.draft)).json()
+        if not any(draft["pending"] for draft in (drafts["draft"], *drafts["named_drafts"])):
+            return drafts
+        await asyncio.sleep(0.01)
+
+
+async def test_put_draft_is_accepted_before_the_swap(
+    admin: httpx.AsyncClient, service: Service, tmp_path: Path
+) -> None:
+    body = {"uri": fake_engine.write_draft(tmp_path, "better"), "method": "eagle3", "quantization": "int4"}
+    began = time.monotonic()
+    accepted = await admin.put(Route.draft, json=body)
+    assert time.monotonic() - began < fake_engine.LOAD_SECONDS
+    assert (accepted.status_code, accepted.headers["Location"]) == (202, Route.draft)
+    shown = (await admin.get(Route.draft)).json()["draft"]
+    assert (shown["hash"], shown["pending"]["hash"]) == ("d", accepted.json()["hash"])
+    assert shown["pending"]["since_seconds"] == pytest.approx(time.monotonic(), abs=5)
     served = 0
-    while not asking.done():
+    while (await service.report()).draft.pending is not None:
         prompt = Prompt([65])
         request = CompletionRequest(model="small", prompt=["A"], max_tokens=4)
         (generation,) = service.start(request, [prompt], "other")
@@ -124,29 +144,78 @@ async def test_put_draft_returns_after_the_swap(admin: httpx.AsyncClient, servic
         generation.close()
         served += 1
     assert served > 1, "requests wait for the swap"
-    assert asking.result().status_code == 200
-    assert asking.result().json()["draft"]["uri"] == "file:///better"
-    assert (await service.report()).draft.hash == "of file:///better"
-    assert (await admin.get(Route.draft)).json() == asking.result().json()
+    draft = (await service.report()).draft
+    assert (draft.hash, draft.uri, draft.quantization) == (accepted.json()["hash"], body["uri"], "int4")
+    assert (draft.pending, draft.swap_problem) == (None, None)
 
 
 async def test_named_draft_is_swapped(admin: httpx.AsyncClient, service: Service) -> None:
-    assert (await admin.put(Route.draft, json={"method": "ngram", "name": "code"})).status_code == 200
+    assert (await admin.put(Route.draft, json={"method": "ngram", "name": "code"})).status_code == 202
+    await _swapped(admin)
     report = await service.report()
-    assert [(draft.name, draft.method) for draft in report.named_drafts] == [("code", "ngram")]
+    assert [(draft.name, draft.method, draft.hash) for draft in report.named_drafts] == [("code", "ngram", "ngram-2-5")]
     assert report.draft.hash == "d"
 
 
-async def test_unusable_draft_is_refused_with_the_reason(admin: httpx.AsyncClient, service: Service) -> None:
-    misfit = await admin.put(Route.draft, json={"uri": "file:///misfit"})
-    assert misfit.status_code == 409
-    assert "fc.weight is [8, 24]" in misfit.json()["error"]["message"]
+async def test_a_new_request_replaces_the_pending_one(
+    admin: httpx.AsyncClient, service: Service, tmp_path: Path
+) -> None:
+    uris = [fake_engine.write_draft(tmp_path, name) for name in ("first", "second", "third")]
+    answers = [await admin.put(Route.draft, json={"uri": uri}) for uri in uris]
+    hashes = [answer.json()["hash"] for answer in answers]
+    assert len({"d", *hashes}) == 4
+    seen = set()
+    while (draft := (await service.report()).draft).pending is not None:
+        assert draft.pending.hash == hashes[2]
+        seen.add(draft.hash)
+        await asyncio.sleep(0.01)
+    assert (seen, draft.hash) == ({"d"}, hashes[2]), "the drafts between never ran"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("misfit", "fc.weight is [8, 24]"), ("panic", "ZeroDivisionError"), ("too-large", "too little memory")],
+)
+async def test_a_draft_that_fails_leaves_the_old_one(
+    admin: httpx.AsyncClient, service: Service, tmp_path: Path, name: str, reason: str
+) -> None:
+    assert (await admin.put(Route.draft, json={"uri": fake_engine.write_draft(tmp_path, name)})).status_code == 202
+    assert reason in (await _swapped(admin))["draft"]["swap_problem"]
+    assert (await service.report()).draft.hash == "d"
+    await admin.put(Route.draft, json={"uri": fake_engine.write_draft(tmp_path, "good")})
+    assert (await _swapped(admin))["draft"]["swap_problem"] is None
+
+
+async def test_files_with_another_hash_are_refused(admin: httpx.AsyncClient, service: Service, tmp_path: Path) -> None:
+    body = {"uri": fake_engine.write_draft(tmp_path, "good")}
+    refused = await admin.put(Route.draft, json=body | {"expected_hash": "0123456789abcdef"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "expected_hash")
+    assert (await service.report()).draft.pending is None
+    known = (await admin.put(Route.draft, json=body)).json()["hash"]
+    assert (await admin.put(Route.draft, json=body | {"expected_hash": known})).status_code == 202
+
+
+async def test_a_worker_has_a_bounded_number_of_drafts(admin: httpx.AsyncClient, tmp_path: Path) -> None:
+    for number in range(7):
+        assert (await admin.put(Route.draft, json={"method": "ngram", "name": f"n{number}"})).status_code == 202
+    refused = await admin.put(Route.draft, json={"method": "ngram", "name": "n7"})
+    assert (refused.status_code, "at most 8 drafts" in refused.text) == (409, True)
+
+
+async def test_a_draft_that_cannot_be_tried_is_refused_with_the_reason(
+    admin: httpx.AsyncClient, service: Service
+) -> None:
+    absent = await admin.put(Route.draft, json={"uri": "file:///absent"})
+    assert absent.status_code == 409
+    assert "/absent holds no config.json" in absent.json()["error"]["message"]
     for body, param in (
         ({}, None),
         ({"method": "ngram", "uri": "file:///x"}, None),
+        ({"method": "ngram", "quantization": "int4"}, None),
         ({"uri": "file:///x", "method": "magic"}, "method"),
         ({"uri": "file:///x", "depth": 3}, "depth"),
         ({"uri": "file:///x", "name": "No Name"}, "name"),
+        ({"uri": "file:///x", "quantization": "int3"}, "quantization"),
     ):
         wrong = await admin.put(Route.draft, json=body)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param), wrong.text

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from worker_process import worker_config
 
-from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
+from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records, user_hash
 from specdecode_worker.contract import CaptureConfig, Plan, TaskMatch
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -75,6 +75,13 @@ async def test_each_choice_is_captured_as_one_record(
     assert [one.output_length for one in captured] == [6, 6, 4, 4]
     assert len({one.sampling.seed for one in captured}) == 4, "replay needs the seed that was drawn"
     assert [one.opening for one in captured[2:]] == [opening_hash("one"), opening_hash("65 66")]
+
+
+async def test_the_hash_of_the_user_is_captured(client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path) -> None:
+    for user in ("ann@example.org", 7, None):
+        await chat(client, user=user)
+    captured = records(recorder, tmp_path)
+    assert [one.user for one in captured] == [user_hash("ann@example.org"), user_hash("7"), ""]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def read_all(opened: socket.socket) -> bytes:
 
 
 def running(worker: WorkerProcess) -> int:
-    return int(httpx.get(worker.admin + "/v1/report").json()["running"])
+    return int(worker.call_admin("/v1/report").json()["running"])
 
 
 @pytest.mark.parametrize(

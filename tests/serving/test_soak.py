@@ -77,7 +77,7 @@ class Swaps(threading.Thread):
 
     def _put(self, route: str, body: dict[str, Any]) -> None:
         answer = self._worker.call_admin(route, "PUT", json=body, timeout=60)
-        if answer.status_code != 200:
+        if answer.status_code not in (200, 202):
             self.refused.append(f"{route}: {answer.status_code} {answer.text}")
 
 

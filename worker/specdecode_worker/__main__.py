@@ -18,6 +18,7 @@ COMMANDS = {
     "load": "open-loop load on a running server",
     "eval": "acceptance of a draft by domain and depth",
     "train": "an EAGLE-3 head for a target, from what the target itself says",
+    "capture": "retention of captured requests, and their deletion by user",
     "distill": "a better draft out of captured traffic, and a verdict on it",
 }
 

@@ -1,8 +1,9 @@
 """Build and load of the compiled CPU operations: built from ``source`` on first use, loaded once per process.
 
 Pointers are passed through ctypes, without PyTorch's headers or pybind, so a build takes two seconds with any C++17
-compiler. ``SPECDECODE_NATIVE`` names the folder of builds (default: the user's cache). The value ``off`` disables the
-compiled operations; callers then run plain PyTorch.
+compiler. ``SPECDECODE_NATIVE`` names the folder of builds (default: the user's cache). It must belong to this user or
+to root, and must not be shared with others. The value ``off`` disables the compiled operations; callers then run plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -68,7 +70,8 @@ def built() -> Path:
     The build does not check the features of this processor, so an image can be built on any machine.
 
     Raises:
-        NativeUnavailable: If builds are switched off, no compiler is found, or compilation fails.
+        NativeUnavailable: If builds are switched off, no compiler is found, compilation fails, or other users can write
+            the folder.
     """
     place = os.environ.get("SPECDECODE_NATIVE", "")
     if place == "off":
@@ -77,7 +80,21 @@ def built() -> Path:
     path = folder / f"cpu-{_identity()}.so"
     if not path.exists():
         _compile(path)
+    _check_owner(path)
     return path
+
+
+def _check_owner(path: Path) -> None:
+    """Raise NativeUnavailable if another user could have replaced a build: its code is loaded without further checks.
+
+    The name of a build is a hash of its sources; nothing can tell whether the object was made of them.
+    """
+    for place in (path.parent, path):
+        status = place.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+            raise NativeUnavailable(
+                f"other users can write {place}; set SPECDECODE_NATIVE to a folder that only this user can write"
+            )
 
 
 def _default_folder() -> Path:
@@ -101,7 +118,7 @@ def _compile(path: Path) -> None:
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found; install g++")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             made, linked = Path(work) / "cpu.o", Path(work) / "cpu.so"
             # The object is linked without an OpenMP library so that it uses PyTorch's threads, see _load.

@@ -12,7 +12,7 @@ from specdecode_operator.kept import MAX_TEMPLATE_BYTES
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
 from specdecode_operator.manifests.identity import ADMIN_TOKEN_KEY, admin_secret_name, selector
 from specdecode_operator.manifests.merge import merged
-from specdecode_operator.manifests.volumes import PLAN_PATH, model_mounts, serving_mounts, volumes
+from specdecode_operator.manifests.volumes import COMPILED_DIR, PLAN_PATH, model_mounts, serving_mounts, volumes
 from specdecode_operator.records import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
 
@@ -138,6 +138,10 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
     token = {"name": admin_secret_name(deployment.name), "key": ADMIN_TOKEN_KEY}
     found: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
+        # The image's own values of these lie in the model cache, which is read-only here and may be shared.
+        {"name": "XDG_CACHE_HOME", "value": COMPILED_DIR},
+        {"name": "TRITON_CACHE_DIR", "value": f"{COMPILED_DIR}/triton"},
+        {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{COMPILED_DIR}/inductor"},
         {"name": Env.config, "value": config},
         {"name": Env.plan_path, "value": PLAN_PATH},
         {"name": Env.admin_token, "valueFrom": {"secretKeyRef": token}},

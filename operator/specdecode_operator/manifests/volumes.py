@@ -11,6 +11,15 @@ from specdecode_operator.manifests.identity import PLAN_KEY, plan_name
 PLAN_DIR = "/etc/specdecode/plan"
 PLAN_PATH = f"{PLAN_DIR}/{PLAN_KEY}"
 CLAIMS_DIR = "/mnt/pvc"
+COMPILED_DIR = "/var/cache/specdecode-compiled"
+"""Folder of compiled kernels, one for each pod. They are loaded without a check of their contents, which no hash can
+give, so the folder must not be shared with another pod and is never part of the model cache."""
+COMPILED_LIMIT = "4Gi"
+"""Size of the compiled kernels of Triton and torch. Some hundred megabytes are usual; a pod beyond is evicted."""
+TMP_LIMIT = "2Gi"
+"""Size of /tmp. The worker keeps a socket there, and libraries their small files."""
+SHM_LIMIT = "2Gi"
+"""Size of /dev/shm, which is memory of the pod. NCCL needs some hundred megabytes with eight devices."""
 
 
 def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
@@ -21,25 +30,34 @@ def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
     return [
         {"name": "model-cache", **_cache(spec)},
         {"name": "plan", "configMap": {"name": plan_name(name)}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "compiled", "emptyDir": {"sizeLimit": COMPILED_LIMIT}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_LIMIT}},
         *claims,
     ]
 
 
-def model_mounts(spec: Spec) -> list[dict[str, Any]]:
-    """What `pull` needs: the cache, a place for temporary files, and claims that models are read from."""
+def model_mounts(spec: Spec, *, read_only: bool = False) -> list[dict[str, Any]]:
+    """Return the mounts of `pull`: the model cache, a place for temporary files, and claims that models are read from.
+
+    With ``read_only`` nothing can be written to the model cache.
+    """
+    cache = {"name": "model-cache", "mountPath": CACHE_DIR, **({"readOnly": True} if read_only else {})}
     claims = [
         {"name": f"claim-{claim}", "mountPath": f"{CLAIMS_DIR}/{claim}", "readOnly": True}
         for claim in model_claims(spec)
     ]
-    return [{"name": "model-cache", "mountPath": CACHE_DIR}, {"name": "tmp", "mountPath": "/tmp"}, *claims]
+    return [cache, {"name": "tmp", "mountPath": "/tmp"}, *claims]
 
 
 def serving_mounts(spec: Spec) -> list[dict[str, Any]]:
-    """The plan is mounted as a folder: a file mounted by subPath would never see an update."""
+    """Return the mounts of the worker. Only `pull` writes models, so that a worker cannot change what another serves.
+
+    The plan is mounted as a folder: a file mounted by subPath would never see an update.
+    """
     return [
-        *model_mounts(spec),
+        *model_mounts(spec, read_only=True),
+        {"name": "compiled", "mountPath": COMPILED_DIR},
         {"name": "plan", "mountPath": PLAN_DIR, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]

@@ -157,6 +157,28 @@ def test_model_cache(cache: dict[str, str], volume: dict[str, Any]) -> None:
     assert {"name": "model-cache", **volume} in found["spec"]["volumes"]
 
 
+def test_only_pull_writes_models() -> None:
+    """A worker cannot change the models that other pods read from the same cache."""
+    mounts = {
+        name: next(one for one in container(template(), name)["volumeMounts"] if one["name"] == "model-cache")
+        for name in ("pull", "worker")
+    }
+    assert mounts["worker"] == {**mounts["pull"], "readOnly": True}
+    assert "readOnly" not in mounts["pull"]
+
+
+def test_compiled_kernels_stay_in_the_pod_and_scratch_space_is_bounded() -> None:
+    found = template(storage={"modelCache": {"pvc": "shared"}})
+    volumes = {volume["name"]: volume for volume in found["spec"]["volumes"]}
+    assert all(volumes[name]["emptyDir"]["sizeLimit"] for name in ("compiled", "tmp", "shm"))
+    (mount,) = [one for one in container(found, "worker")["volumeMounts"] if one["name"] == "compiled"]
+    for variable in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert environment(found)[variable].startswith(mount["mountPath"])
+    mine = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}}]}}
+    larger = template(workers={"template": mine})["spec"]["volumes"]
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}} in larger
+
+
 def test_claims_of_models_are_mounted_once_and_read_only() -> None:
     spec = {"model": {"uri": "pvc://big/target"}, "speculation": {"draft": {"uri": "pvc://big/draft"}}}
     mounts = [item["mountPath"] for item in container(template(**spec), "pull")["volumeMounts"]]

@@ -1,13 +1,14 @@
 """Capture of served requests: records in segment files, written by a background thread and read by ``distill``.
 
 server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> SegmentWriter ──> DIR/*.segment ──> read_records
+                                                                      `retention` and `user_deletion` delete from there
 """
 
 from specdecode_worker.capture.counters import CaptureCounts, Dropped
 from specdecode_worker.capture.errors import CaptureError
-from specdecode_worker.capture.record import Record, opening_hash
+from specdecode_worker.capture.record import Record, opening_hash, user_hash
 from specdecode_worker.capture.recorder import Recorder
-from specdecode_worker.capture.segments import ReadStats, read_records
+from specdecode_worker.capture.segment_reader import ReadStats, read_records
 
 __all__ = [
     "CaptureCounts",
@@ -18,4 +19,5 @@ __all__ = [
     "Recorder",
     "opening_hash",
     "read_records",
+    "user_hash",
 ]

@@ -34,6 +34,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """
     share: float = 1.0
     """Share of such requests that were captured: this record represents 1/share of them."""
+    user: str = ""
+    """`user_hash` of the request's field ``user``; empty without one. Records are deleted by it."""
 
     @property
     def output_length(self) -> int:
@@ -47,6 +49,14 @@ def opening_hash(text: str) -> str:
     Differences in white space do not change it.
     """
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+
+
+def user_hash(user: str) -> str:
+    """Return 32 hex digits of the SHA-256 of a user's identifier.
+
+    It hides the identifier from a casual reader only: those with a list of identifiers can compute their hashes.
+    """
+    return hashlib.sha256(b"user\0" + user.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -49,6 +49,7 @@ class Recorder:
             Path(config.dir), max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds, clock=clock
         )
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
+        self._failing = False
         self._thread = threading.Thread(target=self._run_or_fail, name="capture", daemon=True)
         self._thread.start()
 
@@ -96,8 +97,18 @@ class Recorder:
                 continue
             if record is None:
                 break
-            self._write(record)
+            self._try_to_write(record)
         self._segments.close()
+
+    def _try_to_write(self, record: Record) -> None:
+        """Write a record or count it as dropped. No error may end the thread, which writes again when it can."""
+        try:
+            self._write(record)
+        except Exception as error:
+            self.counts.dropped[Dropped.write_error] += 1
+            if not self._failing:  # log once only: a full disk would also fill the log
+                log.warning("captured records cannot be written: %s", error, exc_info=not isinstance(error, OSError))
+            self._failing = True
 
     def _write(self, record: Record) -> None:
         redacted = apply_hook(record, self._hook)
@@ -112,21 +123,15 @@ class Recorder:
         if len(body) > self._segments.largest:
             self.counts.dropped[Dropped.too_large] += 1
             return
-        try:
-            self._segments.append(body)
-        except OSError as error:
-            self._failed(error)
-            return
+        self._segments.append(body)
         self.counts.records[redacted.task] += 1
+        if self._failing:
+            dropped = self.counts.dropped[Dropped.write_error]
+            log.warning("captured records are written again; %d were dropped since the start", dropped)
+        self._failing = False
 
     def _sweep(self) -> None:
         try:
             self.counts.stored_bytes = self._segments.sweep()
-        except OSError as error:
+        except Exception as error:
             log.warning("captured records cannot be swept: %s", error)
-
-    def _failed(self, error: OSError) -> None:
-        first = not self.counts.dropped[Dropped.write_error]
-        self.counts.dropped[Dropped.write_error] += 1
-        if first:  # log once only: a full disk would also fill the log
-            log.warning("captured records cannot be written: %s", error)

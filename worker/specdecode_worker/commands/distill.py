@@ -23,7 +23,8 @@ from specdecode_worker.capture import CaptureError
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
-from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat

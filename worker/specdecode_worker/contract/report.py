@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from specdecode_worker.contract.plan import Buckets
 from specdecode_worker.contract.synthetic import SyntheticKnobs
-from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, Method, Received
+from specdecode_worker.contract.wire import CONTRACT_VERSION, MAX_RANKS, DraftQuantization, Method, Received
 
 
 class AcceptanceCell(Received):
@@ -132,6 +132,18 @@ class PlanState(Received):
     buckets: Buckets = Buckets()
 
 
+class PendingDraft(Received):
+    """Draft that a worker loads to replace the running one, which stays in use until then."""
+
+    method: Method
+    hash: str = ""
+    """Hash that the report shows once this draft runs."""
+    uri: str = ""
+    quantization: DraftQuantization | None = None
+    since_seconds: float = 0
+    """Time of the request on the worker's monotonic clock, which is that of ``Report.clock_seconds``."""
+
+
 class DraftState(Received):
     """Draft that a worker has loaded, or the reason why it has none. ``name`` is empty for the first draft."""
 
@@ -139,8 +151,13 @@ class DraftState(Received):
     method: Method = "none"
     hash: str = ""
     uri: str = ""
+    quantization: DraftQuantization | None = None
     problem: str | None = None
-    """Reason why the draft was not loaded, naming the tensor or field. The worker serves without it."""
+    """Reason why the draft was not loaded at start, naming the file or tensor. The worker serves without it."""
+    pending: PendingDraft | None = None
+    """Draft that is being loaded to replace this one."""
+    swap_problem: str | None = None
+    """Reason why the last replacement failed; this draft stayed in use. None after a success or a new request."""
 
 
 class PhaseSeconds(Received):

@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
-from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadDraft, LoadedDraft
+from specdecode_worker.engine.drafts.draft_problem import describe_failure
+from specdecode_worker.engine.drafts.draft_registry import (
+    DEFAULT_DRAFT,
+    NO_SWAPS,
+    DraftRegistry,
+    LoadDraft,
+    LoadedDraft,
+)
+from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.request import Request
@@ -34,6 +42,7 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.launched_step import LaunchedStep
 from specdecode_worker.engine.step.step_launcher import StepLauncher
 from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.synthetic import Synthetic
@@ -164,10 +173,17 @@ class Engine:
         """Replace the draft called ``name`` between two steps and return the tokens of the steps in flight.
 
         Steps in flight are collected first. Running requests continue with the new draft.
+
+        Raises:
+            ModelError: The draft cannot be used; nothing has changed.
         """
-        collected = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
         before, reads = self._drafts.state(name).hash, self._drafts.reads
-        self._drafts.replace(name, loaded, self._requests.values())
+        try:
+            states = self._drafts.new_states(name, loaded)
+        except Exception as error:
+            raise ModelError(describe_failure(error, loaded.state.uri)) from None
+        collected = [tokens for _ in range(len(self._launched)) for tokens in self.collect(self._launched.popleft())]
+        self._drafts.replace(name, loaded, self._requests.values(), states)
         if self._graphs is not None:
             self._graphs.clear()
         self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
@@ -278,14 +294,19 @@ class Engine:
         self._phases.lap("bookkeeping")
         return emissions
 
-    def report(self) -> Report:
-        """Build the report of this worker for the operator."""
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """Names of the drafts, loaded or not; empty for the default draft."""
+        return self._drafts.names
+
+    def report(self, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> Report:
+        """Build the report of this worker for the operator, with the swaps of drafts by name."""
         now = time.monotonic()
         self._add_request_seconds(now)
         snapshot = WorkerSnapshot(
             clock_seconds=now,
-            draft=self._drafts.state(),
-            named_drafts=self._drafts.named,
+            draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
+            named_drafts=self._drafts.named(swaps),
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_tokens_total=self._scheduler.kv_tokens_total,

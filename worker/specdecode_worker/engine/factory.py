@@ -12,6 +12,7 @@ import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.engine.drafts.draft_loader import DraftLoader, Resolve, paged_cache
+from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.drafts.draft_registry import (
     DEFAULT_DRAFT,
     DraftRegistry,
@@ -36,7 +37,8 @@ from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
-from specdecode_worker.models.checkpoints.weights import load_llama, weights_hash
+from specdecode_worker.models.checkpoints.weights import load_llama
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
@@ -168,7 +170,7 @@ def _graphs(config: EngineConfig, target: Target, drafts: DraftRegistry, state: 
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | UnusableDraft]:
     """Load all drafts of a worker, by name.
 
-    An optional draft that fails to load becomes an ``UnusableDraft`` with the reason.
+    An optional draft that fails to load, for any reason, becomes an ``UnusableDraft`` with the reason.
 
     Raises:
         ModelError: A required draft cannot be loaded.
@@ -183,11 +185,12 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
             continue
         try:
             drafts[name] = load(config, name)
-        except ModelError as error:
+        except BaseException as error:  # a panic of a Rust library is not an Exception
+            problem = describe_failure(error, config.uri or config.method)
             if config.required:
-                raise
-            log.warning("serving plainly: %s", error)
-            drafts[name] = UnusableDraft(DraftState(name=name, problem=str(error)))
+                raise ModelError(problem) from error
+            log.warning("serving plainly: %s", problem)
+            drafts[name] = UnusableDraft(DraftState(name=name, uri=config.uri or "", problem=problem))
     return drafts
 
 

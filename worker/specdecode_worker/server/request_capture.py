@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash
+from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash, user_hash
 from specdecode_worker.contract import Sampler
 from specdecode_worker.engine.ipc.messages import Sampling, Tokens
 from specdecode_worker.server.requests import GenerationRequest
@@ -37,7 +37,9 @@ class RequestCapture:
     def __init__(self, recorder: Recorder, target: str, sampler: Sampler) -> None:
         self._recorder, self._target, self._sampler = recorder, target, sampler
 
-    def start_record(self, prompt: Prompt, sampling: Sampling, task: str) -> RecordBuilder | None:
+    def start_record(
+        self, prompt: Prompt, sampling: Sampling, task: str, user: str | None = None
+    ) -> RecordBuilder | None:
         """Return the observer that records one request, or None when the request is not captured.
 
         A request is not captured if the random sample leaves it out, or if its text could not be verified by a replay
@@ -49,7 +51,7 @@ class RequestCapture:
             self._recorder.counts.dropped[Dropped.not_repeatable] += 1
             return None
         plain = msgspec.structs.replace(sampling, logprobs=None, prompt_logprobs=None)
-        return RecordBuilder(self._recorder, self._target, prompt, plain, task)
+        return RecordBuilder(self._recorder, self._target, prompt, plain, task, user_hash(user) if user else "")
 
     def opted_out(self) -> None:
         """Count a request that the client does not permit to capture."""
@@ -59,10 +61,12 @@ class RequestCapture:
 class RecordBuilder:
     """Collector of the output tokens of one captured request; receives every message of it in order."""
 
-    __slots__ = ("_ended", "_failed", "_output", "_prompt", "_recorder", "_sampling", "_target", "_task")
+    __slots__ = ("_ended", "_failed", "_output", "_prompt", "_recorder", "_sampling", "_target", "_task", "_user")
 
-    def __init__(self, recorder: Recorder, target: str, prompt: Prompt, sampling: Sampling, task: str) -> None:
-        self._recorder, self._target = recorder, target
+    def __init__(
+        self, recorder: Recorder, target: str, prompt: Prompt, sampling: Sampling, task: str, user: str
+    ) -> None:
+        self._recorder, self._target, self._user = recorder, target, user
         self._prompt, self._sampling, self._task = prompt, sampling, task
         self._output: list[int] = []
         self._ended = self._failed = False
@@ -92,5 +96,6 @@ class RecordBuilder:
                 time_seconds=time.time(),
                 opening=opening_hash(self._prompt.opening),
                 share=self._recorder.share_of(self._task),
+                user=self._user,
             )
         )

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
@@ -21,6 +22,7 @@ from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
+from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
 from specdecode_worker.server.lifecycle import Lifecycle
@@ -46,11 +48,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What all generations of one request share: task, name of the client's API key, and salt of the prefix cache."""
+    """Facts that all generations of one request share."""
 
     task: str
     client: str
+    """Name of the client's API key; empty without keys."""
     cache_salt: str
+    """Salt of the prefix cache."""
+    user: str | None
+    """Identifier of the end user, as the client names it."""
 
 
 class Service:
@@ -78,6 +84,7 @@ class Service:
         self._capture: RequestCapture | None = None
         self._plan_lock = asyncio.Lock()
         self._engine_report = SharedCall(engine.report)
+        self._draft_swapper = DraftSwapper(engine, Path(config.cache_dir))
 
     def check_loaded(self) -> None:
         """Raise Unavailable while the model loads."""
@@ -212,16 +219,21 @@ class Service:
                 await self.engine.set_plan(plan)
             self.plans.current = plan
 
-    async def set_draft(self, draft: DraftConfig, name: str) -> None:
-        """Replace the draft ``name`` (empty for the default draft) and return once the new draft is in use.
+    async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
+        """Start to replace the draft ``name`` (empty for the default draft).
+
+        The report shows the swap, and the reason if it fails; the previous draft then stays in use.
+
+        Returns:
+            The hash that the report shows once ``draft`` runs.
 
         Raises:
-            Conflict: The engine refuses the draft; the message has its reason.
+            Conflict: The swap cannot be tried; the message has the reason.
             Unavailable: The model is loading, or the engine is gone.
         """
         self.check_loaded()
         with _engine_errors(Conflict):
-            await self.engine.set_draft(draft, name)
+            return await self._draft_swapper.begin(draft, name, expected_hash)
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Turn the synthetic knobs on, or off with None.
@@ -247,7 +259,7 @@ class Service:
 
     def _origin(self, request: GenerationRequest, task: str, client: str) -> _Origin:
         shared = self.config.server.shared_prefix_cache
-        return _Origin(task, client, prefix_salt(client, request.cache_salt or "", shared=shared))
+        return _Origin(task, client, prefix_salt(client, request.cache_salt or "", shared=shared), request.user)
 
     def _generation(
         self, prompt: Prompt, sampling: Sampling, options: OutputOptions, origin: _Origin, capture: bool
@@ -270,14 +282,14 @@ class Service:
             self.model.tokenizer,
             prompt,
             options,
-            observers=self._observers(prompt, sampling, origin.task, capture and options.generates),
+            observers=self._observers(prompt, sampling, origin, capture and options.generates),
             on_end=lambda: self._queue.record_end(time.monotonic()),
         )
 
-    def _observers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
+    def _observers(self, prompt: Prompt, sampling: Sampling, origin: _Origin, capture: bool) -> list[RequestObserver]:
+        observers: list[RequestObserver] = [self.counts.request_counter(origin.task, len(prompt.ids))]
         if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, sampling, task)
+            observer = self._capture.start_record(prompt, sampling, origin.task, origin.user)
             observers += [observer] if observer is not None else []
         return observers
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod
-from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts import lineage

@@ -77,7 +77,9 @@ def test_invalid_hook_is_reported_at_start(name: str, tmp_path: Path) -> None:
         recorder(tmp_path, redact=name)
 
 
-def test_write_errors_are_counted_and_do_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_errors_are_counted_and_do_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made = recorder(tmp_path)
     append, failures = made._segments.append, [OSError(28, "No space left on device")] * 2
 
@@ -92,6 +94,24 @@ def test_write_errors_are_counted_and_do_not_end_the_thread(tmp_path: Path, monk
     made.close()
     assert made.counts.dropped == {Dropped.write_error: 2}
     assert read(tmp_path) == [record(2)]
+    assert [line.split(":")[0] for line in caplog.messages] == [
+        "captured records cannot be written",
+        "captured records are written again; 2 were dropped since the start",
+    ]
+
+
+def test_an_unexpected_error_does_not_end_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorder(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(made._segments, "append", lambda body: 1 // 0)
+        made.enqueue(record(0))
+        deadline = time.monotonic() + 10
+        while not made.counts.dropped:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    made.enqueue(record(1))
+    made.close()
+    assert read(tmp_path) == [record(1)]
 
 
 def test_record_larger_than_a_segment_is_dropped(tmp_path: Path) -> None:

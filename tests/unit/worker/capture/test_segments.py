@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -13,16 +16,18 @@ from hypothesis import strategies as st
 
 from specdecode_worker.capture.errors import FolderUnusable
 from specdecode_worker.capture.record import Record, encode
-from specdecode_worker.capture.segments import SUFFIX, ReadStats, SegmentWriter, read_records
+from specdecode_worker.capture.segment_format import SUFFIX
+from specdecode_worker.capture.segment_reader import ReadStats, read_records
+from specdecode_worker.capture.segments import SegmentWriter
 
 
 def writer(folder: Path, *, max_bytes: int = 2**20, max_age_seconds: float = 1e9, now: float = 0.0) -> SegmentWriter:
     return SegmentWriter(folder, max_bytes=max_bytes, max_age_seconds=max_age_seconds, clock=lambda: now)
 
 
-def read(folder: Path) -> tuple[list[Record], ReadStats]:
+def read(folder: Path, now: float = 0.0) -> tuple[list[Record], ReadStats]:
     stats = ReadStats()
-    return list(read_records([folder], stats)), stats
+    return list(read_records([folder], stats, clock=lambda: now)), stats
 
 
 def stored(folder: Path) -> int:
@@ -124,6 +129,72 @@ def test_writer_continues_after_its_segment_was_deleted(tmp_path: Path) -> None:
         path.unlink()
     segments.append(encode(record(1)))
     assert read(tmp_path)[0] == [record(1)]
+
+
+class Disk:
+    """Replacement of os.write with a limited number of bytes left, as on a full disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, space: int) -> None:
+        self.space = space
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, file: int, content: bytes) -> int:
+        if not self.space:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(file, content[: self.space])
+        self.space -= written
+        return written
+
+
+@pytest.mark.parametrize("space", range(0, 400, 7))
+def test_a_full_disk_leaves_only_whole_frames(space: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = writer(tmp_path)
+    disk = Disk(monkeypatch, space)
+    appended = []
+    for number in range(8):
+        if number == 5:
+            disk.space = 10_000
+        with contextlib.suppress(OSError):
+            segments.append(encode(record(number)))
+            appended.append(record(number))
+        records, stats = read(tmp_path)
+        assert (records, stats.torn, stats.unreadable) == (appended, 0, 0)
+    assert appended[-3:] == [record(number) for number in (5, 6, 7)], "it recovers"
+
+
+def test_a_segment_that_cannot_be_cut_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = writer(tmp_path)
+    segments.append(encode(record(0)))
+    disk = Disk(monkeypatch, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        with pytest.raises(OSError, match="only 20 of"):
+            segments.append(encode(record(1)))
+    disk.space = 10_000
+    segments.append(encode(record(2)))
+    records, stats = read(tmp_path)
+    assert (records, stats.segments, stats.torn) == ([record(0), record(2)], 2, 1)
+
+
+def test_a_disk_that_is_full_at_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "mkdir", refuse)
+        segments = writer(tmp_path / "new")
+        with pytest.raises(OSError, match="No space"):
+            segments.append(encode(record(0)))
+    segments.append(encode(record(1)))
+    assert read(tmp_path / "new")[0] == [record(1)]
+
+
+def test_a_failed_sweep_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = writer(tmp_path)
+    monkeypatch.setattr(segments, "sweep", lambda: (_ for _ in ()).throw(PermissionError(13, "no")))
+    segments.append(encode(record(0)))
+    assert read(tmp_path)[0] == [record(0)]
 
 
 def test_unusable_folder_is_named(tmp_path: Path) -> None:

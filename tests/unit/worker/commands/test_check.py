@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from small_folders import config_of, write_head, write_target
+from small_folders import config_of, write_head, write_target, write_tokenizer
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import CheckVerdict
@@ -87,6 +87,17 @@ def test_an_unreadable_target_is_reported(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text("{")
     assert main(["check", "--model", f"file://{tmp_path}", "--method", "none"]) == 1
     assert "is no JSON" in capsys.readouterr().err
+
+
+def test_a_small_separate_draft_is_warned_about(tmp_path: Path, capsys: Any) -> None:
+    target, draft = write_target(tmp_path / "t"), write_target(tmp_path / "d", num_hidden_layers=1)
+    for folder in (target, draft):
+        write_tokenizer(folder)
+    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--method", "draft-model", "--memory", "2"]
+    assert main(["check", *flags, "--device", "cpu"]) == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "of its own" in line]
+    assert "0.0M parameters; below 50M" in warning
+    assert "measure it with `specdecode-worker bench`" in warning
 
 
 def test_invalid_flag_is_reported(folders: list[str], capsys: Any) -> None:

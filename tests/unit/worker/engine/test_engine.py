@@ -7,12 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from small_engine import drain, plan_of, small_engine, submit, texts
 
-from specdecode_worker.contract import Plan, Report, StepCell, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
 from specdecode_worker.engine import engine as engine_module
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.models.configs.target_states import TargetStates
+from specdecode_worker.models.errors import ModelError
 
 SHAPES = ["none", "chain:3", "tree:3,2,1"]
 
@@ -51,6 +56,27 @@ def test_an_abort_in_mid_flight_frees_everything(shape: str, steps: int, pipelin
     report = engine.report()
     assert (report.running, report.waiting, engine.idle) == (0, 0, True)
     assert sum(cell.finished for cell in report.traffic) == 0
+
+
+def test_a_draft_without_memory_for_its_states_changes_nothing(
+    greedy: list[int], pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(pipelined=pipelined)
+    engine.set_plan(plan_of("chain:3"))
+    engine.add(submit(max_tokens=60))
+    outputs = [new for _ in range(4) for new in engine.step()]
+    drafter: Any = SimpleNamespace(reads=TargetStates(layers=(1,)), columns=None)
+
+    def new_states(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as full:
+        full.setattr(DeviceState, "new_states", new_states)
+        with pytest.raises(ModelError, match="file:///large: there is too little memory"):
+            engine.set_draft("", LoadedDraft(drafter, DraftState(hash="large", uri="file:///large")))
+    outputs += drain(engine)
+    assert texts(outputs)["r"] == greedy
+    assert engine.report().draft.hash == "d"
 
 
 def test_aborting_one_request_does_not_change_the_others(greedy: list[int], pipelined: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama, weights_hash
+from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.configs.model_config import eagle3_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
@@ -236,6 +238,15 @@ def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, tar
     change(head_folder, **{"norm.weight": norm})
     with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN or infinity"):
         load_head(head_folder, target)
+
+
+def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> None:
+    name, weights = next(iter(load_file(target_folder / "model.safetensors").items()))
+    weights.view(-1)[-1] = float("-inf")
+    change(target_folder, **{name: weights})
+    with pytest.raises(WeightMismatch, match=f"{re.escape(name)} holds NaN or infinity"):
+        load_llama(target_folder, dtype=torch.float32, device=CPU, finite=True)
+    load_llama(target_folder, dtype=torch.float32, device=CPU)
 
 
 def test_quantised_weights_are_refused(head_folder: Path, target: Llama) -> None:

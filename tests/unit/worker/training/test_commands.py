@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands.common import sampler_comparison
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
-from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
 

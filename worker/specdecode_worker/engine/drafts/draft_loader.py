@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState
+from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.engine.drafts.draft_hash import draft_hash
 from specdecode_worker.engine.drafts.draft_model import ModelDrafter
 from specdecode_worker.engine.drafts.draft_registry import DEFAULT_DRAFT, LoadedDraft
 from specdecode_worker.engine.drafts.drafter import Drafter
@@ -19,10 +20,8 @@ from specdecode_worker.engine.drafts.ngram import NgramDrafter
 from specdecode_worker.engine.kv_cache.paged_cache import PagedCache
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.models.checkpoints.draft_weights import Draft, load_draft
-from specdecode_worker.models.checkpoints.weights import weights_hash
 from specdecode_worker.models.configs.draft_config import Eagle3Config, EagleConfig
 from specdecode_worker.models.configs.target_config import LlamaConfig
-from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.eagle import EagleHead
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
@@ -68,7 +67,13 @@ class DraftLoader:
         )
         quantise_draft(draft, config.quantization)
         fuse(draft)
-        state = DraftState(name=name, method=config.method, hash=weights_hash(folder), uri=config.uri)
+        state = DraftState(
+            name=name,
+            method=config.method,
+            hash=draft_hash(config, self.resolve),
+            uri=config.uri,
+            quantization=config.quantization,
+        )
         return LoadedDraft(self._drafter(draft, read_sharpness(folder)), state)
 
     def _drafter(self, draft: Draft, sharpness: tuple[float, ...]) -> Drafter:
@@ -91,7 +96,7 @@ class DraftLoader:
         drafter = NgramDrafter(
             self.state, self.target.config.vocab_size, shortest, longest, host_is_current=self.host_is_current
         )
-        return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=f"ngram-{shortest}-{longest}"))
+        return LoadedDraft(drafter, DraftState(name=name, method="ngram", hash=draft_hash(config, self.resolve)))
 
     def _cache(self, config: CachedConfig) -> PagedCache:
         return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
@@ -124,21 +129,3 @@ def paged_cache(config: CachedConfig, layers: int, blocks: int, dtype: torch.dty
         dtype=dtype,
         device=device,
     )
-
-
-def read_sharpness(folder: Path) -> tuple[float, ...]:
-    """Read the factors on the draft's logits from ``calibration.json`` in the folder of the weights.
-
-    Returns:
-        One factor for each depth, from depth 1 on; empty if the file does not exist.
-
-    Raises:
-        ModelError: The file is malformed.
-    """
-    path = folder / "calibration.json"
-    if not path.exists():
-        return ()
-    try:
-        return tuple(float(factor) for factor in json.loads(path.read_text())["sharpness"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f'{path} should hold {{"sharpness": [factor of depth 1, ...]}}: {error}') from None

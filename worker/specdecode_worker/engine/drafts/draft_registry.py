@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -16,16 +17,18 @@ from torch import Tensor
 from specdecode_worker.contract import DraftConfig, DraftState, TaskMatch
 from specdecode_worker.engine.drafts.aux_hidden_states import columns_of, union_reads
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
+from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.drafts.drafter import Drafter, PagedDrafter
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.engine.step.device_state import AuxStates, DeviceState
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.speculation.sampling.sampler import Sampler
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
 DEFAULT_DRAFT = ""
 """Name of the default draft, used by tasks that have no draft of their own."""
+NO_SWAPS: Mapping[str, SwapStatus] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,20 @@ class DraftRegistry:
         return loaded.state if loaded else self._unusable.get(name, DraftState())
 
     @property
-    def named(self) -> tuple[DraftState, ...]:
-        """States of all drafts except the default one, sorted by name."""
-        return tuple(self.state(name) for name in sorted({*self._drafts, *self._unusable} - {DEFAULT_DRAFT}))
+    def names(self) -> tuple[str, ...]:
+        """Names of all drafts, loaded or not, sorted."""
+        return tuple(sorted({*self._drafts, *self._unusable}))
+
+    def named(self, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> tuple[DraftState, ...]:
+        """Return the states of all drafts except the default one, sorted by name, including those yet to be loaded."""
+        return tuple(self.reported(name, swaps) for name in sorted({*self.names, *swaps} - {DEFAULT_DRAFT}))
+
+    def reported(self, name: str = DEFAULT_DRAFT, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> DraftState:
+        """Return the state of the draft of this name with its swap, if there is one."""
+        state = self.state(name)
+        if (swap := swaps.get(name)) is None:
+            return state
+        return state.model_copy(update={"name": name, "pending": swap.pending, "swap_problem": swap.problem})
 
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
         """Set the draft of each task, by draft name. Tasks without one use the default draft."""
@@ -137,16 +151,30 @@ class DraftRegistry:
             merged_BNK = _merged(merged_BNK, ranked_BNK)
         return merged_BNK
 
-    def replace(self, name: str, loaded: LoadedDraft, requests: Iterable[Request]) -> None:
-        """Replace the draft of this name by ``loaded``. No step may be in flight."""
-        before = self.reads
+    def new_states(self, name: str, loaded: LoadedDraft) -> AuxStates | None:
+        """Allocate storage for the target states that all drafts read once ``loaded`` has replaced the draft ``name``.
+
+        Return None if the present storage can be used. Raise the error of torch if there is too little memory.
+        """
+        drafts = {**self._drafts, name: loaded}
+        reads = union_reads(one.drafter.reads for one in drafts.values())
+        return None if reads == self.reads else self._state.new_states(reads.width(self._size))
+
+    def replace(
+        self, name: str, loaded: LoadedDraft, requests: Iterable[Request], states: AuxStates | None = None
+    ) -> None:
+        """Replace the draft of this name by ``loaded``. No step may be in flight. ``states`` is from `new_states`."""
+        replaced = self.state(name).hash
         self._drafts[name] = loaded
         self._unusable.pop(name, None)
         self._align()
-        if self.reads != before:
-            self._state.allocate_states(self.reads.width(self._size))
-            for request in requests:
+        if states is not None:
+            self._state.use_states(states)
+        for request in requests:
+            if states is not None:
                 request.draft.features_from = request.cached
+            if request.draft.draft == replaced:
+                request.draft.draft = ""  # the cache of the new draft is empty, even if it has the same hash
 
     def _align(self) -> None:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())

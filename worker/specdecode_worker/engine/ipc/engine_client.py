@@ -119,15 +119,15 @@ class EngineClient:
         """
         await self._call(lambda call_id: SetPlan(call_id, plan.model_dump_json().encode()))
 
-    async def set_draft(self, draft: DraftConfig, name: str = "") -> None:
-        """Replace the draft of this name, and return once ``draft`` is in use. The default draft has an empty name.
+    async def begin_draft_swap(self, draft: DraftConfig, name: str = "", expected_hash: str = "") -> None:
+        """Start to replace the draft of this name. The default draft has an empty name. The report shows the result.
 
         Raises:
-            CallRefused: The engine could not load the draft; the previous one stays in use.
+            CallRefused: The swap cannot be tried.
             EngineGone: The engine has ended.
         """
         body = draft.model_dump_json(exclude={"name"}).encode()
-        await self._call(lambda call_id: SetDraft(call_id, body, name))
+        await self._call(lambda call_id: SetDraft(call_id, body, name, expected_hash))
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Set the synthetic knobs of the engine; None clears them.

@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from specdecode_worker.contract import Plan, Report, SyntheticKnobs, WorkerConfig
-from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue
+from specdecode_worker.engine.drafts.draft_swap import POLL_SECONDS, DraftSwap, DraftSwapQueue, SwapStatus
 from specdecode_worker.engine.errors import RankLost, is_sticky_device_error
 from specdecode_worker.engine.ipc.engine_port import EnginePort
 from specdecode_worker.engine.ipc.heartbeat import BEAT_SECONDS, HeartbeatBlock, HeartbeatWriter, Phase
@@ -69,8 +69,13 @@ class Engine(CalibrationTarget, Protocol):
         """True if there is nothing to compute until the next message."""
         ...
 
-    def report(self) -> Report:
-        """Return the worker report."""
+    def report(self, swaps: Mapping[str, SwapStatus] = ...) -> Report:
+        """Return the worker report, with the swaps of drafts by name."""
+        ...
+
+    @property
+    def draft_names(self) -> Sequence[str]:
+        """Names of the drafts, loaded or not; empty for the default draft."""
         ...
 
     def set_plan(self, plan: Plan) -> None:
@@ -87,7 +92,11 @@ class Engine(CalibrationTarget, Protocol):
         ...
 
     def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Replace the draft of this name. Return the tokens of the steps that were in flight."""
+        """Replace the draft of this name. Return the tokens of the steps that were in flight.
+
+        Raises:
+            ModelError: The draft cannot be used; nothing has changed.
+        """
         ...
 
 
@@ -126,10 +135,15 @@ class EngineLoop:
         return POLL_SECONDS if self._swaps.pending else BEAT_SECONDS
 
     def _apply_swap(self, swap: DraftSwap) -> list[FromEngine]:
+        """Pass a loaded draft to the engine. If that fails, the previous draft stays in use."""
         if swap.loaded is None:
-            return [Done(call_id=swap.call_id, error=swap.problem)]
-        with self._heartbeat.during(Phase.SWAPPING):
-            return [*self._engine.set_draft(swap.name, swap.loaded), Done(call_id=swap.call_id)]
+            return []
+        try:
+            with self._heartbeat.during(Phase.SWAPPING):
+                return list(self._engine.set_draft(swap.name, swap.loaded))
+        except ModelError as error:
+            self._swaps.record_problem(swap.name, str(error))
+            return []
 
     def _handle(self, message: ToEngine) -> list[FromEngine]:
         match message:
@@ -137,11 +151,9 @@ class EngineLoop:
                 return self._add(message)
             case Abort(request_id):
                 self._engine.abort(request_id)
-            case SetDraft():
-                self._swaps.begin(message)
             case Shutdown():
                 self._running = False
-            case SetPlan() | SetSynthetic() | GetReport():
+            case SetDraft() | SetPlan() | SetSynthetic() | GetReport():
                 return [self._answer(message)]
         return []
 
@@ -152,21 +164,25 @@ class EngineLoop:
             return [Tokens(request_id=request.request_id, tokens=(), finish="error", error=str(error))]
         return []
 
-    def _answer(self, call: SetPlan | SetSynthetic | GetReport) -> Done:
+    def _answer(self, call: SetDraft | SetPlan | SetSynthetic | GetReport) -> Done:
         """Execute a call and return its answer, which holds the error of a failed call. The engine continues.
 
         An error after which the device cannot be used is raised.
         """
         try:
             return Done(call_id=call.call_id, body=self._call(call))
+        except ModelError as error:
+            return Done(call_id=call.call_id, error=str(error))
         except Exception as error:
             if is_sticky_device_error(error):
                 raise
             traceback.print_exc()
             return Done(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
 
-    def _call(self, call: SetPlan | SetSynthetic | GetReport) -> bytes:
+    def _call(self, call: SetDraft | SetPlan | SetSynthetic | GetReport) -> bytes:
         match call:
+            case SetDraft():
+                self._swaps.begin(call, self._engine.draft_names)
             case SetPlan(_, plan_json):
                 with self._heartbeat.during(Phase.CAPTURING):  # the first plan starts the capture of graphs
                     self._engine.set_plan(Plan.model_validate_json(plan_json))
@@ -175,7 +191,7 @@ class EngineLoop:
                     None if knobs_json == b"null" else SyntheticKnobs.model_validate_json(knobs_json)
                 )
             case GetReport():
-                return self._engine.report().model_dump_json().encode()
+                return self._engine.report(self._swaps.status()).model_dump_json().encode()
         return b""
 
 

@@ -69,15 +69,18 @@ class SetPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetDraft(msgspec.Struct, frozen=True, tag=True):
-    """Call that loads a draft (contract.NamedDraft or DraftConfig as JSON) and replaces the draft of that name.
+    """Call that starts to load a draft (contract.DraftConfig as JSON), which then replaces the draft of that name.
 
-    An empty name means the default draft. The new draft takes over between two steps; Done is sent after that. On an
-    error the previous draft stays in use.
+    An empty name means the default draft. Done is sent at once, with an error if the swap cannot be tried. The new
+    draft takes over between two steps; until then, and if it cannot be loaded, the previous draft stays in use. The
+    report shows both.
     """
 
     call_id: int
     draft_json: bytes
     name: str = ""
+    expected_hash: str = ""
+    """Hash that the loaded draft must have; empty for any."""
 
 
 class SetSynthetic(msgspec.Struct, frozen=True, tag=True):

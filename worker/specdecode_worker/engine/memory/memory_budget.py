@@ -35,6 +35,9 @@ GRAPH_TABLE_BYTES = 8 * 1024
 """Bytes of a CUDA graph's static tables per sequence: trees of up to 64 nodes and the draft's proposals."""
 LARGE_DRAFT = 0.3
 """Weights of a draft relative to the target's above which drafting usually costs more than it saves."""
+SMALL_DRAFT_PARAMETERS = 50_000_000
+"""Weights of a separate draft model below which it is rarely accepted often enough to pay for its passes. An estimate,
+so the warning asks for a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Network:
     kv_heads: int = 0
     head_dim: int = 0
     kv_layers: int = 0
+    separate_draft_parameters: int | None = None
+    """Number of weights of a draft that is a model of its own (method draft-model); None for other networks."""
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of one token's keys and values in all layers."""

@@ -5,12 +5,21 @@ from __future__ import annotations
 import logging
 
 from specdecode_worker.contract import CheckVerdict, MemoryState
-from specdecode_worker.engine.memory.memory_budget import LARGE_DRAFT, SLACK_TOKENS, Budget, kv_cache_bytes, kv_tokens
+from specdecode_worker.engine.memory.memory_budget import (
+    LARGE_DRAFT,
+    SLACK_TOKENS,
+    SMALL_DRAFT_PARAMETERS,
+    Budget,
+    kv_cache_bytes,
+    kv_tokens,
+)
 from specdecode_worker.engine.memory.model_inventory import Inventory
 from specdecode_worker.models.errors import CannotServe
 
 log = logging.getLogger(__name__)
 
+MAX_WARNINGS = 8
+"""Most warnings of a verdict; its contract takes no more."""
 _GIB = 2**30
 
 
@@ -27,7 +36,7 @@ def make_verdict(inventory: Inventory) -> CheckVerdict:
         max_model_len=budget.bounds.max_model_len,
         sequences=budget.sequences,
         draft_problem=inventory.draft_problem and inventory.draft_problem[:1000],
-        warnings=tuple(warnings(budget)),
+        warnings=tuple(warnings(budget)[:MAX_WARNINGS]),
     )
 
 
@@ -107,6 +116,13 @@ def warnings(budget: Budget) -> list[str]:
             messages.append(
                 f"the {draft.name}'s weights are {share:.0%} of the target's; beyond {LARGE_DRAFT:.0%} a draft usually"
                 " costs more than it brings"
+            )
+        parameters = draft.separate_draft_parameters
+        if parameters is not None and parameters < SMALL_DRAFT_PARAMETERS:
+            messages.append(
+                f"the {draft.name} is a model of its own with {parameters / 1e6:.1f}M parameters; below"
+                f" {SMALL_DRAFT_PARAMETERS / 1e6:.0f}M such a draft usually does not pay, so measure it with"
+                " `specdecode-worker bench`, or train an EAGLE-3 head"
             )
     return messages
 

@@ -6,15 +6,17 @@ mismatch of target and draft raises the same error as loading them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftConfig, DraftQuantization, EngineConfig, WorkerConfig
 from specdecode_worker.engine.drafts.aux_hidden_states import union_reads
 from specdecode_worker.engine.drafts.draft_loader import CachedConfig, Resolve
+from specdecode_worker.engine.drafts.draft_problem import describe_failure
 from specdecode_worker.engine.graphs.graph_key import row_buckets
 from specdecode_worker.engine.memory.device_memory import device_memory
 from specdecode_worker.engine.memory.memory_budget import Bounds, Budget, Device, Network
@@ -99,8 +101,9 @@ def _drafts(
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
             drafts.append((name, model, draft.quantization))
-        except ModelError as error:
-            problem = str(error) if name == "draft" else f"{name}: {error}"
+        except BaseException as error:  # a panic of a Rust library is not an Exception
+            reason = describe_failure(error, where)
+            problem = reason if name == "draft" else f"{name}: {reason}"
             drafts.append((name, DraftMismatch(problem, draft.required), None))
     return drafts
 
@@ -170,6 +173,7 @@ def network_of(
         tables=_tables(model),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
+        separate_draft_parameters=_parameters(model) if draft and isinstance(model, Llama) else None,
         **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
     )
 
@@ -186,10 +190,19 @@ def _blocks(shape: CachedConfig) -> dict[str, int]:
 
 def _weights(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of the loaded weights; a matrix with two names counts once."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     return sum(
-        tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors
+        tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+        for tensor in _stored_tensors(model)
     )
+
+
+def _parameters(model: nn.Module) -> int:
+    """Return the number of weights; a matrix with two names counts once."""
+    return sum(tensor.numel() for tensor in _stored_tensors(model))
+
+
+def _stored_tensors(model: nn.Module) -> Collection[Tensor]:
+    return {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
 
 
 def _tables(model: nn.Module) -> int:

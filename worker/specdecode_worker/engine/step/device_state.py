@@ -18,6 +18,9 @@ from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, PADDING_BLO
 STATE_RING_POSITIONS = 64
 """Number of last positions of each request with stored hidden states. A draft that paused can catch up this far."""
 
+AuxStates = tuple[Tensor | None, Tensor | None]
+"""Storage of auxiliary states: the ring and the states of every block's last token; None if no draft reads any."""
+
 
 class DeviceState:
     """Tensors of all slots; the last slot is for padding rows.
@@ -47,9 +50,19 @@ class DeviceState:
 
     def allocate_states(self, aux_size: int) -> None:
         """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
-        shape = (len(self.length_S), STATE_RING_POSITIONS + 1, aux_size)
-        self.ring_SRA = torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if aux_size else None
-        self.allocate_block_states(self._blocks)
+        self.use_states(self.new_states(aux_size))
+
+    def new_states(self, aux_size: int) -> AuxStates:
+        """Allocate other storage for auxiliary states, for `use_states`. The present storage stays in use."""
+        ring_shape = (len(self.length_S), STATE_RING_POSITIONS + 1, aux_size)
+        return self._zeros(ring_shape), self._zeros((self._blocks, aux_size))
+
+    def use_states(self, states: AuxStates) -> None:
+        """Replace the storage of the auxiliary states; previous states are lost."""
+        self.ring_SRA, self.block_aux_NA = states
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor | None:
+        return torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if 0 not in shape else None
 
     def allocate_block_states(self, blocks: int) -> None:
         """Allocate storage for the auxiliary state of every block's last token (0 blocks: none).

@@ -71,7 +71,7 @@ def load_draft(
             return load_medusa(folder, target, dtype=dtype, device=device)
         case "draft-model":
             check_vocabulary(target_folder, folder)
-            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len)
+            draft = load_llama(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
             fit_vocabulary(draft, target.config.vocab_size)
             return draft
 

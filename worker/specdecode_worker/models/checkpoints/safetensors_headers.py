@@ -139,7 +139,7 @@ def _headers_of(path: Path) -> Iterator[tuple[str, TensorHeader]]:
                 part = file.get_slice(name)
                 yield name, _header(path, name, tuple(part.get_shape()), part.get_dtype())
     except (SafetensorError, OSError) as error:
-        raise WeightMismatch(f"{path} cannot be read as safetensors: {error}") from None
+        raise WeightMismatch(f"{path} cannot be read as safetensors: {error}; copy it again") from None
 
 
 def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> TensorHeader:

@@ -87,7 +87,9 @@ class Checkpoint:
                         else:
                             yield name, file.get_slice(origin)[part(name, self.tensors[name].shape)]
             except (SafetensorError, OSError) as error:
-                raise WeightMismatch(f"{self.folder / file_name} cannot be read as safetensors: {error}") from None
+                raise WeightMismatch(
+                    f"{self.folder / file_name} cannot be read as safetensors: {error}; copy it again"
+                ) from None
 
 
 def open_checkpoint(folder: Path, rename: Callable[[str], str] = lambda name: name) -> Checkpoint:
@@ -138,15 +140,27 @@ class UnloadedNetwork(Generic[Network]):
         self.check()
         placed: dict[str, Tensor] = {}
         for name, tensor in self.checkpoint.read_all(self.checkpoint.tensors.keys() - self.spare):
-            if finite and not tensor.isfinite().all():
-                raise WeightMismatch(f"{self.checkpoint.folder}: {self.checkpoint.origins[name]} holds NaN or infinity")
             placed[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else _integer(tensor))
+        if finite:
+            self._check_finite(placed)
         self.network.load_state_dict(placed, strict=False, assign=True)
         self.network.requires_grad_(False)
         for child in self.network.modules():
             if hasattr(child, "cos_PD"):
                 child.to(device)
         return self.network
+
+    def _check_finite(self, placed: Mapping[str, Tensor]) -> None:
+        """Raise WeightMismatch for the first tensor with NaN or infinity, by one reduction per tensor on its device."""
+        floats = {name: tensor for name, tensor in placed.items() if tensor.is_floating_point() and tensor.numel()}
+        if not floats:
+            return
+        # The extremes of a tensor are NaN if one value is. They need no mask as large as the tensor.
+        extremes = torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in floats.values()])
+        for name, is_finite in zip(floats, extremes.isfinite().all(dim=1).tolist(), strict=True):
+            if not is_finite:
+                folder, origin = self.checkpoint.folder, self.checkpoint.origins[name]
+                raise WeightMismatch(f"{folder}: {origin} holds NaN or infinity; export the weights again")
 
 
 def _integer(tensor: Tensor) -> torch.dtype:

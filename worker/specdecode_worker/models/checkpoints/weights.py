@@ -8,7 +8,6 @@ names the field or tensor.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +49,16 @@ def prepare_llama(folder: Path, *, max_model_len: int | None = None) -> Unloaded
     return UnloadedNetwork(model, checkpoint.without("lm_head.weight"), frozenset(("lm_head.weight",)))
 
 
-def load_llama(folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> Llama:
-    """Load the target, or draft model, in ``folder``."""
-    model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device)
+def load_llama(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    finite: bool = False,
+) -> Llama:
+    """Load the target, or draft model, in ``folder``. With ``finite``, weights with NaN or infinity are refused."""
+    model = prepare_llama(folder, max_model_len=max_model_len).fill(dtype=dtype, device=device, finite=finite)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -118,19 +124,6 @@ def load_medusa(folder: Path, target: Llama, *, dtype: torch.dtype, device: torc
     if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
         raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
     return heads
-
-
-def weights_hash(folder: Path) -> str:
-    """Return the hash (16 hex digits) of config.json and every safetensors file.
-
-    It identifies a target or a draft in plans and reports.
-    """
-    digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def _eagle3_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -20,6 +21,12 @@ def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _user_text(value: Any) -> Any:
+    """Return the text of a user's identifier; clients also send numbers."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+User = Annotated[str, BeforeValidator(_user_text, json_schema_input_type=Any)]
 StopText = Annotated[str, Field(min_length=1)]
 Stops = Annotated[
     list[StopText],
@@ -70,6 +77,8 @@ class GenerationRequest(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT)
     """As in vLLM: only requests with the same salt share cached prefixes."""
+    user: User | None = None
+    """Identifier of the end user. Captured requests hold its hash, by which they can be deleted."""
     metadata: dict[str, Any] = Field(default={})
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 

@@ -10,7 +10,7 @@ from specdecode_worker.server.errors import BadRequest
 # These fields control storage, billing or speed in other servers; they do not change the output.
 WITHOUT_EFFECT = frozenset(
     {
-        "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prediction", "request_id",
     }
 )  # fmt: skip

@@ -59,8 +59,9 @@ def _add_draft(app: FastAPI, service: Service) -> None:
     @app.put(Route.draft)
     async def put_draft(request: Request) -> Response:
         new = parse_contract(NewDraft, await read_body(request))
-        await service.set_draft(new.config(), new.name)
-        return JSONResponse(await _drafts(service))
+        expected = await service.begin_draft_swap(new.config(), new.name, new.expected_hash)
+        body = {**new.model_dump(exclude={"expected_hash"}), "hash": expected, "status": Route.draft}
+        return JSONResponse(body, status_code=202, headers={"Location": Route.draft})
 
 
 async def _drafts(service: Service) -> dict[str, object]:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine.drafts.draft_loader import read_sharpness
-from specdecode_worker.models.checkpoints.weights import load_eagle3, weights_hash
+from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.models.checkpoints.weights import load_eagle3
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage

@@ -8,7 +8,7 @@ from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.weights import weights_hash
+from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 
 SAMPLING_PARAMS = (
     {"temperature": 0.0},

@@ -1,0 +1,207 @@
+"""Drafts that cannot be loaded, at start and at a swap: the worker serves on, and the report says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import small_model
+from bounds import healthy
+from conftest import StartWorker
+from worker_process import WorkerProcess
+
+from specdecode_worker.contract import (
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    NamedDraft,
+    Route,
+    ServerConfig,
+    WorkerConfig,
+)
+
+COMPLETION = {"model": "small", "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+ACCEPTED_SECONDS = 1.0
+"""Bound of the answer to PUT /v1/draft."""
+LOAD_SECONDS = 20.0
+
+
+def _unreadable_calibration(folder: Path) -> str:
+    (folder / "calibration.json").mkdir()
+    return "calibration.json"
+
+
+def _unreadable_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "nowhere")
+    return "model.safetensors"
+
+
+def _nested_calibration(folder: Path) -> str:
+    (folder / "calibration.json").write_text('{"sharpness":' + "[" * 100_000 + "]" * 100_000 + "}")
+    return "calibration.json"
+
+
+def _endless_calibration(folder: Path) -> str:
+    (folder / "calibration.json").write_text('{"sharpness": [NaN, 1e999]}')
+    return "calibration.json"
+
+
+def _truncated_weights(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return "model.safetensors"
+
+
+def _nan_weights(folder: Path) -> str:
+    return _spoil(folder, "midlayer.mlp.up_proj.weight", float("nan"))
+
+
+def _whole_model_with_infinity(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    small_model.write_target(folder)
+    return _spoil(folder, "model.layers.3.mlp.up_proj.weight", float("inf"))
+
+
+def _spoil(folder: Path, name: str, value: float) -> str:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][1, 2] = value
+    save_file(tensors, folder / "model.safetensors")
+    return name
+
+
+BAD: dict[str, Callable[[Path], str]] = {
+    "unreadable-calibration": _unreadable_calibration,
+    "unreadable-weights": _unreadable_weights,
+    "nested-json": _nested_calibration,
+    "nan-calibration": _endless_calibration,
+    "truncated": _truncated_weights,
+    "nan-weights": _nan_weights,
+    "infinite-model": _whole_model_with_infinity,
+}
+"""Functions that spoil a good draft's folder and return what the message must name."""
+
+
+def _bad_draft(kind: str, folder: Path) -> tuple[dict[str, str], str]:
+    folder.mkdir()
+    small_model.write_draft(folder)
+    named = BAD[kind](folder)
+    method = "draft-model" if kind == "infinite-model" else "eagle3"
+    return {"uri": f"file://{folder}", "method": method}, named
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_draft_at_a_swap_leaves_plain_serving(small_worker: WorkerProcess, tmp_path: Path, kind: str) -> None:
+    body, named = _bad_draft(kind, tmp_path / "draft")
+    engine_pid = small_worker.engine_pid
+    with healthy(small_worker):
+        problem = _swap_problem(small_worker, body)
+        _assert_serves(small_worker, engine_pid)
+    assert named in problem, problem
+    assert problem.count(". ") == 0, f"one sentence: {problem}"
+
+
+def test_an_unreadable_folder_is_refused_at_a_swap(small_worker: WorkerProcess) -> None:
+    engine_pid = small_worker.engine_pid
+    problem = _swap_problem(small_worker, {"uri": "file:///" + "x" * 300, "method": "eagle3"})
+    _assert_serves(small_worker, engine_pid)
+    assert "xxx" in problem
+
+
+def test_bad_drafts_at_start_leave_plain_serving(start_small: StartWorker, small_folder: Path, tmp_path: Path) -> None:
+    bad = {kind: _bad_draft(kind, tmp_path / kind) for kind in BAD}
+    (first, *others) = bad
+    worker = start_small(environment=_pod(small_folder, [bad[first][0], *({"name": k, **bad[k][0]} for k in others)]))
+    _assert_serves(worker, worker.engine_pid)
+    drafts = _drafts(worker)
+    problems = {"": drafts["draft"]["problem"]} | {draft["name"]: draft["problem"] for draft in drafts["named_drafts"]}
+    print(json.dumps(problems, indent=1))
+    assert all(bad[kind][1] in problems["" if kind == first else kind] for kind in bad)
+
+
+def test_a_required_draft_that_cannot_be_loaded_is_fatal(
+    start_small: StartWorker, small_folder: Path, tmp_path: Path
+) -> None:
+    body, named = _bad_draft("nested-json", tmp_path / "draft")
+    with pytest.raises((AssertionError, httpx.HTTPError)):
+        start_small(environment=_pod(small_folder, [{"required": True, **body}]))
+    log = (tmp_path / "worker-0.log").read_text()
+    assert named in log
+    assert "Traceback" not in log, "an explained error needs no traceback"
+
+
+def test_a_swap_is_accepted_at_once_and_shown_until_it_runs(small_worker: WorkerProcess, tmp_path: Path) -> None:
+    good, wrong = tmp_path / "good", "0" * 16
+    good.mkdir()
+    small_model.write_draft(good)
+    body = {"uri": f"file://{good}", "method": "eagle3", "quantization": "int8"}
+    refused = _put(small_worker, body | {"expected_hash": wrong})
+    assert (refused.status_code, wrong in refused.text) == (409, True)
+    began = time.monotonic()
+    accepted = _put(small_worker, body)
+    took_seconds = time.monotonic() - began
+    assert (accepted.status_code, accepted.headers["Location"]) == (202, Route.draft), accepted.text
+    print(f"PUT /v1/draft answered after {took_seconds:.3f} s")
+    assert took_seconds <= ACCEPTED_SECONDS
+    state = _wait_for_swap(small_worker)
+    assert (state["hash"], state["quantization"]) == (accepted.json()["hash"], "int8")
+    assert state["swap_problem"] is None
+    _swap_problem(small_worker, {"uri": "file:///nowhere", "method": "eagle3"})
+    assert _drafts(small_worker)["draft"]["hash"] == accepted.json()["hash"], "the running draft stays"
+    assert _put(small_worker, body | {"expected_hash": accepted.json()["hash"]}).status_code == 202
+
+
+def _pod(target: Path, drafts: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the environment of a pod with these drafts, the default draft first."""
+    config = WorkerConfig(
+        model=ModelConfig(uri=f"file://{target}", served_name="small", dtype="float32"),
+        draft=DraftConfig.model_validate(drafts[0]),
+        drafts=tuple(NamedDraft.model_validate(draft) for draft in drafts[1:]),
+        engine=EngineConfig(max_num_seqs=4, kv_cache_tokens=4096, device="cpu", threads=1),
+        server=ServerConfig(host="127.0.0.1", port=0, admin_port=0),
+    )
+    return {"SPECDECODE_CONFIG": config.model_dump_json()}
+
+
+def _swap_problem(worker: WorkerProcess, body: dict[str, str]) -> str:
+    """Ask for a swap and return the reason of its failure: of the 409, or of the report after a 202."""
+    answer = _put(worker, body)
+    if answer.status_code == 409:
+        message: str = answer.json()["error"]["message"]
+        return message
+    assert answer.status_code == 202, answer.text
+    problem: str | None = _wait_for_swap(worker)["swap_problem"]
+    assert problem is not None, "the bad draft was taken over"
+    return problem
+
+
+def _wait_for_swap(worker: WorkerProcess) -> dict[str, Any]:
+    deadline = time.monotonic() + LOAD_SECONDS
+    while (state := _drafts(worker)["draft"])["pending"] is not None:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.05)
+    return dict(state)
+
+
+def _put(worker: WorkerProcess, body: dict[str, str]) -> httpx.Response:
+    return worker.call_admin(Route.draft, "PUT", json=body, timeout=30)
+
+
+def _drafts(worker: WorkerProcess) -> dict[str, Any]:
+    drafts: dict[str, Any] = worker.call_admin(Route.draft, timeout=30).json()
+    return drafts
+
+
+def _assert_serves(worker: WorkerProcess, engine_pid: int) -> None:
+    answer = httpx.post(f"{worker.public}/v1/completions", json=COMPLETION, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert worker.engine_pid == engine_pid

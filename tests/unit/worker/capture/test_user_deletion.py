@@ -1,0 +1,89 @@
+"""Deletion of one user's records, also while a worker writes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from captured import record
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import ReadStats, Record, read_records, user_hash
+from specdecode_worker.capture.record import encode
+from specdecode_worker.capture.segment_format import list_segments
+from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.user_deletion import delete_user_records
+
+
+def of_user(number: int, user: str) -> Record:
+    return msgspec.structs.replace(record(number), user=user_hash(user) if user else "")
+
+
+def writer(folder: Path) -> SegmentWriter:
+    return SegmentWriter(folder, max_bytes=2**20, max_age_seconds=1e9)
+
+
+def read(folder: Path) -> list[Record]:
+    stats = ReadStats()
+    records = list(read_records([folder], stats))
+    assert (stats.torn, stats.unreadable) == (0, 0)
+    return records
+
+
+def test_records_of_the_user_are_deleted_and_the_writer_goes_on(tmp_path: Path) -> None:
+    segments = writer(tmp_path)
+    for number, user in enumerate(["ann", "bob", "", "ann"]):
+        segments.append(encode(of_user(number, user)))
+    (before,) = list_segments(tmp_path)
+    counts = delete_user_records(tmp_path, "ann")
+    assert (counts.records, counts.segments, counts.unreadable) == (2, 1, 0)
+    (after,) = list_segments(tmp_path)
+    assert (after.path, after.path.stat().st_mode) == (before.path, before.path.stat().st_mode), "its age stays"
+    segments.append(encode(of_user(4, "bob")))
+    assert read(tmp_path) == [of_user(1, "bob"), of_user(2, ""), of_user(4, "bob")]
+    assert delete_user_records(tmp_path, "nobody").segments == 0
+
+
+def test_a_segment_without_other_records_is_deleted(tmp_path: Path) -> None:
+    writer(tmp_path).append(encode(of_user(0, "ann")))
+    assert delete_user_records(tmp_path, "ann").records == 1
+    assert list_segments(tmp_path) == []
+
+
+def test_a_truncated_end_is_dropped(tmp_path: Path) -> None:
+    segments = writer(tmp_path)
+    for number in range(2):
+        segments.append(encode(of_user(number, "bob")))
+    (segment,) = list_segments(tmp_path)
+    segment.path.write_bytes(segment.path.read_bytes()[:-3])
+    counts = delete_user_records(tmp_path, "ann")
+    assert (counts.records, counts.segments) == (0, 1)
+    assert read(tmp_path) == [of_user(0, "bob")]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_no_other_record_is_lost_while_a_worker_writes(tmp_path: Path, attempt: int) -> None:
+    segments, count = writer(tmp_path), 400
+    thread = threading.Thread(
+        target=lambda: [segments.append(encode(of_user(n, "ann" if n % 3 else "bob"))) for n in range(count)]
+    )
+    thread.start()
+    while thread.is_alive():
+        delete_user_records(tmp_path, "ann")
+    delete_user_records(tmp_path, "ann")
+    assert sorted(one.sampling.seed for one in read(tmp_path)) == list(range(0, count, 3))
+
+
+def test_the_command_deletes_and_says_what_it_cannot_read(tmp_path: Path, capsys: Any) -> None:
+    segments = writer(tmp_path)
+    segments.append(encode(of_user(0, "ann")))
+    segments.append(encode(of_user(1, "bob")))
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 0
+    assert "1 records deleted, 1 segments rewritten" in capsys.readouterr().out
+    segments.append(msgspec.msgpack.encode({"tokens": "none"}))
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 1
+    assert "1 segments or records cannot be read" in capsys.readouterr().err
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path / "missing")]) == 1

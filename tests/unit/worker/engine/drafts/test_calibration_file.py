@@ -1,0 +1,42 @@
+"""Reader of calibration.json: factors by depth, or an error that names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.models.errors import ModelError
+
+MALFORMED = {
+    "no-json": "{",
+    "no-object": "[1]",
+    "no-list": '{"sharpness": 1}',
+    "text": '{"sharpness": ["x"]}',
+    "nested": '{"sharpness":' + "[" * 100_000,
+    "nan": '{"sharpness": [NaN]}',
+    "infinite": '{"sharpness": [1e999]}',
+    "zero": '{"sharpness": [1, 0]}',
+    "huge": '{"sharpness": [' + "9" * 400 + "]}",
+    "large-file": '{"sharpness": [1], "x": "' + "y" * 2**20 + '"}',
+}
+
+
+def test_factors_are_read(tmp_path: Path) -> None:
+    assert read_sharpness(tmp_path) == ()
+    (tmp_path / "calibration.json").write_text('{"sharpness": [1, 0.5], "tasks": {}}')
+    assert read_sharpness(tmp_path) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_file_is_named(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "calibration.json").write_text(MALFORMED[kind])
+    with pytest.raises(ModelError, match=r"calibration\.json should hold"):
+        read_sharpness(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"calibration\.json should hold.*No such file"):
+        read_sharpness(tmp_path)

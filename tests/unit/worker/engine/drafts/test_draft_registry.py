@@ -1,0 +1,58 @@
+"""Registry of drafts: replacement, and the states that the report shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode_worker.contract import DraftState, PendingDraft
+from specdecode_worker.engine.drafts.draft_progress import DraftProgress
+from specdecode_worker.engine.drafts.draft_registry import DraftRegistry, LoadedDraft
+from specdecode_worker.engine.drafts.draft_swap import SwapStatus
+from specdecode_worker.engine.step.device_state import DeviceState
+from specdecode_worker.models.configs.target_states import TargetStates
+
+
+def loaded(draft_hash: str, reads: TargetStates | None = None, name: str = "") -> LoadedDraft:
+    drafter: Any = SimpleNamespace(reads=reads or TargetStates(), columns=None)
+    return LoadedDraft(drafter, DraftState(name=name, method="eagle3", hash=draft_hash))
+
+
+def device_state() -> DeviceState:
+    return DeviceState(2, 64, torch.float32, torch.device("cpu"))
+
+
+def test_requests_restart_with_a_draft_of_the_same_hash() -> None:
+    registry = DraftRegistry({"": loaded("h")}, device_state(), 8)
+    requests: list[Any] = [SimpleNamespace(draft=DraftProgress(name), cached=5) for name in ("h", "other")]
+    registry.replace("", loaded("h"), requests)
+    assert [request.draft.draft for request in requests] == ["", "other"]
+
+
+def test_states_that_cannot_be_allocated_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = device_state()
+    registry = DraftRegistry({"": loaded("h")}, state, 8)
+
+    def zeros(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.OutOfMemoryError):
+        registry.new_states("", loaded("new", TargetStates(layers=(1,))))
+    assert (registry.state().hash, state.ring_SRA) == ("h", None)
+
+
+def test_the_report_shows_swaps_of_known_and_new_drafts() -> None:
+    registry = DraftRegistry({"": loaded("h"), "code": loaded("c", name="code")}, device_state(), 8)
+    swaps = {
+        "": SwapStatus(pending=PendingDraft(method="ngram", hash="ngram-2-5", since_seconds=3)),
+        "new": SwapStatus(problem="fc.weight is missing"),
+    }
+    first = registry.reported("", swaps)
+    assert (first.hash, first.pending and first.pending.hash) == ("h", "ngram-2-5")
+    named = [(draft.name, draft.method, draft.swap_problem) for draft in registry.named(swaps)]
+    assert named == [("code", "eagle3", None), ("new", "none", "fc.weight is missing")]
+    assert registry.reported() == registry.state()

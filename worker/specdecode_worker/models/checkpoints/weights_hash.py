@@ -1,0 +1,19 @@
+"""Hash of a model's files. The server process imports this module, so it must not import torch."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+
+def weights_hash(folder: Path) -> str:
+    """Return the hash (16 hex digits) of config.json and every safetensors file.
+
+    It identifies a target or a draft in plans and reports. Raises OSError if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
