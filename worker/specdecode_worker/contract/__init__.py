@@ -24,6 +24,7 @@ from specdecode_worker.contract.report import (
     AcceptanceCell,
     DraftState,
     GuardCell,
+    HistogramCounts,
     LatencyHistogram,
     MemoryState,
     PhaseSeconds,
@@ -31,6 +32,7 @@ from specdecode_worker.contract.report import (
     Report,
     RequestCell,
     StepCell,
+    TaskCell,
     TrafficCell,
 )
 from specdecode_worker.contract.shape import TreeShape
@@ -78,6 +80,7 @@ __all__ = [
     "Env",
     "GuardCell",
     "Header",
+    "HistogramCounts",
     "LatencyHistogram",
     "MemoryState",
     "Method",
@@ -100,6 +103,7 @@ __all__ = [
     "StepTime",
     "SyntheticKnobs",
     "TargetQuantization",
+    "TaskCell",
     "TaskMatch",
     "TaskName",
     "ToolFormat",

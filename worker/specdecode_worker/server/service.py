@@ -34,6 +34,7 @@ from specdecode_worker.server.request_sampling import (
     seeds_of,
     token_limit,
 )
+from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.text.detokenizer import TextOptions
 from specdecode_worker.server.text.prompts import Prompt
@@ -84,7 +85,9 @@ class Service:
         self.engine = engine
         self.lifecycle = lifecycle
         self.plans = PlanStore(config.deployment_uid, plan)
-        self.counts = ServerCounters(time.monotonic, recorder.counts if recorder else None)
+        self.counts = ServerCounters(
+            time.monotonic, recorder.counts if recorder else None, api_keys=config.server.api_key_metrics
+        )
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
@@ -123,7 +126,13 @@ class Service:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
 
     def start(
-        self, request: GenerationRequest, prompts: Sequence[Prompt], task: str, *, capture: bool = True
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        task: str,
+        *,
+        capture: bool = True,
+        terms: RequestTerms = RequestTerms(),  # noqa: B008  # frozen
     ) -> list[Generation]:
         """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
 
@@ -132,6 +141,7 @@ class Service:
             prompts: Tokenized prompts of the request.
             task: Task label of the request.
             capture: False when the client does not permit its request to be captured.
+            terms: Client and deadlines of the request.
 
         Returns:
             The generations, grouped by prompt in the order of ``prompts``.
@@ -144,7 +154,7 @@ class Service:
         token_limits = [token_limit(request, prompt.ids, limits) for prompt in prompts]
         self.lifecycle.check_accepting()
         field = "prompt" if len(prompts) > 1 else "n"
-        self._queue.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field)
+        self._queue.check(self.engine.in_flight, len(prompts) * made, time.monotonic(), field, terms.client)
         if self._capture is not None and not capture:
             self._capture.opted_out()
         with contextlib.ExitStack() as started:
@@ -152,7 +162,8 @@ class Service:
             for prompt, limit in zip(prompts, token_limits, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
                     sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _output_options(request, choice), task, capture)
+                    options = _output_options(request, choice)
+                    generation = self._generation(prompt, sampling, options, task, capture=capture, terms=terms)
                     started.callback(generation.close)
                     generations.append(generation)
             started.pop_all()
@@ -207,29 +218,44 @@ class Service:
         return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
     def _generation(
-        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, task: str, capture: bool
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        options: OutputOptions,
+        task: str,
+        *,
+        capture: bool,
+        terms: RequestTerms,
     ) -> Generation:
-        now = time.monotonic()
         submit = Submit(
-            request_id=uuid.uuid4().hex, prompt=tuple(prompt.ids), sampling=sampling, task=task, arrival_seconds=now
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt.ids),
+            sampling=sampling,
+            task=task,
+            arrival_seconds=time.monotonic(),
+            deadline_seconds=terms.deadline_seconds,
+            queue_deadline_seconds=terms.queue_deadline_seconds,
+            client=terms.client,
         )
         try:
             stream = self.engine.submit(submit)
         except EngineGone as error:
             raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
+        self._queue.record_start(terms.client)
         return Generation(
             stream,
             self.model.tokenizer,
             prompt,
             options,
-            observers=self._observers(prompt, sampling, task, capture and options.generates),
-            on_end=lambda: self._queue.record_end(time.monotonic()),
+            observers=self._observers(prompt, submit, capture and options.generates),
+            on_end=lambda: self._queue.record_end(time.monotonic(), terms.client),
+            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
         )
 
-    def _observers(self, prompt: Prompt, sampling: Sampling, task: str, capture: bool) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self.counts.request_counter(task, len(prompt.ids))]
+    def _observers(self, prompt: Prompt, submit: Submit, capture: bool) -> list[RequestObserver]:
+        observers: list[RequestObserver] = [self.counts.request_counter(submit.task, len(prompt.ids), submit.client)]
         if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, sampling, task)
+            observer = self._capture.start_record(prompt, submit.sampling, submit.task)
             observers += [observer] if observer is not None else []
         return observers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from specdecode_worker.server.errors import BadRequest, TemplateRefused, TokenizerProblem
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.request_capture import CAPTURE_HEADER, capture_permitted
+from specdecode_worker.server.request_terms import terms_of
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.requests.unsupported_fields import unsupported
@@ -56,17 +58,19 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         service.lifecycle.check_accepting()
+        terms = terms_of(request, service.config.server, time.monotonic())
         body = parse(CompletionRequest, await read_body(request))
         service.check_model_name(body.model)
         prompts = await asyncio.to_thread(completion_prompts, service.model.tokenizer, body)
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture)
+        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture, terms=terms)
         return await _answer(request, body, generations, CompletionWriter(_context(service, request, body)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         service.lifecycle.check_accepting()
+        terms = terms_of(request, service.config.server, time.monotonic())
         body = parse(ChatRequest, await read_body(request))
         service.check_model_name(body.model)
         tools = _tool_call_options(service, body)
@@ -76,7 +80,7 @@ def public_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
             raise BadRequest(str(error), param="messages", code="invalid_value") from None
         text = "\n".join(message.content for message in body.messages)
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture)
+        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture, terms=terms)
         return await _answer(request, body, generations, ChatWriter(_context(service, request, body), tools))
 
     return app
