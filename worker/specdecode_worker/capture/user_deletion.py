@@ -64,12 +64,12 @@ def _delete_from(path: Path, wanted: str, counts: DeletionCounts) -> bool:
             counts.unreadable += 1
             return True
         bodies = list(read_bodies(content))
-        kept = [body for body in bodies if body is not None and not _is_of_user(body, wanted, counts)]
-        if len(kept) == len(bodies):
+        remaining = [body for body in bodies if body is not None and not _is_of_user(body, wanted, counts)]
+        if len(remaining) == len(bodies):
             return True
-        counts.records += sum(body is not None for body in bodies) - len(kept)
+        counts.records += sum(body is not None for body in bodies) - len(remaining)
         counts.segments += 1
-        _replace(path, kept, os.fstat(file.fileno()))
+        _replace(path, remaining, os.fstat(file.fileno()))
     return True
 
 

@@ -69,6 +69,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared-prefix-cache", action="store_true", help="share cached prefixes between API keys")
     parser.add_argument("--tool-call-parser", choices=get_args(ToolFormat), help="default: what the template says")
     parser.add_argument("--max-waiting", type=int, default=256, metavar="N", help="beyond it the answer is 429")
+    parser.add_argument("--request-timeout-seconds", type=float, default=_SERVER.request_timeout_seconds, metavar="S",
+                        help="default deadline; X-Request-Timeout lowers it (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--queue-timeout-seconds", type=float, default=_SERVER.queue_timeout_seconds, metavar="S",
+                        help="longest time in the queue; then the answer is 503 (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--api-key-metrics", action=argparse.BooleanOptionalAction, default=_SERVER.api_key_metrics,
+                        help="request metrics by the name of the API key (default: no)")  # fmt: skip
     parser.add_argument("--endpoint-delay-seconds", type=float, default=0.0, metavar="S")
     parser.add_argument("--grace-period-seconds", type=float, default=60.0, metavar="S")
     parser.add_argument("--step-timeout-seconds", type=float, default=_SERVER.step_timeout_seconds, metavar="S",

@@ -24,6 +24,7 @@ from specdecode_worker.contract.report import (
     AcceptanceCell,
     DraftState,
     GuardCell,
+    HistogramCounts,
     LatencyHistogram,
     MemoryState,
     PendingDraft,
@@ -32,6 +33,7 @@ from specdecode_worker.contract.report import (
     Report,
     RequestCell,
     StepCell,
+    TaskCell,
     TrafficCell,
 )
 from specdecode_worker.contract.shape import TreeShape
@@ -79,6 +81,7 @@ __all__ = [
     "Env",
     "GuardCell",
     "Header",
+    "HistogramCounts",
     "LatencyHistogram",
     "MemoryState",
     "Method",
@@ -102,6 +105,7 @@ __all__ = [
     "StepTime",
     "SyntheticKnobs",
     "TargetQuantization",
+    "TaskCell",
     "TaskMatch",
     "TaskName",
     "ToolFormat",

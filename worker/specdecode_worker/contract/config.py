@@ -127,6 +127,12 @@ class ServerConfig(Written):
     The bound of a step is longer for long prompts and after long steps. Loading, warm-up and graph capture have their
     own bounds.
     """
+    request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
+    """Time after which a request is cancelled, waiting or running. The header X-Request-Timeout lowers it."""
+    queue_timeout_seconds: float = Field(default=600, gt=0, allow_inf_nan=False)
+    """Maximum time from the arrival of a request to its first step. Beyond it the server answers 503."""
+    api_key_metrics: bool = False
+    """Exports request metrics by the name of the API key, for at most 32 names."""
     tool_call_parser: ToolFormat | None = None
     """Format of the model's tool calls. None infers it from the chat template."""
     header_timeout_seconds: float = Field(default=10, gt=0)

@@ -109,6 +109,26 @@ class LatencyHistogram(Received):
         return self
 
 
+class HistogramCounts(Received):
+    """Counts and sum of a latency histogram. Its edges are those of the ``LatencyHistogram`` of the same latency."""
+
+    counts: tuple[int, ...] = ()
+    sum: float = 0
+
+
+class TaskCell(Received):
+    """Latencies and decoding steps of one task. Tokens per step = decode_tokens / decode_steps."""
+
+    task: str
+    ttft: HistogramCounts = HistogramCounts()
+    itl: HistogramCounts = HistogramCounts()
+    """Inter-token latency, i.e. the share of this task in the histogram ``ttit``."""
+    decode_steps: int = 0
+    """Sequence-steps after the prompt, with and without a draft."""
+    decode_tokens: int = 0
+    """Tokens that these steps emitted."""
+
+
 class GuardCell(Received):
     """State of the guard at one load: seconds per token with and without speculation, and its decision."""
 
@@ -225,4 +245,6 @@ class Report(Received):
     steps: tuple[StepCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()
     latency: tuple[LatencyHistogram, ...] = ()
+    tasks: tuple[TaskCell, ...] = ()
+    """Latencies by task. Their sums over tasks are the histograms of ``latency``."""
     guard: tuple[GuardCell, ...] = ()

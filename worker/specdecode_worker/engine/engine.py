@@ -28,6 +28,7 @@ from specdecode_worker.engine.drafts.draft_registry import (
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
+from specdecode_worker.engine.queueing.deadlines import Deadlines
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens
 from specdecode_worker.engine.scheduler import Row, Scheduler
@@ -102,6 +103,7 @@ class Engine:
         )
         self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}
+        self._deadlines = Deadlines()
         self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
         if self._scheduler.prefix_caching:
@@ -143,6 +145,7 @@ class Engine:
         self._drafts.assign_draft(request)
         self._add_request_seconds(time.monotonic())
         self._requests[request.id] = request
+        self._deadlines.add(submit, self._requests)
         self._scheduler.add(request)
         self._recorder.record_arrival(request)
 
@@ -239,13 +242,18 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Tokens]:
-        """Launch the next step, collect the oldest step if it is due, and return its tokens."""
+        """Launch the next step, collect the oldest step if it is due, and return its tokens.
+
+        Requests whose deadline has passed are cancelled first, so that they take no part in the step.
+        """
+        now = time.monotonic()
+        expired = self._cancel_expired(now) if now >= self._deadlines.next_seconds else []
         launched = self.launch()
         if launched is not None:
             self._launched.append(launched)
         if self._launched and (launched is None or len(self._launched) > self._ahead):
-            return self.collect(self._launched.popleft())
-        return []
+            return expired + self.collect(self._launched.popleft())
+        return expired
 
     def launch(self) -> LaunchedStep | None:
         """Queue the next step on the device without waiting for it. Return None if no request can run."""
@@ -350,6 +358,21 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
         )
 
+    def _cancel_expired(self, now: float) -> list[Tokens]:
+        """Cancel the requests whose deadline has passed and return their last messages.
+
+        The longest time in the queue concerns only requests that were never admitted.
+        """
+        cancelled = []
+        for request_id, reason in self._deadlines.pop_expired(now):
+            request = self._requests.get(request_id)
+            if request is None or (reason == "queue_timeout" and (request.slot >= 0 or request.epoch)):
+                continue
+            request.finish = reason
+            self._end(request, now)
+            cancelled.append(Tokens(request_id=request_id, tokens=(), finish=reason))
+        return cancelled
+
     def _end(self, request: Request, now: float) -> None:
         """Remove a finished or cancelled request and free its slot and blocks."""
         self._add_request_seconds(now)
@@ -359,6 +382,7 @@ class Engine:
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""
+        self._scheduler.record_step_time(step.size.prefill_tokens, seconds)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.record_step(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:

@@ -44,6 +44,8 @@ class Request:
     arrived_seconds: float
     order: int = 0
     """Position in the order of arrival, from 1."""
+    expected_prefill: int = 0
+    """Number of tokens to prefill, as expected when the request joined the queue."""
     last_turn: int = 0
     """Number of the last decoding turn. Requests take turns when a step has fewer tokens than decoding requests."""
     slot: int = -1

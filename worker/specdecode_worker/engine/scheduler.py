@@ -1,6 +1,11 @@
 """Scheduler of the next step: continuous batching with chunked prefill, first come first served.
 
 Decoding requests run first and leave a share of the token budget to prompts, which also use what decoding leaves over.
+With chunked prefill, long prompts leave a share of the prompt budget to short ones (queueing/prompt_shares.py): a
+waiting short prompt may overtake a long one as long as another long prompt is in progress. The oldest waiting long
+prompt is next once none is in progress, and then nothing overtakes it. Requests of several clients wait in turn
+(queueing/waiting_queue.py).
+
 When blocks run out, the youngest request is preempted: it gives its blocks back and later recomputes its keys from its
 tokens, so no token is lost and the text does not change. The oldest request is never preempted, which guarantees
 progress.
@@ -9,12 +14,13 @@ progress.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool, blocks_for
 from specdecode_worker.engine.kv_cache.prefix_reuse import PrefixReuse
+from specdecode_worker.engine.queueing.prompt_shares import PrefillLimit, share_prompt_budget, short_prompt_tokens
+from specdecode_worker.engine.queueing.waiting_queue import WaitingQueue
 from specdecode_worker.engine.request import CachedPrefix, Request
 from specdecode_worker.engine.shape_selector import Choice, Selection
 from specdecode_worker.speculation.trees import PLAIN, Tree
@@ -91,8 +97,8 @@ Dispatch = Callable[[Sequence[Request]], Selection]
 class Scheduler:
     """Owner of the request queue, the slots and the cache blocks.
 
-    A batch lists the rows that choose a token first, then unfinished prefill chunks. ``running`` and ``waiting`` are in
-    the order of arrival. Apart from preempted requests, every waiting request is younger than every running one.
+    A batch lists the rows that choose a token first, then unfinished prefill chunks. ``running`` is in the order of
+    arrival.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "") -> None:
@@ -104,10 +110,13 @@ class Scheduler:
             prefix_caching: Reuse cached blocks of equal prefixes.
             salt: Identity of the target, part of every block digest.
         """
-        self.waiting: deque[Request] = deque()
+        self._short = short_prompt_tokens(limits.max_num_batched_tokens)
+        self.waiting = WaitingQueue(self._short)
         self.running: list[Request] = []
         self.counters = Counters()
         self._limits = limits
+        self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
+        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share)
         self._pool = pool
         self._reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
@@ -148,7 +157,7 @@ class Scheduler:
         """Append a request to the queue."""
         self._arrivals += 1
         request.order = self._arrivals
-        self.waiting.append(request)
+        self._enqueue(request)
 
     def next_batch(self, dispatch: Dispatch) -> Batch:
         """Return the next batch. It has no rows if no request can run, e.g. before a step in flight is collected.
@@ -181,6 +190,10 @@ class Scheduler:
         """
         self._reuse.publish(request, end)
 
+    def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
+        """Record the duration of a step with ``prompt_tokens`` tokens of prompts, which bounds later chunks."""
+        self._prefill_limit.record_step(prompt_tokens, seconds)
+
     def reset_traffic(self) -> None:
         """Reset the counters."""
         self.counters = Counters()
@@ -198,8 +211,9 @@ class Scheduler:
         """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
         if request.slot >= 0:
             self._vacate(request)
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
+        self.waiting.charge_output(request)
 
     def check(self) -> None:
         """Check that every slot is owned or free and that every block is owned, cached or free."""
@@ -212,20 +226,23 @@ class Scheduler:
         Without chunked prefill the next prompt needs all of its tokens in one step. They are reserved, except in a step
         that follows one in which decoding requests had to take turns.
         """
-        wanted = self._next_prompt_tokens()
+        in_progress = [request.prefill_end - request.prefilled for request in self.running if not request.decoding]
         if self._limits.chunked_prefill:
-            return min(wanted, max(self._limits.max_num_batched_tokens // PROMPT_SHARE, 1))
-        return 0 if self._decoding_took_turns else min(wanted, self._limits.max_num_batched_tokens)
-
-    def _next_prompt_tokens(self) -> int:
-        """Return the number of tokens left to prefill of the first prompt that can run in this step."""
-        for request in self.running:
-            if not request.decoding:
-                return request.prefill_end - request.prefilled
-        if not self.waiting or not self._slots:
+            wanted = sum(in_progress)
+            return min(wanted if wanted >= self._prompt_share else wanted + self._first_waiting_tokens(),
+                       self._prompt_share)  # fmt: skip
+        if self._decoding_took_turns:
             return 0
-        hit = self._reuse.find(self.waiting[0])
-        return self._to_prefill(self.waiting[0], hit) if self._fits(self.waiting[0], hit) else 0
+        wanted = in_progress[0] if in_progress else self._first_waiting_tokens()
+        return min(wanted, self._limits.max_num_batched_tokens)
+
+    def _first_waiting_tokens(self) -> int:
+        """Return the number of tokens to prefill of the next waiting request, 0 if it cannot run in this step."""
+        request = self.waiting.first() if self._slots else None
+        if request is None:
+            return 0
+        hit = self._reuse.find(request)
+        return self._to_prefill(request, hit) if self._fits(request, hit) else 0
 
     def _decoding(self, requests: Sequence[Request], trees: Sequence[Tree], budget: int) -> list[Row]:
         """Return the rows of decoding requests; a tree that does not fit into the budget is replaced by one token."""
@@ -260,19 +277,46 @@ class Scheduler:
         return sorted(in_turn, key=lambda one: one.order)
 
     def _prefill(self, budget: int, rows: list[Row]) -> None:
-        """Append the rows of prefill chunks, oldest request first, and admit waiting requests while tokens remain."""
-        for request in [request for request in self.running if not request.decoding]:
+        """Append the rows of prefill chunks and admit waiting requests while tokens remain."""
+        prompts = [request for request in self.running if not request.decoding]
+        remaining = [request.prefill_end - request.prefilled for request in prompts]
+        shares = remaining
+        if self._limits.chunked_prefill:
+            budget = min(budget, self._prefill_limit.tokens)
+            shares = share_prompt_budget(remaining, self._waiting_short_tokens(), budget, self._short)
+        for request, share in zip(prompts, shares, strict=True):
             if request.slot >= 0:
-                budget -= self._chunk(request, budget, rows)
-        while budget > 0 and self.waiting and self._slots:
-            request = self.waiting[0]
+                budget -= self._chunk(request, min(share, budget), rows)
+        self._admit_waiting(budget, rows)
+
+    def _admit_waiting(self, budget: int, rows: list[Row]) -> None:
+        """Admit waiting requests and append their first chunks, as long as tokens, slots and blocks suffice.
+
+        Long prompts are skipped while another long prompt is in progress. A request that does not fit, or whose prefix
+        is being computed in this step, is not overtaken.
+        """
+        chunked = self._limits.chunked_prefill
+        skip_long = chunked and any(one.prefill_end - one.prefilled > self._short for one in self.running)
+        while budget > 0 and self._slots:
+            request = self.waiting.first(skip_long=skip_long)
+            if request is None:
+                break
             hit = self._reuse.find(request)
             if not self._fits(request, hit) or self._reuse.is_being_filled(request, hit):
                 break
-            if not self._chunk_size(self._to_prefill(request, hit), budget, rows):
+            wanted = share = self._to_prefill(request, hit)
+            if not self._chunk_size(wanted, budget, rows):
                 break
-            self._admit(self.waiting.popleft(), hit)
-            budget -= self._chunk(request, budget, rows)
+            self.waiting.admit(request)
+            self._admit(request, hit)
+            if chunked:
+                (share,) = share_prompt_budget([wanted], self._waiting_short_tokens(), budget, self._short)
+                skip_long = skip_long or wanted - share > self._short
+            budget -= self._chunk(request, min(share, budget) if chunked else budget, rows)
+
+    def _waiting_short_tokens(self) -> int:
+        """Return the expected tokens of the short prompts that may be admitted in this step."""
+        return self.waiting.short_tokens if self._slots else 0
 
     def _to_prefill(self, request: Request, hit: CachedPrefix) -> int:
         """Return the number of tokens that a waiting request has to prefill."""
@@ -344,9 +388,13 @@ class Scheduler:
         """Take the slot and the blocks of a running request and put it back into the queue by its order of arrival."""
         self._vacate(request)
         request.forget_cache()
-        older = sum(one.order < request.order for one in self.waiting)
-        self.waiting.insert(older, request)
+        self._enqueue(request)
         self.counters.preemptions += 1
+
+    def _enqueue(self, request: Request) -> None:
+        """Add a new or preempted request to the queue, as a short or a long prompt."""
+        request.expected_prefill = self._to_prefill(request, self._reuse.find(request))
+        self.waiting.add(request)
 
     def _vacate(self, request: Request) -> None:
         """Free the slot and the blocks of a running request."""

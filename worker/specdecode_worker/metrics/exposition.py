@@ -9,6 +9,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from specdecode_worker.contract import Report
+from specdecode_worker.metrics.api_keys import api_keys
 from specdecode_worker.metrics.capture import capture
 from specdecode_worker.metrics.latency import latency
 from specdecode_worker.metrics.server_counters import ServerCounters
@@ -22,7 +23,8 @@ def render(report: Report, counts: ServerCounters) -> bytes:
     """Return all metrics in the Prometheus text format."""
     registry = CollectorRegistry()
     families = [*speculation(report, counts), *traffic(report), *latency(report, counts)]
-    registry.register(_StaticCollector([*families, *capture(report.model, counts.capture)]))
+    families += [*capture(report.model, counts.capture), *api_keys(report.model, counts)]
+    registry.register(_StaticCollector(families))
     return generate_latest(registry)
 
 

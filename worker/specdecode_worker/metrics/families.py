@@ -30,20 +30,26 @@ def gauge(name: Metric, text: str, model: str, labels: Sequence[str], samples: S
     return family
 
 
+Histograms = Iterable[tuple[tuple[str, ...], Sequence[int], float]]
+"""Triples of values of the further labels, observations per bucket (not accumulated) and sum of the observations."""
+
+
 def histogram(
-    name: Metric, text: str, model: str, edges: Sequence[float], counts: Sequence[int], total: float
+    name: Metric, text: str, model: str, labels: Sequence[str], edges: Sequence[float], histograms: Histograms
 ) -> Family:
-    """Build a histogram.
+    """Build a histogram with the labels ``model_name`` and ``labels``.
 
     Args:
         name: Name of the metric.
         text: Help text.
         model: Value of the label ``model_name``.
-        edges: Upper bounds of the buckets, inclusive.
-        counts: Observations per bucket, not accumulated; the last bucket has no upper bound.
-        total: Sum of all observations.
+        labels: Names of the further labels.
+        edges: Upper bounds of the buckets, inclusive; the last bucket has no upper bound.
+        histograms: Counts and sums, one for each combination of label values.
     """
-    family = HistogramMetricFamily(name, text, labels=("model_name",))
+    family = HistogramMetricFamily(name, text, labels=("model_name", *labels))
     bounds = [*(str(edge) for edge in edges), "+Inf"]
-    family.add_metric((model,), list(zip(bounds, map(float, accumulate(counts)), strict=True)), total)
+    for values, counts, total in histograms:
+        buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+        family.add_metric((model, *values), buckets, total)
     return family

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric as Family
 from prometheus_client.core import SummaryMetricFamily
 
-from specdecode_worker.contract import Metric, Report
-from specdecode_worker.metrics.families import counter, histogram
+from specdecode_worker.contract import OTHER_TASK, LatencyHistogram, Metric, Report
+from specdecode_worker.metrics.families import Histograms, counter, histogram
 from specdecode_worker.metrics.server_counters import ServerCounters
 
-_REPORTED = {
+_BY_TASK = {
     "ttft": (Metric.time_to_first_token_seconds, "Time from arrival to the first token."),
     "ttit": (Metric.inter_token_latency_seconds, "Time between consecutive tokens."),
+}
+_TOGETHER = {
     "e2e": (Metric.e2e_request_latency_seconds, "Time from arrival to the last token."),
     "queue": (Metric.request_queue_time_seconds, "Time from arrival to the first step."),
 }
@@ -22,8 +24,12 @@ _REPORTED = {
 def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
     """Yield the latency and size histograms of requests, and the time of engine steps."""
     for cell in report.latency:
-        name, text = _REPORTED[cell.name]
-        yield histogram(name, text, report.model, cell.edges, cell.counts, cell.sum)
+        if cell.name in _BY_TASK:
+            name, text = _BY_TASK[cell.name]
+            yield histogram(name, text, report.model, ("task",), cell.edges, _by_task(report, cell))
+        else:
+            name, text = _TOGETHER[cell.name]
+            yield histogram(name, text, report.model, (), cell.edges, [((), cell.counts, cell.sum)])
     counted = (
         (Metric.request_prompt_tokens, "Prompt tokens per request.", counts.prompt_tokens),
         (Metric.request_generation_tokens, "Generated tokens per request.", counts.generation_tokens),
@@ -34,8 +40,20 @@ def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
         ),
     )
     for name, text, sizes in counted:
-        yield histogram(name, text, report.model, sizes.edges, sizes.counts, sizes.sum)
+        yield histogram(name, text, report.model, (), sizes.edges, [((), sizes.counts, sizes.sum)])
+    timeouts = [((reason,), float(count)) for reason, count in counts.timeouts.items()]
+    text = "Requests that were cancelled at their deadline, or after the longest time in the queue."
+    yield counter(Metric.request_timeouts, text, report.model, ("reason",), timeouts)
     yield from _steps(report)
+
+
+def _by_task(report: Report, cell: LatencyHistogram) -> Histograms:
+    """Yield the histogram of each task. Without counts by task, everything belongs to ``other``."""
+    if not report.tasks:
+        yield (OTHER_TASK,), cell.counts, cell.sum
+    for task in report.tasks:
+        counted = task.ttft if cell.name == "ttft" else task.itl
+        yield (task.task,), counted.counts, counted.sum
 
 
 def _steps(report: Report) -> Iterator[Family]:

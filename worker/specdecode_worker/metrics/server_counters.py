@@ -1,4 +1,4 @@
-"""Counters of the server: speculation per task, and token counts and time per token of single requests."""
+"""Counters of the server: speculation by task, sizes and times of requests, and requests by API key."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdecode_worker.capture import CaptureCounts
-from specdecode_worker.engine.ipc.messages import Tokens
+from specdecode_worker.engine.ipc.messages import FinishReason, Tokens
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _MILLISECONDS = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000)
+LATENCY_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
+"""Upper bounds of the latency buckets by API key, in seconds. They are coarse, because they exist for every key."""
+MAX_API_KEYS = 32
+"""Most names of API keys that are exported. It bounds the number of time series; all further keys count as other."""
+OTHER_API_KEY = "other"
 
 
 @dataclass(slots=True)
@@ -40,34 +45,64 @@ class Histogram:
         self.sum += value
 
 
+class KeyCounts:
+    """Request counts of one API key."""
+
+    __slots__ = ("e2e", "finished", "generation_tokens", "prompt_tokens", "requests", "ttft")
+
+    def __init__(self) -> None:
+        self.requests = self.finished = self.prompt_tokens = self.generation_tokens = 0
+        self.ttft, self.e2e = Histogram(LATENCY_EDGES), Histogram(LATENCY_EDGES)
+
+
 class ServerCounters:
     """Monotonic counters of the server.
 
     Args:
         clock: Monotonic clock, in seconds.
         capture: Counters of the recorder, if traffic is captured.
+        api_keys: Count requests by the name of their API key.
     """
 
-    def __init__(self, clock: Callable[[], float], capture: CaptureCounts | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float], capture: CaptureCounts | None = None, *, api_keys: bool = False
+    ) -> None:
         self.clock = clock
+        self.timeouts = {"deadline": 0, "queue": 0}
+        """Requests that the engine cancelled: at their deadline, or after the longest time in the queue."""
+        self.by_key: dict[str, KeyCounts] = {}
+        self._api_keys = api_keys
         self.capture = capture or CaptureCounts()
         self.by_task: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
         self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
 
-    def request_counter(self, task: str, prompt_tokens: int) -> RequestCounter:
-        """Return the observer of a new request."""
-        return RequestCounter(self, task, prompt_tokens)
+    def request_counter(self, task: str, prompt_tokens: int, client: str = "") -> RequestCounter:
+        """Return the observer of a new request. ``client`` is the name of its API key."""
+        return RequestCounter(self, task, prompt_tokens, self._key_counts(client))
+
+    def _key_counts(self, client: str) -> KeyCounts:
+        """Return the counts of an API key. They are not exported for requests without a key."""
+        if not self._api_keys or not client:
+            return KeyCounts()
+        named = len(self.by_key) - (OTHER_API_KEY in self.by_key)
+        name = client if client in self.by_key or named < MAX_API_KEYS else OTHER_API_KEY
+        return self.by_key.setdefault(name, KeyCounts())
 
 
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_counts", "_ended", "_first", "_last", "_previous", "_prompt_tokens", "_task", "_tokens")
+    __slots__ = ("_began", "_counts", "_ended", "_first", "_key", "_last", "_previous", "_prompt_tokens", "_task",
+                 "_tokens")  # fmt: skip
 
-    def __init__(self, counts: ServerCounters, task: str, prompt_tokens: int) -> None:
+    def __init__(self, counts: ServerCounters, task: str, prompt_tokens: int, key: KeyCounts) -> None:
         self._counts = counts
+        self._key = key
+        self._began = counts.clock()
+        key.requests += 1
+        key.prompt_tokens += prompt_tokens
         self._task = counts.by_task[task]
         self._prompt_tokens = prompt_tokens
         self._previous = Tokens(request_id="", tokens=())
@@ -87,14 +122,28 @@ class RequestCounter:
         self._previous = tokens
         if tokens.tokens:
             self._last = self._counts.clock()
-            self._first = self._first if self._tokens else self._last
+            if not self._tokens:
+                self._first = self._last
+                self._key.ttft.add(self._first - self._began)
             self._tokens += len(tokens.tokens)
+        if tokens.finish is not None:
+            self._count_finish(tokens.finish)
+
+    def _count_finish(self, finish: FinishReason) -> None:
+        if finish == "deadline":
+            self._counts.timeouts["deadline"] += 1
+        elif finish == "queue_timeout":
+            self._counts.timeouts["queue"] += 1
+        elif finish in ("stop", "length"):
+            self._key.finished += 1
+            self._key.e2e.add(self._last - self._began)
 
     def end(self) -> None:
         """Count the ended request in the histograms. Further calls, and requests without output, are not counted."""
         if self._ended or not self._tokens:
             return
         self._ended = True
+        self._key.generation_tokens += self._tokens
         self._counts.prompt_tokens.add(self._prompt_tokens)
         self._counts.generation_tokens.add(self._tokens)
         if self._tokens > 1:

@@ -18,6 +18,12 @@ def speculation(report: Report, counts: ServerCounters) -> Iterator[Family]:
     yield _ranked(report)
     text = "Steps of a sequence without a draft."
     yield counter(Metric.num_plain_steps, text, report.model, (), [((), report.plain_steps)])
+    text = "Steps of a sequence after its prompt, with or without a draft."
+    steps = [((cell.task,), float(cell.decode_steps)) for cell in report.tasks]
+    yield counter(Metric.num_decode_steps, text, report.model, ("task",), steps)
+    text = "Tokens that decode steps emitted. Divided by the number of decode steps: tokens per step."
+    tokens = [((cell.task,), float(cell.decode_tokens)) for cell in report.tasks]
+    yield counter(Metric.num_decode_tokens, text, report.model, ("task",), tokens)
     yield _drafts(report)
     yield from _guard(report)
 

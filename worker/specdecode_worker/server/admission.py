@@ -1,9 +1,9 @@
-"""Admission control: limit of running and waiting generations, and the Retry-After time of a full queue."""
+"""Admission control: limit of running and waiting generations, shares of clients, and Retry-After of a full queue."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 
@@ -11,6 +11,12 @@ from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 _RECENT_COMPLETIONS = 64
 # Upper bound of Retry-After.
 _MAX_RETRY_AFTER_SECONDS = 60
+# The first half of the places is for any client. In the other half a client keeps to its equal share, so that a client
+# that floods the queue always leaves places to the others.
+_UNSHARED_PART = 2
+# Time since the last request after which a client without places counts as absent: longer than the pauses of a user
+# between requests, so that its share is free when it returns.
+_ACTIVE_SECONDS = 300.0
 
 
 class AdmissionQueue:
@@ -23,18 +29,31 @@ class AdmissionQueue:
         self._capacity = max_num_seqs + max_waiting
         self._max_waiting = max_waiting
         self._completion_times: deque[float] = deque(maxlen=_RECENT_COMPLETIONS)
+        self._places: Counter[str] = Counter()
+        self._last_seen: dict[str, float] = {}
 
-    def record_end(self, now: float) -> None:
-        """Record that a generation ended at time ``now``, for whatever reason."""
+    def record_start(self, client: str) -> None:
+        """Record that a generation of ``client`` takes a place."""
+        self._places[client] += 1
+
+    def record_end(self, now: float, client: str = "") -> None:
+        """Record that a generation of ``client`` ended at time ``now``, for whatever reason."""
         self._completion_times.append(now)
+        self._places[client] -= 1
+        if self._places[client] <= 0:
+            del self._places[client]
 
-    def check(self, in_flight: int, more: int, now: float, field: str) -> None:
+    def check(self, in_flight: int, more: int, now: float, field: str, client: str = "") -> None:
         """Check that the queue has a place for ``more`` generations; ``in_flight`` is the current number.
+
+        Once half of the places are taken, a client may hold at most its equal share of all places. This does not apply
+        to a client that holds none, or if no other client is active.
 
         Raises:
             BadRequest: ``more`` exceeds the size of the queue; the error names ``field``.
             TooManyWaiting: The queue has no place for them now; the error has the Retry-After time.
         """
+        self._last_seen[client] = now
         if more > self._capacity:
             raise BadRequest(f"a request may ask for at most {self._capacity} choices in total", param=field)
         if in_flight + more > self._capacity:
@@ -42,6 +61,26 @@ class AdmissionQueue:
                 f"{self._max_waiting} requests are waiting already; try again later",
                 retry_after_seconds=self.wait_seconds(in_flight + more - self._capacity, now),
             )
+
+        share = self._capacity // self._count_active(now)
+        held = self._places.get(client, 0)
+        if in_flight + more > self._capacity // _UNSHARED_PART and held and held + more > share < self._capacity:
+            raise TooManyWaiting(
+                f"{held} requests of this API key are running or waiting already, and other keys are active; "
+                "try again later",
+                retry_after_seconds=self.wait_seconds(max(held + more - share, 1), now),
+            )
+
+    def _count_active(self, now: float) -> int:
+        """Return the number of clients that hold places or were seen recently, and forget the others."""
+        absent = [
+            client
+            for client, seen in self._last_seen.items()
+            if client not in self._places and now - seen > _ACTIVE_SECONDS
+        ]
+        for client in absent:
+            del self._last_seen[client]
+        return len(self._last_seen)
 
     def wait_seconds(self, leaving: int, now: float) -> int:
         """Estimate the seconds until ``leaving`` generations have ended, at the rate of the recent completions.

@@ -29,15 +29,15 @@ class DraftSwapper:
             EngineGone: The engine has ended.
         """
         async with self._lock:
-            found = await asyncio.to_thread(self._hash, draft)
-            if expected_hash not in (None, found):
+            actual_hash = await asyncio.to_thread(self._hash, draft)
+            if expected_hash not in (None, actual_hash):
                 raise Conflict(
-                    f"the files of {draft.uri or draft.method} have the hash {found}, not {expected_hash}; check the "
-                    "uri, or send the hash that you mean",
+                    f"the files of {draft.uri or draft.method} have the hash {actual_hash}, not {expected_hash}; check "
+                    "the uri, or send the hash that you mean",
                     param="expected_hash",
                 )
-            await self._engine.begin_draft_swap(draft, name, found)
-        return found
+            await self._engine.begin_draft_swap(draft, name, actual_hash)
+        return actual_hash
 
     def _hash(self, draft: DraftConfig) -> str:
         try:

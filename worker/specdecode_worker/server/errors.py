@@ -13,7 +13,9 @@ ServerError
     ├── BodyTooLarge      413
     ├── TooManyWaiting    429
     ├── EngineFailed      500
-    └── Unavailable       503
+    ├── Unavailable       503
+    ├── QueueTimedOut     503
+    └── DeadlineExceeded  504
 """
 
 from __future__ import annotations
@@ -125,3 +127,24 @@ class Unavailable(ApiError):
 
     status, type, code = 503, "server_error", "unavailable"
     headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})
+
+
+class QueueTimedOut(ApiError):
+    """Response 503: the request waited for the longest time in the queue. Another worker may have a place."""
+
+    status, type, code = 503, "server_error", "queue_timeout"
+
+    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(retry_after_seconds)}
+
+
+class DeadlineExceeded(ApiError):
+    """Response 504: the request was cancelled at its deadline.
+
+    OpenAI's clients repeat requests that end with 408 or 5xx, unless X-Should-Retry says otherwise. A repetition would
+    take as long again.
+    """
+
+    status, type, code = 504, "server_error", "deadline_exceeded"
+    headers: Mapping[str, str] = MappingProxyType({"X-Should-Retry": "false"})

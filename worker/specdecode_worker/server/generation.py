@@ -9,7 +9,7 @@ from typing import Protocol
 from specdecode_worker.engine.errors import EngineGone
 from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.engine.ipc.token_streams import Stream
-from specdecode_worker.server.errors import EngineFailed
+from specdecode_worker.server.errors import DeadlineExceeded, EngineFailed, QueueTimedOut
 from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
 from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions
 from specdecode_worker.server.text.prompts import Prompt
@@ -52,6 +52,7 @@ class Generation:
         *,
         observers: Sequence[RequestObserver],
         on_end: Callable[[], None],
+        retry_after_seconds: Callable[[], int] = lambda: 1,
     ) -> None:
         self._stream = stream
         self._prompt = prompt
@@ -61,6 +62,7 @@ class Generation:
         self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
         self._observers = observers
         self._on_end: Callable[[], None] | None = on_end
+        self._retry_after_seconds = retry_after_seconds
         self._last: Tokens | None = None
 
     @property
@@ -82,6 +84,8 @@ class Generation:
 
         Raises:
             EngineFailed: The engine ended the request with an error, or it is gone.
+            DeadlineExceeded: The deadline of the request passed before its end.
+            QueueTimedOut: The request waited too long for a place in the batch.
         """
         try:
             async for tokens in self._stream:
@@ -94,7 +98,7 @@ class Generation:
             raise EngineFailed(f"the engine is gone: {error}") from None
 
     async def whole(self) -> Choice:
-        """Return the finished choice. Raises EngineFailed under the same conditions as ``pieces``."""
+        """Return the finished choice. Raises the same errors as ``pieces``."""
         pieces = [piece async for piece in self.pieces()]
         return Choice(
             text="".join(piece.text for piece in pieces),
@@ -119,6 +123,13 @@ class Generation:
             observer.process(tokens)
         if tokens.finish in ("error", "abort"):
             raise EngineFailed(tokens.error or "the engine ended this request")
+        if tokens.finish == "deadline":
+            raise DeadlineExceeded("the deadline of this request passed before it was complete; see X-Request-Timeout")
+        if tokens.finish == "queue_timeout":
+            raise QueueTimedOut(
+                "this request waited too long for a place in the batch; try again later",
+                retry_after_seconds=self._retry_after_seconds(),
+            )
         if self._options.has_logprobs and len(tokens.logprobs) != len(tokens.tokens):
             raise EngineFailed("the engine returned no log-probabilities")
         echo = self._echoed(tokens)

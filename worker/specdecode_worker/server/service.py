@@ -36,6 +36,7 @@ from specdecode_worker.server.request_sampling import (
     seeds_of,
     token_limits,
 )
+from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
@@ -51,8 +52,7 @@ class _Origin:
     """Facts that all generations of one request share."""
 
     task: str
-    client: str
-    """Name of the client's API key; empty without keys."""
+    terms: RequestTerms
     cache_salt: str
     """Salt of the prefix cache."""
     user: str | None
@@ -74,7 +74,9 @@ class Service:
         self.engine = engine
         self.lifecycle = lifecycle
         self.plans = PlanStore(config.deployment_uid, plan)
-        self.counts = ServerCounters(time.monotonic, recorder.counts if recorder else None)
+        self.counts = ServerCounters(
+            time.monotonic, recorder.counts if recorder else None, api_keys=config.server.api_key_metrics
+        )
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
@@ -130,7 +132,7 @@ class Service:
             self._prompts.close()
 
     @contextlib.contextmanager
-    def preparing(self, request: GenerationRequest, prompts: int) -> Iterator[PromptPreparation]:
+    def preparing(self, request: GenerationRequest, prompts: int, client: str = "") -> Iterator[PromptPreparation]:
         """Yield the preparation of prompts for a request that has a place in the queue.
 
         The place counts while the block runs, so that the queue also bounds the requests whose texts are prepared.
@@ -138,6 +140,7 @@ class Service:
         Args:
             request: The validated request body.
             prompts: Number of prompts of the request.
+            client: Name of the request's API key; empty without keys.
 
         Raises:
             ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
@@ -145,15 +148,15 @@ class Service:
         self.lifecycle.check_accepting()
         check_ids(request, self.model.limits)
         places = prompts * request.generated_choices
-        self._check_queue(self.engine.in_flight + self._preparing, places, prompts)
+        self._check_queue(self.engine.in_flight + self._preparing, places, prompts, client)
         self._preparing += places
         try:
             yield self.prompts
         finally:
             self._preparing -= places
 
-    def _check_queue(self, in_flight: int, places: int, prompts: int) -> None:
-        self._queue.check(in_flight, places, time.monotonic(), "prompt" if prompts > 1 else "n")
+    def _check_queue(self, in_flight: int, places: int, prompts: int, client: str) -> None:
+        self._queue.check(in_flight, places, time.monotonic(), "prompt" if prompts > 1 else "n", client)
 
     def check_model_name(self, name: str | None) -> None:
         """Raise ModelNotFound unless ``name`` is the served model. None means the served model."""
@@ -168,7 +171,7 @@ class Service:
         task: str,
         *,
         capture: bool = True,
-        client: str = "",
+        terms: RequestTerms = RequestTerms(),  # noqa: B008  # frozen
     ) -> list[Generation]:
         """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
 
@@ -177,7 +180,7 @@ class Service:
             prompts: Tokenized prompts of the request.
             task: Task label of the request.
             capture: False when the client does not permit its request to be captured.
-            client: Name of the request's API key; empty without keys.
+            terms: Client and deadlines of the request.
 
         Returns:
             The generations, grouped by prompt in the order of ``prompts``.
@@ -189,10 +192,10 @@ class Service:
         check_ids(request, limits)
         most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
         self.lifecycle.check_accepting()
-        self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts))
+        self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts), terms.client)
         if self._capture is not None and not capture:
             self._capture.opted_out()
-        origin = self._origin(request, task, client)
+        origin = self._origin(request, task, terms)
         with contextlib.ExitStack() as started:
             generations = []
             for prompt, limit in zip(prompts, most_tokens, strict=True):
@@ -257,9 +260,9 @@ class Service:
             report = await self._engine_report.result()
         return report.model_copy(update={"draining": self.lifecycle.shutting_down})
 
-    def _origin(self, request: GenerationRequest, task: str, client: str) -> _Origin:
+    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> _Origin:
         shared = self.config.server.shared_prefix_cache
-        return _Origin(task, client, prefix_salt(client, request.cache_salt or "", shared=shared), request.user)
+        return _Origin(task, terms, prefix_salt(terms.client, request.cache_salt or "", shared=shared), request.user)
 
     def _generation(
         self, prompt: Prompt, sampling: Sampling, options: OutputOptions, origin: _Origin, capture: bool
@@ -270,26 +273,30 @@ class Service:
             sampling=sampling,
             task=origin.task,
             arrival_seconds=time.monotonic(),
+            deadline_seconds=origin.terms.deadline_seconds,
+            queue_deadline_seconds=origin.terms.queue_deadline_seconds,
+            client=origin.terms.client,
             cache_salt=origin.cache_salt,
-            client=origin.client,
         )
         try:
             stream = self.engine.submit(submit)
         except EngineGone as error:
             raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
+        self._queue.record_start(submit.client)
         return Generation(
             stream,
             self.model.tokenizer,
             prompt,
             options,
-            observers=self._observers(prompt, sampling, origin, capture and options.generates),
-            on_end=lambda: self._queue.record_end(time.monotonic()),
+            observers=self._observers(prompt, submit, origin.user, capture and options.generates),
+            on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
+            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
         )
 
-    def _observers(self, prompt: Prompt, sampling: Sampling, origin: _Origin, capture: bool) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self.counts.request_counter(origin.task, len(prompt.ids))]
+    def _observers(self, prompt: Prompt, submit: Submit, user: str | None, capture: bool) -> list[RequestObserver]:
+        observers: list[RequestObserver] = [self.counts.request_counter(submit.task, len(prompt.ids), submit.client)]
         if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, sampling, origin.task, origin.user)
+            observer = self._capture.start_record(prompt, submit.sampling, submit.task, user)
             observers += [observer] if observer is not None else []
         return observers
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from small_engine import drain, plan_of, small_engine, submit, texts
 
 from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
@@ -77,6 +79,41 @@ def test_a_draft_without_memory_for_its_states_changes_nothing(
     outputs += drain(engine)
     assert texts(outputs)["r"] == greedy
     assert engine.report().draft.hash == "d"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_deadline_cancels_waiting_and_running_requests(greedy: list[int], steps: int, pipelined: bool) -> None:
+    """Requests are cancelled in the first step after their deadline; the others keep their text."""
+    engine = small_engine(max_num_seqs=2, pipelined=pipelined)
+    engine.set_plan(plan_of("chain:3"))
+    in_one_second = time.monotonic() + 1
+    engine.add(submit("stays", max_tokens=60))
+    for name in ("runs", "waits"):
+        engine.add(structs.replace(submit(name, prompt=[1] * 40, max_tokens=50), deadline_seconds=in_one_second))
+    engine.add(structs.replace(submit("queues", max_tokens=5), queue_deadline_seconds=in_one_second))
+    outputs = [new for _ in range(steps) for new in engine.step()]
+    assert not any(new.finish for new in outputs)
+    engine._deadlines.next_seconds = 0.0  # the time has come
+    engine._deadlines._heap = [(0.0, *entry[1:]) for entry in engine._deadlines._heap]
+    outputs += engine.step()
+    cancelled = {new.request_id: new.finish for new in outputs if new.finish}
+    assert cancelled == {"runs": "deadline", "waits": "deadline", "queues": "queue_timeout"}
+    engine.check()
+    assert len(engine._requests) == 1
+    report = engine.report()
+    assert (report.running, report.waiting) == (1, 0)
+    after = drain(engine)
+    assert {new.request_id for new in after} == {"stays"}
+    outputs += after
+    assert texts(outputs)["stays"] == greedy
+
+
+def test_queue_deadline_does_not_concern_admitted_requests(pipelined: bool) -> None:
+    engine = small_engine(pipelined=pipelined)
+    engine.add(structs.replace(submit("runs", max_tokens=8), queue_deadline_seconds=time.monotonic() + 1e-3))
+    engine.step()
+    time.sleep(2e-3)
+    assert [new.finish for new in drain(engine) if new.finish] == ["length"]
 
 
 def test_aborting_one_request_does_not_change_the_others(greedy: list[int], pipelined: bool) -> None:

@@ -15,6 +15,7 @@ from small_engine import request
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE, BlockPool
+from specdecode_worker.engine.queueing.prompt_shares import STEP_SECONDS
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import PROMPT_SHARE, Limits, Row, Scheduler
 from specdecode_worker.engine.shape_selector import Selection
@@ -53,7 +54,12 @@ def test_all_requests_finish_within_the_limits_and_all_blocks_are_released(
     device.drain()
     assert [one.emitted for one in requests] == [new for _, new in lengths]
     assert [one.finish for one in requests] == ["length"] * len(lengths)
-    assert device.admitted == [one.id for one in requests], "first come, first served"
+    # A cached prefix makes a long prompt short, so the lanes are known only without the cache.
+    if not chunked or not caching:
+        short = device.scheduler._short if chunked else MOST
+        for is_long in (False, True):
+            lane = [one.id for one in requests if (len(one.submit.prompt) > short) == is_long]
+            assert [name for name in device.admitted if name in lane] == lane, "first come, first served"
     assert (device.scheduler.kv_tokens_used, device.scheduler.kv_tokens_total) == (0, (blocks - 1) * BLOCK_SIZE)
 
 
@@ -258,6 +264,56 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
     assert [one.id for one in device.scheduler.waiting] == ["big", "small"]
 
 
+def test_a_short_prompt_overtakes_long_ones() -> None:
+    """A short prompt starts in the step after its arrival, and the oldest long prompt keeps half of the budget."""
+    device = SimulatedDevice(Limits(4, 40), 100)
+    for name in ("long", "next"):
+        device.arrive(name, [len(name)] * 200, new=1)
+    assert seen(device.step()) == [("long", 40, True)]
+    device.arrive("short", [7] * 15, new=1)
+    assert seen(device.step()) == [("short", 15, True), ("long", 25, True)]
+    assert seen(device.step()) == [("long", 40, True)]
+    device.drain()
+    assert device.admitted == ["long", "short", "next"]
+
+
+def test_a_long_prompt_ends_while_short_ones_keep_coming() -> None:
+    device = SimulatedDevice(Limits(4, 40), 100)
+    long = device.arrive("long", [9] * 400, new=1)
+    steps = 0
+    while long.finish is None:
+        device.arrive(str(steps), [1 + steps % 5] * 20, new=1)
+        device.arrive(f"{steps} again", [6 + steps % 3] * 20, new=1)
+        device.step()
+        steps += 1
+    assert 10 < steps <= 400 // 20 + 1
+
+
+def test_a_long_prompt_leaves_room_for_short_ones_when_it_is_admitted() -> None:
+    device = SimulatedDevice(Limits(4, 40), 100)
+    device.arrive("long", [9] * 200, new=1)
+    device.arrive("short", [7] * 15, new=1)
+    assert seen(device.step()) == [("short", 15, True), ("long", 25, True)]
+
+
+def test_a_waiting_long_prompt_is_not_overtaken_when_it_is_next() -> None:
+    """The short prompt could have the last slot, which would go to the next short prompt again and again."""
+    device = SimulatedDevice(Limits(1, 40), 100)
+    device.arrive("runs", [5] * 10, new=3)
+    device.step()
+    device.arrive("long", [9] * 60, new=1)
+    device.arrive("short", [7] * 15, new=1)
+    device.drain()
+    assert device.admitted == ["runs", "long", "short"]
+
+
+def test_slow_prefill_steps_shorten_the_chunks() -> None:
+    device = SimulatedDevice(Limits(4, 64), 100)
+    device.scheduler.record_step_time(64, 4 * STEP_SECONDS)
+    device.arrive("long", [9] * 100, new=1)
+    assert seen(device.step()) == [("long", 16, True)]
+
+
 def test_blocks_of_a_long_prompt_are_allocated_by_chunk_and_reserved_until_then() -> None:
     """Blocks of a long prompt are taken chunk by chunk, and reserved until then.
 
@@ -281,7 +337,7 @@ def test_the_youngest_request_is_preempted_and_readmitted_first() -> None:
     device.arrive("later", [9])
     while device.scheduler.counters.preemptions == 0:
         device.step()
-    victim = device.scheduler.waiting[0]
+    victim = next(iter(device.scheduler.waiting))
     assert victim is requests[1]
     assert [one.id for one in device.scheduler.waiting] == ["1", "2", "later"], "in the order in which they came"
     assert (victim.blocks, victim.slot, victim.cached, victim.epoch) == ([], -1, 0, 1)

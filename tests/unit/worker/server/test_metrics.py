@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdecode_worker.capture import Dropped
@@ -9,6 +10,7 @@ from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,
     GuardCell,
+    HistogramCounts,
     LatencyHistogram,
     MemoryState,
     Metric,
@@ -17,10 +19,12 @@ from specdecode_worker.contract import (
     Report,
     StepCell,
     SyntheticKnobs,
+    TaskCell,
     TrafficCell,
 )
 from specdecode_worker.engine.ipc.messages import Tokens
 from specdecode_worker.metrics import ServerCounters, render
+from specdecode_worker.metrics.server_counters import MAX_API_KEYS
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
@@ -128,8 +132,80 @@ def test_metric_values_equal_the_report() -> None:
 def test_histograms_accumulate() -> None:
     values = samples()
     name = "specdecode_time_to_first_token_seconds"
+    assert [values[f"{name}_bucket[{edge},other]"] for edge in ("0.1", "0.2", "+Inf")] == [5, 5, 7]
+    assert (values[f"{name}_count[other]"], values[f"{name}_sum[other]"]) == (7, 1.5)
+    name = "specdecode_e2e_request_latency_seconds"
     assert [values[f"{name}_bucket[{edge}]"] for edge in ("0.1", "0.2", "+Inf")] == [5, 5, 7]
-    assert (values[f"{name}_count[]"], values[f"{name}_sum[]"]) == (7, 1.5)
+
+
+def test_latency_by_task_adds_up_to_the_report() -> None:
+    cells = (
+        TaskCell(
+            task="t",
+            ttft=HistogramCounts(counts=(4, 0, 0), sum=0.2),
+            itl=HistogramCounts(counts=(0, 0, 2), sum=0.6),
+            decode_steps=20,
+            decode_tokens=50,
+        ),
+        TaskCell(
+            task="other",
+            ttft=HistogramCounts(counts=(1, 0, 2), sum=1.3),
+            itl=HistogramCounts(counts=(5, 0, 0), sum=0.9),
+            decode_steps=3,
+            decode_tokens=3,
+        ),
+    )
+    values = samples(report=REPORT.model_copy(update={"tasks": cells}))
+    for name in ("specdecode_time_to_first_token_seconds", "specdecode_inter_token_latency_seconds"):
+        assert sum(values[f"{name}_count[{task}]"] for task in ("t", "other")) == 7
+        assert sum(values[f"{name}_sum[{task}]"] for task in ("t", "other")) == pytest.approx(1.5)
+    assert values["specdecode_time_to_first_token_seconds_bucket[0.1,t]"] == 4
+    assert values["specdecode_inter_token_latency_seconds_bucket[0.1,other]"] == 5
+    tokens, steps = (values[f"specdecode_spec_decode_num_decode_{name}_total[t]"] for name in ("tokens", "steps"))
+    assert tokens / steps == 2.5
+
+
+def test_timeouts_are_counted_by_reason() -> None:
+    counts = still()
+    for finish in ("deadline", "deadline", "queue_timeout", "stop"):
+        counts.request_counter("t", 7).process(Tokens(request_id="r", tokens=(), finish=finish))
+    values = samples(counts)
+    assert values["specdecode_request_timeouts_total[deadline]"] == 2
+    assert values["specdecode_request_timeouts_total[queue]"] == 1
+
+
+def count_keys(counts: ServerCounters, *names: str) -> None:
+    for name in names:
+        request_counter = counts.request_counter("t", 30, name)
+        request_counter.process(Tokens(request_id="r", tokens=(5, 6), finish="stop"))
+        request_counter.end()
+
+
+def test_requests_are_counted_by_api_key() -> None:
+    counts = ServerCounters(lambda: 0.0, api_keys=True)
+    count_keys(counts, "ann", "bob", "ann", "")
+    values = samples(counts)
+    assert values["specdecode_api_key_requests_total[ann]"] == 2
+    assert values["specdecode_api_key_request_success_total[ann]"] == 2
+    assert values["specdecode_api_key_prompt_tokens_total[ann]"] == 60
+    assert values["specdecode_api_key_generation_tokens_total[bob]"] == 2
+    assert values["specdecode_api_key_time_to_first_token_seconds_count[ann]"] == 2
+    assert values["specdecode_api_key_e2e_request_latency_seconds_count[bob]"] == 1
+
+
+def test_number_of_api_key_names_is_bounded() -> None:
+    counts = ServerCounters(lambda: 0.0, api_keys=True)
+    count_keys(counts, *(f"key{number}" for number in range(MAX_API_KEYS + 8)), "key0")
+    names = {name for name in samples(counts) if name.startswith("specdecode_api_key_requests_total")}
+    assert len(names) == MAX_API_KEYS + 1
+    assert samples(counts)["specdecode_api_key_requests_total[other]"] == 8
+    assert samples(counts)["specdecode_api_key_requests_total[key0]"] == 2
+
+
+def test_api_key_names_are_not_exported_by_default() -> None:
+    counts = still()
+    count_keys(counts, "ann")
+    assert not [name for name in samples(counts) if name.startswith("specdecode_api_key") and "[" in name]
 
 
 def test_speculation_by_task_adds_up_to_the_report() -> None:

@@ -150,11 +150,11 @@ def _attempt(load: LoadDraft, config: DraftConfig, name: str, expected_hash: str
     """Load a draft. The result holds the failure as text, because an exception would keep tensors of the attempt."""
     try:
         loaded = load(config, name)
-        found = loaded.state.hash
-        if expected_hash not in ("", found):
+        loaded_hash = loaded.state.hash
+        if expected_hash not in ("", loaded_hash):
             raise ModelError(
-                f"{config.uri} has hash {found}, and had {expected_hash} at the request; its files changed while they "
-                "were read, so ask again when they are complete"
+                f"{config.uri} has hash {loaded_hash}, and had {expected_hash} at the request; its files changed while "
+                "they were read, so ask again when they are complete"
             )
         return DraftSwap(name, loaded)
     except BaseException as error:  # a panic of a Rust library is not an Exception

@@ -109,9 +109,9 @@ class EngineChild:
 
 def _descendants(pid: int) -> list[int]:
     """Return the pids of the children of a process and of theirs."""
-    found: list[int] = []
+    pids: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children = [int(child) for child in thread.read_text().split()]
-            found += children + [grandchild for child in children for grandchild in _descendants(child)]
-    return found
+            pids += children + [grandchild for child in children for grandchild in _descendants(child)]
+    return pids

@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline", "queue_timeout"]
+"""Reason for the end of a request. ``deadline`` and ``queue_timeout`` are cancellations by the engine."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """New request. ``arrival_seconds`` is a reading of CLOCK_MONOTONIC, which both processes share."""
+    """New request. Times are readings of CLOCK_MONOTONIC, which both processes share, in seconds."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -51,8 +52,12 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arrival_seconds: float = 0.0
     cache_salt: str = ""
     """Part of the digests of the prompt's blocks: requests with different salts share no cached prefix."""
+    deadline_seconds: float = 0.0
+    """Time at which the engine cancels the request, waiting or running; 0 for none."""
+    queue_deadline_seconds: float = 0.0
+    """Time at which the engine cancels the request if it was never admitted to the batch; 0 for none."""
     client: str = ""
-    """Name of the API key that sent the request; empty without keys."""
+    """Name of the API key; empty without keys. Waiting requests of different clients take turns."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

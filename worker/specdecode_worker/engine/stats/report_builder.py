@@ -90,6 +90,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             steps=statistics.costs.cells(MAX_STEP_CELLS // share),
             traffic=statistics.traffic_cells(),
             latency=statistics.latency_cells(),
+            tasks=statistics.task_cells(),
             guard=snapshot.guard,
         )
         if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:

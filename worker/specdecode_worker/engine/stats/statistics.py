@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,8 +16,10 @@ from specdecode_worker.contract import (
     MAX_TASKS,
     OTHER_TASK,
     AcceptanceCell,
+    HistogramCounts,
     LatencyHistogram,
     RequestCell,
+    TaskCell,
     TrafficCell,
 )
 from specdecode_worker.engine.stats.step_costs import StepCosts
@@ -51,6 +54,10 @@ class Histogram:
         self.counts[bisect_left(self.edges, seconds)] += times
         self.sum += seconds * times
 
+    def counted(self) -> HistogramCounts:
+        """Return the counts and the sum."""
+        return HistogramCounts(counts=tuple(self.counts), sum=self.sum)
+
     def cell(self) -> LatencyHistogram:
         """Return the histogram as reported."""
         return LatencyHistogram(name=self.name, edges=self.edges, counts=tuple(self.counts), sum=self.sum)
@@ -58,13 +65,17 @@ class Histogram:
 
 @dataclass(slots=True)
 class Traffic:
-    """Request and token counts of one task."""
+    """Requests, tokens, decoding steps and latencies of one task."""
 
     arrivals: int = 0
     finished: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    ttft: Histogram = field(default_factory=lambda: Histogram.of("ttft"))
+    itl: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +102,22 @@ class Statistics:
     running_request_seconds: float = 0.0
     waiting_request_seconds: float = 0.0
     costs: StepCosts = field(default_factory=StepCosts)
-    ttft: Histogram = field(default_factory=lambda: Histogram.of("ttft"))
-    ttit: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
     e2e: Histogram = field(default_factory=lambda: Histogram.of("e2e"))
     queue: Histogram = field(default_factory=lambda: Histogram.of("queue"))
     _named: set[str] = field(default_factory=set)
     _ranks: Counter[tuple[AcceptanceCategory, int, bool, int]] = field(default_factory=Counter)
     _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def ttft(self) -> Histogram:
+        """Time to first token of all tasks together."""
+        return _sum("ttft", [traffic.ttft for traffic in self._traffic.values()])
+
+    @property
+    def itl(self) -> Histogram:
+        """Inter-token latency of all tasks together."""
+        return _sum("ttit", [traffic.itl for traffic in self._traffic.values()])
 
     def traffic(self, task: str) -> Traffic:
         """Return the traffic counters of a task, to be updated by the caller."""
@@ -170,7 +189,20 @@ class Statistics:
 
     def latency_cells(self) -> tuple[LatencyHistogram, ...]:
         """Return the histograms of TTFT, time between tokens, end-to-end latency and queue time."""
-        return tuple(histogram.cell() for histogram in (self.ttft, self.ttit, self.e2e, self.queue))
+        return tuple(histogram.cell() for histogram in (self.ttft, self.itl, self.e2e, self.queue))
+
+    def task_cells(self) -> tuple[TaskCell, ...]:
+        """Return the latencies and decoding steps by task."""
+        return tuple(
+            TaskCell(
+                task=task,
+                ttft=traffic.ttft.counted(),
+                itl=traffic.itl.counted(),
+                decode_steps=traffic.decode_steps,
+                decode_tokens=traffic.decode_tokens,
+            )
+            for task, traffic in self._traffic.items()
+        )
 
     def _labelled(self, category: AcceptanceCategory) -> AcceptanceCategory:
         return replace(category, task=self._label(category.task))
@@ -184,3 +216,12 @@ class Statistics:
         if task != OTHER_TASK and len(self._named) < MAX_TASKS:
             self._named.add(task)
         return task if task in self._named else OTHER_TASK
+
+
+def _sum(name: LatencyName, parts: Iterable[Histogram]) -> Histogram:
+    """Return the sum of histograms of one latency."""
+    total = Histogram.of(name)
+    for part in parts:
+        total.counts = [a + b for a, b in zip(total.counts, part.counts, strict=True)]
+        total.sum += part.sum
+    return total

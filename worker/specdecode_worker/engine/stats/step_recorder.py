@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specdecode_worker.engine.ipc.messages import Logprobs
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.scheduler import Row
-from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics
+from specdecode_worker.engine.stats.statistics import AcceptanceCategory, Statistics, Traffic
 from specdecode_worker.engine.stats.step_costs import StepSize
 from specdecode_worker.speculation.shadow_scores import ShadowDraft, scores
 from specdecode_worker.speculation.trees import Tree
@@ -55,12 +55,15 @@ class StepRecorder:
     def record_row(self, row: Row, result: RowResult, taken: list[int], now: float) -> None:
         """Record a row that emitted tokens. ``taken`` are those that count; tokens after a stop are dropped."""
         request = row.request
+        traffic = self.statistics.traffic(request.submit.task)
         if not row.is_chunk:
+            traffic.decode_steps += 1
+            traffic.decode_tokens += len(result.tokens)
             self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
             self._count_ranks(row.tree, category_of(request), result, len(taken))
             self._store_shadow(row, result)
-        self._count_latency(request, len(taken), now)
-        self.statistics.traffic(request.submit.task).output_tokens += len(taken)
+        self._count_latency(request, traffic, len(taken), now)
+        traffic.output_tokens += len(taken)
         self._score_shadows(request)
 
     def record_end(self, request: Request, now: float) -> None:
@@ -106,11 +109,12 @@ class StepRecorder:
         if request.id in self._shadows:
             self._shadows[request.id] = pending
 
-    def _count_latency(self, request: Request, tokens: int, now: float) -> None:
+    @staticmethod
+    def _count_latency(request: Request, traffic: Traffic, tokens: int, now: float) -> None:
         if request.emitted == tokens:
-            self.statistics.ttft.add(now - request.arrived_seconds)
+            traffic.ttft.add(now - request.arrived_seconds)
         elif tokens:
-            self.statistics.ttit.add((now - request.last_emit_seconds) / tokens, tokens)
+            traffic.itl.add((now - request.last_emit_seconds) / tokens, tokens)
         request.last_emit_seconds = now
 
 

@@ -82,10 +82,10 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     path = Path(config.api_keys_path)
 
     def read() -> dict[str, str]:
-        found = read_secrets(path, first_number=len(fixed) + 1)
-        if taken := sorted(found.keys() & fixed.keys()):
+        keys = read_secrets(path, first_number=len(fixed) + 1)
+        if taken := sorted(keys.keys() & fixed.keys()):
             raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
-        return found
+        return keys
 
     return ReloadedSecrets("API keys", fixed, read, partial(read_fingerprint, path))
 
@@ -111,10 +111,10 @@ def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSec
     def read() -> dict[str, str]:
         if not path.is_dir():
             raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
-        found = read_secrets(path)
-        if unknown := sorted(found.keys() - set(Scope)):
+        tokens = read_secrets(path)
+        if unknown := sorted(tokens.keys() - set(Scope)):
             log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
-        known = {scope: token for scope, token in found.items() if scope in set(Scope)}
+        known = {scope: token for scope, token in tokens.items() if scope in set(Scope)}
         if not known:
             raise SecretFileError(f"{path} holds no token; it needs a file named {', '.join(Scope)}")
         return known

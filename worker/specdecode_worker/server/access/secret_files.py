@@ -28,11 +28,11 @@ def read_fingerprint(path: Path) -> Fingerprint:
         SecretFileError: The path cannot be examined.
     """
     try:
-        found = []
+        files = []
         for file in _files(path) if path.is_dir() else [path]:
             status = file.stat()
-            found.append((file.name, status.st_ino, status.st_mtime_ns, status.st_size))
-        return tuple(found)
+            files.append((file.name, status.st_ino, status.st_mtime_ns, status.st_size))
+        return tuple(files)
     except OSError as error:
         raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -51,15 +51,15 @@ def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
         SecretFileError: The path cannot be read, holds no secret or an invalid one.
     """
     try:
-        found = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
+        secrets = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
         raise SecretFileError(f"cannot read {path}: {reason}") from None
-    if not found:
+    if not secrets:
         raise SecretFileError(f"{path} holds no key or token; write one, or leave the option out")
-    if len(found) > MAX_SECRETS:
-        raise SecretFileError(f"{path} holds {len(found)} keys; at most {MAX_SECRETS} are supported")
-    return found
+    if len(secrets) > MAX_SECRETS:
+        raise SecretFileError(f"{path} holds {len(secrets)} keys; at most {MAX_SECRETS} are supported")
+    return secrets
 
 
 def _files(folder: Path) -> list[Path]:
@@ -72,12 +72,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_folder(folder: Path) -> dict[str, str]:
-    found = {}
+    secrets = {}
     for file in _files(folder):
         if not _NAME.fullmatch(file.name):
             raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
-        found[file.name] = _checked(_read_text(file).strip(), str(file))
-    return found
+        secrets[file.name] = _checked(_read_text(file).strip(), str(file))
+    return secrets
 
 
 def _read_text(file: Path) -> str:
@@ -93,7 +93,7 @@ def _parse_lines(path: Path, text: str, first_number: int) -> dict[str, str]:
 
     The ``=`` at the end of a key in base64 belongs to the key, not to a name.
     """
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -101,10 +101,10 @@ def _parse_lines(path: Path, text: str, first_number: int) -> dict[str, str]:
         if not key.strip("=") or not _NAME.fullmatch(name):
             name, key = f"key-{first_number}", line.strip()
             first_number += 1
-        if name in found:
+        if name in secrets:
             raise SecretFileError(f"{path} line {number}: the name {name} occurs twice")
-        found[name] = _checked(key, f"{path} line {number}")
-    return found
+        secrets[name] = _checked(key, f"{path} line {number}")
+    return secrets
 
 
 def _checked(key: str, place: str) -> str:

@@ -18,7 +18,7 @@ class SecretSet:
         names: dict[bytes, list[str]] = {}
         for name in sorted(secret_of):
             names.setdefault(_digest(secret_of[name]), []).append(name)
-        self._names = {digest: tuple(found) for digest, found in names.items()}
+        self._names = {digest: tuple(owners) for digest, owners in names.items()}
 
     def __len__(self) -> int:
         return len(self._names)

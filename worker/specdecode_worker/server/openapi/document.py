@@ -27,7 +27,8 @@ _ERRORS = {
     413: "the body is too large",
     429: "the waiting queue is full",
     500: "the engine failed on the request",
-    503: "loading, draining, or the engine is gone",
+    503: "loading, draining, a full wait in the queue, or the engine is gone",
+    504: "the deadline passed before the response was complete",
 }
 _READING = (401, 404, 503)
 _POSTING = (400, 401, 404, 413, 503)
@@ -40,6 +41,12 @@ _HEADERS: list[Json] = [
         "in": "header",
         "schema": TEXT,
         "description": 'only "true" and "on" permit the capture of the request',
+    },
+    {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+        "description": "seconds after which the request is cancelled",
     },
     {
         "name": "X-Request-Id",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from fastapi.responses import Response
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.request_capture import CAPTURE_HEADER, capture_permitted
+from specdecode_worker.server.request_terms import terms_of
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, GenerationRequest, parse
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.requests.unsupported_fields import unsupported
@@ -59,28 +61,28 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         service.lifecycle.check_accepting()
+        terms = terms_of(client_name(request), request.headers, service.config.server, time.monotonic())
         body = parse(CompletionRequest, await read_body(request))
         service.check_model_name(body.model)
-        with service.preparing(body, len(body.prompt)) as preparation:
+        with service.preparing(body, len(body.prompt), terms.client) as preparation:
             prompts = await cancel_on_disconnect(request, preparation.completion(body))
         text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        task, client = _task(service, request, body, text), client_name(request)
-        generations = service.start(body, prompts, task, capture=capture, client=client)
+        generations = service.start(body, prompts, _task(service, request, body, text), capture=capture, terms=terms)
         return await _answer(request, body, generations, CompletionWriter(_context(service, request, body)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         service.lifecycle.check_accepting()
+        terms = terms_of(client_name(request), request.headers, service.config.server, time.monotonic())
         body = parse(ChatRequest, await read_body(request))
         service.check_model_name(body.model)
         tools = _tool_call_options(service, body)
-        with service.preparing(body, 1) as preparation:
+        with service.preparing(body, 1, terms.client) as preparation:
             prompt = await cancel_on_disconnect(request, preparation.chat(body))
         text = "\n".join(message.content for message in body.messages)
         capture = capture_permitted(request.headers.get(CAPTURE_HEADER), body)
-        task, client = _task(service, request, body, text), client_name(request)
-        generations = service.start(body, [prompt], task, capture=capture, client=client)
+        generations = service.start(body, [prompt], _task(service, request, body, text), capture=capture, terms=terms)
         return await _answer(request, body, generations, ChatWriter(_context(service, request, body), tools))
 
     return app

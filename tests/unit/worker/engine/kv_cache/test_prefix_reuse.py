@@ -146,7 +146,7 @@ def test_simultaneous_requests_with_different_salts_do_not_wait_for_each_other()
     assert chunks(device_under_test_never.step()) == [("a", 0, 60), ("b", 0, 60)]
 
 
-def test_blocks_of_one_salt_are_found_beside_those_of_another() -> None:
+def test_each_salt_has_its_own_blocks() -> None:
     device_under_test_never = device()
     one = device_under_test_never.arrive("one", PROMPT, 4, cache_salt="a")
     device_under_test_never.step()

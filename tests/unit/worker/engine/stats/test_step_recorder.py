@@ -86,7 +86,7 @@ def test_first_token_of_a_prompt_is_not_a_decoding_step() -> None:
     statistics = into.statistics
     assert (statistics.drafts, statistics.plain_steps, statistics.traffic("other").output_tokens) == (0, 0, 1)
     assert statistics.ttft.sum == pytest.approx(0.5)
-    assert sum(statistics.ttit.counts) == 0
+    assert sum(statistics.itl.counts) == 0
 
 
 def test_tokens_of_a_step_share_its_time() -> None:
@@ -96,8 +96,8 @@ def test_tokens_of_a_step_share_its_time() -> None:
     walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
     statistics = into.statistics
     assert sum(statistics.ttft.counts) == 1
-    assert sum(statistics.ttit.counts) == 3
-    assert statistics.ttit.sum == pytest.approx(0.9)
+    assert sum(statistics.itl.counts) == 3
+    assert statistics.itl.sum == pytest.approx(0.9)
 
 
 SHADOWED = tree_of(TreeShape.chain(1), 4)

@@ -76,9 +76,9 @@ def test_tokens_of_folder_and_environment_have_their_scopes(tmp_path: Path) -> N
     for name in ("operator", "router", "unknown"):
         (tmp_path / name).write_text(f"token-{name}")
     credentials = load(environ=ADMIN, admin_tokens_path=str(tmp_path))
-    found = credentials.admin_tokens.current.names_of
-    assert (found("token-operator"), found("admin")) == (("operator",), ("operator/environment",))
-    assert (found("token-router"), found("token-unknown")) == (("router",), ())
+    names_of = credentials.admin_tokens.current.names_of
+    assert (names_of("token-operator"), names_of("admin")) == (("operator",), ("operator/environment",))
+    assert (names_of("token-router"), names_of("token-unknown")) == (("router",), ())
     assert not credentials.generated_token
     assert not load(admin_tokens_path=str(tmp_path)).generated_token
 

@@ -98,7 +98,7 @@ def test_texts_that_fit_are_never_refused(text: str, most: int) -> None:
         assert len(ids) > most
 
 
-def test_work_stops_if_nobody_waits_for_it() -> None:
+def test_work_stops_once_it_is_cancelled() -> None:
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(TextWorkStopped):

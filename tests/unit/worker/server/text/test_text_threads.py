@@ -42,7 +42,7 @@ async def test_short_work_does_not_wait_for_long_work(threads: TextThreads) -> N
     assert most[0] <= 2
 
 
-async def test_cancelled_work_is_told_to_stop_and_waiting_work_never_begins(threads: TextThreads) -> None:
+async def test_cancelled_work_stops_and_waiting_work_never_begins(threads: TextThreads) -> None:
     began, ended = [0], threading.Event()
 
     def work(stopped: threading.Event) -> None:

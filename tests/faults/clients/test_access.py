@@ -179,7 +179,7 @@ def cached_tokens(worker: WorkerProcess, key: str, **fields: str) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_cached_tokens_tell_nothing_of_other_clients(two_clients: tuple[WorkerProcess, Path]) -> None:
+def test_cached_tokens_reveal_no_other_client(two_clients: tuple[WorkerProcess, Path]) -> None:
     worker, _ = two_clients
     assert cached_tokens(worker, "first-key") == 0
     own, foreign = cached_tokens(worker, "first-key"), cached_tokens(worker, "second-key")

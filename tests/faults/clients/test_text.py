@@ -92,7 +92,7 @@ def test_echo_special_is_refused_at_once(worker: WorkerProcess) -> None:
     assert seconds <= REFUSAL_SECONDS
 
 
-def test_echo_special_of_clients_that_hung_up_delays_nobody(worker: WorkerProcess) -> None:
+def test_echo_special_of_clients_that_hung_up_delays_no_request(worker: WorkerProcess) -> None:
     idle_seconds = ttft_seconds(worker, model="small")
     fields = {"prompt": [SPECIAL_ID] * 8_000, "max_tokens": 1, "echo": True, "logprobs": 0}
 
@@ -109,7 +109,7 @@ def test_echo_special_of_clients_that_hung_up_delays_nobody(worker: WorkerProces
 
 
 @pytest.mark.slow_fault
-def test_answer_special_delays_nobody(worker: WorkerProcess) -> None:
+def test_answer_special_delays_no_request(worker: WorkerProcess) -> None:
     fields = {
         "prompt": [SPECIAL_ID] * 32,
         "max_tokens": 24_000,

@@ -80,8 +80,8 @@ def _seen(worker: WorkerProcess) -> int:
 
 def _metric(worker: WorkerProcess, name: str, label: str) -> int:
     lines = worker.get("/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith(f"specdecode_capture_{name}{{") and label in line]
-    return sum(int(float(line.rsplit(" ", 1)[1])) for line in found)
+    samples = [line for line in lines if line.startswith(f"specdecode_capture_{name}{{") and label in line]
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in samples)
 
 
 def _wait(condition: object, seconds: float = 10) -> None:

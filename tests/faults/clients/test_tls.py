@@ -52,13 +52,13 @@ def test_changed_certificate_is_used_without_a_restart(
 ) -> None:
     assert worker.public.startswith("https://")
     trusts_first, trusts_second = (_context(certificates / f"{name}.crt") for name in NEW_KEYS)
-    with httpx.Client(verify=trusts_first) as kept_open:
+    with httpx.Client(verify=trusts_first) as open_client:
         for url in (worker.public + "/health", worker.admin + "/v1/report"):
-            assert kept_open.get(url, headers=ADMIN_HEADERS).status_code == 200
+            assert open_client.get(url, headers=ADMIN_HEADERS).status_code == 200
         _install(certificates, "second", tmp_path)
         seconds = _seconds_until(lambda: _is_trusted(worker.public, trusts_second))
         print(f"the second certificate is used after {seconds:.1f} s")
-        assert kept_open.get(worker.public + "/health").status_code == 200
+        assert open_client.get(worker.public + "/health").status_code == 200
     assert httpx.get(worker.admin + "/v1/report", headers=ADMIN_HEADERS, verify=trusts_second).status_code == 200
     assert not _is_trusted(worker.public, trusts_first)
 

@@ -1,0 +1,144 @@
+"""Order of the waiting requests: order of arrival for one client, turns by tokens for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_worker.engine.ipc.messages import Sampling, Submit
+from specdecode_worker.engine.queueing.waiting_queue import OUTPUT_COST, WaitingQueue
+from specdecode_worker.engine.request import Request
+
+SHORT = 10
+
+
+def waiting(queue: WaitingQueue, order: int, tokens: int, client: str = "") -> Request:
+    """Add a request with ``tokens`` tokens to prefill."""
+    submit = Submit(request_id=str(order), prompt=(1,), sampling=Sampling(max_tokens=1, seed=0), client=client)
+    one = Request.of(submit, (), arrived_seconds=0)
+    one.order, one.expected_prefill = order, tokens
+    queue.add(one)
+    return one
+
+
+def served(queue: WaitingQueue, most: int = 10**6, emitted: int = 0) -> list[int]:
+    """Admit and end up to ``most`` requests, one after the other. Return their order of arrival."""
+    orders = []
+    while len(orders) < most and (one := queue.first()) is not None:
+        queue.admit(one)
+        one.emitted = emitted
+        queue.charge_output(one)
+        orders.append(one.order)
+    return orders
+
+
+@given(st.lists(st.integers(1, 20), max_size=12))
+def test_one_client_is_served_in_order_of_arrival(lengths: Sequence[int]) -> None:
+    queue = WaitingQueue(SHORT)
+    for order, tokens in enumerate(lengths):
+        waiting(queue, order, tokens)
+    assert queue.short_tokens == sum(tokens for tokens in lengths if tokens <= SHORT)
+    assert [one.order for one in queue] == list(range(len(lengths)))
+    assert served(queue) == list(range(len(lengths)))
+    assert (len(queue), queue.short_tokens, list(queue)) == (0, 0, [])
+
+
+def test_long_prompts_can_be_skipped() -> None:
+    queue = WaitingQueue(SHORT)
+    long, short = waiting(queue, 0, 50), waiting(queue, 1, 5)
+    assert queue.first() is long
+    assert queue.first(skip_long=True) is short
+    queue.admit(short)
+    assert queue.first(skip_long=True) is None
+
+
+def test_clients_take_turns() -> None:
+    queue = WaitingQueue(SHORT)
+    for order in range(6):
+        waiting(queue, order, 5, "flood")
+    waiting(queue, 6, 5, "quiet")
+    waiting(queue, 7, 5, "quiet")
+    assert served(queue) == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+def test_a_client_pays_for_its_tokens() -> None:
+    queue = WaitingQueue(SHORT)
+    for order in range(3):
+        waiting(queue, order, 30, "long")
+    for order in range(3, 12):
+        waiting(queue, order, 10, "short")
+    assert served(queue) == [0, 3, 4, 5, 1, 6, 7, 8, 2, 9, 10, 11]
+
+
+def test_output_counts() -> None:
+    queue = WaitingQueue(SHORT)
+    one = waiting(queue, 0, 5, "talks")
+    queue.admit(one)
+    one.emitted = 20
+    queue.charge_output(one)
+    waiting(queue, 1, 5, "talks")
+    for order in range(2, 12):
+        waiting(queue, order, 5, "listens")
+    turns = served(queue, 10)
+    assert turns.index(1) == (5 + 20 * OUTPUT_COST) // 5
+
+
+def test_an_absent_client_saves_up_no_turns() -> None:
+    queue = WaitingQueue(SHORT)
+    for order in range(20):
+        waiting(queue, order, 5, "busy")
+    served(queue, 10)
+    for order in range(20, 25):
+        waiting(queue, order, 5, "new")
+    assert sorted(served(queue, 4)) == [10, 11, 20, 21]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=1, max_size=30))
+def test_every_request_is_served_once(arrivals: list[tuple[str, int]]) -> None:
+    queue = WaitingQueue(SHORT)
+    for order, (client, tokens) in enumerate(arrivals):
+        waiting(queue, order, tokens, client)
+    orders = served(queue, emitted=3)
+    assert sorted(orders) == list(range(len(arrivals)))
+    for client in "abc":
+        own = [order for order, (name, _) in enumerate(arrivals) if name == client]
+        assert [order for order in orders if order in own] == own, "first come, first served within a client"
+
+
+def test_preempted_requests_come_first_and_are_charged_once() -> None:
+    queue = WaitingQueue(SHORT)
+    one, other = waiting(queue, 0, 5, "a"), waiting(queue, 1, 5, "b")
+    queue.admit(one)
+    one.epoch = 1
+    queue.add(one)
+    assert queue.first() is one
+    queue.admit(one)
+    waiting(queue, 2, 5, "a")
+    assert queue.first() is other
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_removal(epoch: int) -> None:
+    queue = WaitingQueue(SHORT)
+    one = waiting(queue, 0, 5)
+    if epoch:
+        queue.admit(one)
+        one.epoch = 1
+        queue.add(one)
+    queue.remove(one)
+    queue.remove(one)
+    assert (len(queue), queue.short_tokens, queue.first()) == (0, 0, None)
+
+
+def test_counters_of_absent_clients_are_dropped() -> None:
+    queue = WaitingQueue(SHORT)
+    for order in range(100):
+        waiting(queue, order, 5, f"client {order}")
+    served(queue)
+    for order in range(100, 104):
+        waiting(queue, order, 5, "last")
+        served(queue)
+    assert len(queue._used) <= 2
