@@ -92,7 +92,9 @@ class Scheduler:
     arrival.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "") -> None:
+    def __init__(
+        self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "", timed: bool = False
+    ) -> None:
         """Start with an empty queue.
 
         Args:
@@ -100,6 +102,7 @@ class Scheduler:
             pool: Pool of cache blocks.
             prefix_caching: Reuse cached blocks of equal prefixes.
             salt: Identity of the target, part of every block digest.
+            timed: Step times will be recorded. The first prompt then starts with a small chunk, which is measured.
         """
         self._short = short_prompt_tokens(limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(self._short)
@@ -107,7 +110,7 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
-        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share)
+        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
         self._pool = pool
         self._reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
