@@ -287,6 +287,8 @@ class Scheduler:
         Long prompts are skipped while another long prompt is in progress. A request that does not fit, or whose prefix
         is being computed in this step, is not overtaken.
         """
+        if not self.waiting or not self._slots:
+            return
         chunked = self._limits.chunked_prefill
         skip_long = chunked and any(one.prefill_end - one.prefilled > self._short for one in self.running)
         while budget > 0 and self._slots:
