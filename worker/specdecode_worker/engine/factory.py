@@ -153,7 +153,8 @@ def assemble(
 
 def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill)
-    return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target)
+    return Scheduler(limits, BlockPool(blocks), prefix_caching=config.enable_prefix_caching, salt=target,
+                     timed=True)  # fmt: skip
 
 
 def _graphs(config: EngineConfig, target: Target, drafts: DraftRegistry, state: DeviceState) -> StepGraphs | None:

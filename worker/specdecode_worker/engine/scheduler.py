@@ -101,7 +101,9 @@ class Scheduler:
     arrival.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "") -> None:
+    def __init__(
+        self, limits: Limits, pool: BlockPool, *, prefix_caching: bool = True, salt: str = "", timed: bool = False
+    ) -> None:
         """Start with an empty queue.
 
         Args:
@@ -109,6 +111,7 @@ class Scheduler:
             pool: Pool of cache blocks.
             prefix_caching: Reuse cached blocks of equal prefixes.
             salt: Identity of the target, part of every block digest.
+            timed: Step times will be recorded. The first prompt then starts with a small chunk, which is measured.
         """
         self._short = short_prompt_tokens(limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(self._short)
@@ -116,7 +119,7 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
-        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share)
+        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
         self._pool = pool
         self._reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
@@ -295,6 +298,8 @@ class Scheduler:
         Long prompts are skipped while another long prompt is in progress. A request that does not fit, or whose prefix
         is being computed in this step, is not overtaken.
         """
+        if not self.waiting or not self._slots:
+            return
         chunked = self._limits.chunked_prefill
         skip_long = chunked and any(one.prefill_end - one.prefilled > self._short for one in self.running)
         while budget > 0 and self._slots:

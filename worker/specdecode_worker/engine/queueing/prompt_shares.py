@@ -57,9 +57,15 @@ class PrefillLimit:
     The limit follows the measured steps. Text does not depend on it, because it does not depend on the batch.
     """
 
-    def __init__(self, most: int, least: int) -> None:
-        """Start without a measurement, i.e. with ``most`` tokens. The limit never falls below ``least`` tokens."""
-        self.tokens = most
+    def __init__(self, most: int, least: int, *, timed: bool = False) -> None:
+        """Start without a measurement.
+
+        Args:
+            most: Token budget of a step, which is the limit until a step was measured.
+            least: Smallest limit.
+            timed: Start with ``least`` instead, so that the first prompt causes no long step.
+        """
+        self.tokens = least if timed else most
         self._most, self._least = most, least
         self._recent: deque[int] = deque(maxlen=2)
 

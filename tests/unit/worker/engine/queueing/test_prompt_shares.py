@@ -78,6 +78,13 @@ def test_limit_follows_the_step_time() -> None:
     assert limit.tokens == 64, "never below the share that decoding leaves to prompts"
 
 
+def test_first_chunk_is_small_where_steps_are_timed() -> None:
+    limit = PrefillLimit(512, 64, timed=True)
+    assert limit.tokens == 64
+    limit.record_step(64, STEP_SECONDS / 2)
+    assert limit.tokens == 128
+
+
 def test_limit_ignores_one_interrupted_step_and_small_chunks() -> None:
     limit = PrefillLimit(512, 64)
     limit.record_step(512, STEP_SECONDS / 2)

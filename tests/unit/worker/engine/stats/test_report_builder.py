@@ -86,6 +86,7 @@ def test_report_round_trips_through_json() -> None:
 def test_a_report_is_never_larger_than_the_operator_reads(tasks: int, depth: int, kinds: int) -> None:
     report = build_report(identity(), MOMENT, busy(tasks, depth, kinds))
     assert len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES
+    assert len(report.tasks) <= MAX_TASKS + 1
     assert len(report.steps) >= 8, "a planner can do nothing without the cost of steps"
     assert {cell.depth for cell in report.acceptance} >= set(range(1, 5))
 

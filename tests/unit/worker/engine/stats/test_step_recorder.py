@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from small_engine import request
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
@@ -170,3 +171,24 @@ def test_the_size_of_a_step_counts_every_packed_token_once() -> None:
     step_size = step_size_of(rows, draft_passes=2)
     assert (step_size.sequences, step_size.verify_tokens, step_size.prefill_tokens) == (2, 4, 8)
     assert (step_size.kv_tokens, step_size.draft_passes) == (30, 2)
+
+
+def test_latency_and_tokens_per_step_are_counted_by_task() -> None:
+    into = recorder()
+    for task, steps in (("code", 2), ("chat", 1)):
+        one = Request.of(structs.replace(request().submit, task=task), (), arrived_seconds=5.0)
+        walk(into, one, PLAIN, [5], ranks=[-1], path=[])
+        for _ in range(steps):
+            walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
+    cells = {cell.task: cell for cell in into.statistics.task_cells()}
+    assert {task: (cell.decode_steps, cell.decode_tokens) for task, cell in cells.items()} == {
+        "code": (3, 7),
+        "chat": (2, 4),
+    }
+    assert {task: (sum(cell.ttft.counts), sum(cell.itl.counts)) for task, cell in cells.items()} == {
+        "code": (1, 6),
+        "chat": (1, 3),
+    }
+    assert cells["code"].ttft.sum == pytest.approx(1.0)
+    assert sum(into.statistics.ttft.counts) == 2
+    assert sum(into.statistics.itl.counts) == 9
