@@ -8,6 +8,7 @@ The spawned process imports this module by name (its folder is on sys.path), so 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -31,13 +32,15 @@ from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
 TOKENS_PER_STEP = 3
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = int(os.environ.get("FAKE_MAX_MODEL_LEN", "512"))
 END = 257
 STEP_SECONDS = 0.002
 LOAD_SECONDS = 0.3
 
 # First token ids of prompts that make the engine misbehave.
 CRASH, SILENT, REFUSED = 7, 8, 9
+# Prompt that is answered with special tokens only, many in each step.
+FLOOD, FLOOD_TOKEN, FLOOD_TOKENS_PER_STEP = (10, 10, 10), 256, 100
 
 
 class FakeEngine:
@@ -137,6 +140,8 @@ class FakeEngine:
         submit, at = self._requests[key]
         text = _requested_text(submit.prompt) or self._text
         wanted = [text[i] if i < len(text) else END for i in range(at, at + TOKENS_PER_STEP)]
+        if submit.prompt == FLOOD:
+            wanted = [FLOOD_TOKEN] * FLOOD_TOKENS_PER_STEP
         wanted = wanted[: wanted.index(END) + 1] if END in wanted else wanted
         tokens = wanted[: submit.sampling.max_tokens - at]
         at += len(tokens)

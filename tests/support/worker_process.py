@@ -34,7 +34,8 @@ class WorkerProcess:
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
-        paths = os.pathsep.join(filter(None, (str(SERVING), os.environ.get("PYTHONPATH"))))
+        folders = (str(SERVING), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+        paths = os.pathsep.join(filter(None, folders))
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})}
         with log.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=out, env=variables)
