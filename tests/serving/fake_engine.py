@@ -8,6 +8,7 @@ The spawned process imports this module by name (its folder is on sys.path), so 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from specdecode_worker.models.errors import ModelError
 
 TEXT = "Grüße an alle: 你好, world! ✨ " * 4
 TOKENS_PER_STEP = 3
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = int(os.environ.get("FAKE_MAX_MODEL_LEN", "512"))
 END = 257
 STEP_SECONDS = 0.002
 LOAD_SECONDS = 0.3
@@ -45,6 +46,8 @@ LOAD_SECONDS = 0.3
 # First token ids of prompts that make the engine misbehave.
 CRASH, SILENT, REFUSED = 7, 8, 9
 HANG, STICKY_STEP, UNREADABLE, SLOW = 10, 11, 12, 13
+# Prompt that is answered with special tokens only, many in each step.
+FLOOD, FLOOD_TOKEN, FLOOD_TOKENS_PER_STEP = (20, 20, 20), 256, 100
 SLOW_SECONDS = 3.0
 """Time of a step with a SLOW request."""
 STICKY_ERROR = "CUDA error: an illegal memory access was encountered (planted)"
@@ -197,6 +200,8 @@ class FakeEngine:
         submit, at = self._requests[key]
         text = _requested_text(submit.prompt) or self._text
         wanted = [text[i] if i < len(text) else END for i in range(at, at + TOKENS_PER_STEP)]
+        if submit.prompt == FLOOD:
+            wanted = [FLOOD_TOKEN] * FLOOD_TOKENS_PER_STEP
         wanted = wanted[: wanted.index(END) + 1] if END in wanted else wanted
         tokens = wanted[: submit.sampling.max_tokens - at]
         at += len(tokens)

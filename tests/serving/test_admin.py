@@ -136,7 +136,7 @@ async def test_put_draft_is_accepted_before_the_swap(
     assert (shown["hash"], shown["pending"]["hash"]) == ("d", accepted.json()["hash"])
     assert shown["pending"]["since_seconds"] == pytest.approx(time.monotonic(), abs=5)
     served = 0
-    while (await service.report()).draft.pending is not None:
+    while (await service.engine.report()).draft.pending is not None:
         prompt = Prompt([65])
         request = CompletionRequest(model="small", prompt=["A"], max_tokens=4)
         (generation,) = service.start(request, [prompt], "other")

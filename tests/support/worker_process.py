@@ -40,7 +40,8 @@ class WorkerProcess:
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log = log
-        paths = os.pathsep.join(filter(None, (str(SERVING), os.environ.get("PYTHONPATH"))))
+        folders = (str(SERVING), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+        paths = os.pathsep.join(filter(None, folders))
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "XDG_RUNTIME_DIR": str(log.parent)}
         variables = {**os.environ, **own, **(environment or {})}
         with log.open("wb") as out:

@@ -45,7 +45,7 @@ class ModelLimits:
 
     max_model_len: int
     vocab_size: int
-    unembedded: Mapping[int, str] = field(default_factory=dict)
+    unembedded: Mapping[int, str] = field(default_factory=dict, hash=False)
     """Tokens of the tokenizer that the model has no embedding for, by id."""
 
 

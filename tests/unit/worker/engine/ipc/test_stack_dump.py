@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ async def test_every_request_returns_the_stacks_of_now(stuck_process: subprocess
 
 async def test_a_stopped_process_gives_no_stacks(stuck_process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     stuck_process.send_signal(signal.SIGSTOP)
+    os.waitpid(stuck_process.pid, os.WUNTRACED)  # until it has stopped
     assert "its state is T (stopped)" in await request_stacks(stuck_process.pid, tmp_path / "stacks")
 
 
