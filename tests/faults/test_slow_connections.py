@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,6 @@ from bounds import (
     resident_bytes,
     ttft_seconds,
 )
-from conftest import StartWorker
 from fake_worker import fake_worker
 from worker_process import WorkerProcess
 
@@ -45,24 +44,31 @@ def fast_worker(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "flags", [pytest.param((), id="default", marks=pytest.mark.slow_fault), pytest.param(SHORT_TIMEOUTS, id="short")]
 )
-def test_half_open_requests_are_closed_and_delay_no_client(start_small: StartWorker, flags: tuple[str, ...]) -> None:
+def test_half_open_requests_are_closed_and_delay_no_client(
+    start_small: Callable[..., WorkerProcess], flags: tuple[str, ...]
+) -> None:
     worker = start_small(*flags)
     idle, memory = ttft_seconds(worker, model="small"), resident_bytes(worker)
     with contextlib.ExitStack() as stack, healthy(worker):
-        began = time.monotonic()
-        half_open = [
-            stack.enter_context(raw_clients.half_open_post(worker.public, "/v1/completions")) for _ in range(300)
-        ]
-        half_open += [stack.enter_context(raw_clients.half_headers(url)) for url in (worker.public, worker.admin) * 10]
-        half_open += [stack.enter_context(raw_clients.half_open_post(worker.admin, "/v1/plan")) for _ in range(10)]
+        half_open = {stack.enter_context(opened): began for opened, began in _half_open_connections(worker)}
         assert_ttft_unaffected(idle, ttft_seconds(worker, model="small"))
-        closed = raw_clients.seconds_until_closed(half_open, began, HALF_OPEN_SECONDS)
+        closed = raw_clients.seconds_until_closed(half_open, HALF_OPEN_SECONDS)
     growth = resident_bytes(worker) - memory
     print(
         f"{len(closed)} of {len(half_open)} closed, the last after {max(closed, default=0):.1f} s; {growth >> 20} MiB"
     )
     assert len(closed) == len(half_open)
     assert growth <= MEMORY_BYTES
+
+
+def _half_open_connections(worker: WorkerProcess) -> Iterator[tuple[raw_clients.Client, float]]:
+    """Open half-open requests on both ports, and yield each with the time at which it was opened."""
+    for _ in range(300):
+        yield raw_clients.half_open_post(worker.public, "/v1/completions"), time.monotonic()
+    for _ in range(10):
+        yield raw_clients.half_headers(worker.public), time.monotonic()
+        yield raw_clients.half_headers(worker.admin), time.monotonic()
+        yield raw_clients.half_open_post(worker.admin, "/v1/plan"), time.monotonic()
 
 
 def test_steady_upload_is_served(fast_worker: WorkerProcess) -> None:
