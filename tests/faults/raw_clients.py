@@ -6,7 +6,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -48,23 +48,25 @@ def half_headers(url: str) -> socket.socket:
     return connection
 
 
-def seconds_until_closed(connections: Sequence[socket.socket], since: float, limit_seconds: float) -> list[float]:
-    """Return, for each connection that the server closes, the seconds from ``since`` to its end.
+def seconds_until_closed(opened: Mapping[socket.socket, float], limit_seconds: float) -> list[float]:
+    """Return the seconds after which the server closed each connection.
 
-    Connections that are open ``limit_seconds`` after ``since`` are missing in the result.
+    Args:
+        opened: Connections with the time from which their seconds count.
+        limit_seconds: Connections that are open for longer are missing in the result.
     """
     poll = select.poll()
-    is_open = {connection.fileno(): connection for connection in connections}
+    is_open = {connection.fileno(): connection for connection in opened}
     for descriptor in is_open:
         poll.register(descriptor, select.POLLIN)
     closed: list[float] = []
-    while is_open and (left := since + limit_seconds - time.monotonic()) > 0:
+    while is_open and (left := max(opened.values()) + limit_seconds - time.monotonic()) > 0:
         for descriptor, _ in poll.poll(1000 * left):
             if _has_ended(is_open[descriptor]):
-                closed.append(time.monotonic() - since)
+                closed.append(time.monotonic() - opened[is_open[descriptor]])
                 poll.unregister(descriptor)
                 del is_open[descriptor]
-    return closed
+    return [seconds for seconds in closed if seconds <= limit_seconds]
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -17,6 +17,11 @@ MAX_HEADER_BYTES = 64 * 1024
 """Limit of request line and headers together, the same as in h11."""
 _FRAMING_FACTOR = 8
 """Bytes of chunked framing allowed for each byte of a body; a chunk of one byte has five."""
+_EARLY_FACTOR = 0.95
+"""Share of a time-out after which a half-open connection is closed.
+
+The rest is for the interval of the checks and for a busy event loop, so that none is open longer than the time-out.
+"""
 KEEP_ALIVE_SECONDS = 75
 """Longest idle time of a connection.
 
@@ -55,7 +60,11 @@ class TimeLimits:
     @classmethod
     def from_config(cls, config: ServerConfig) -> TimeLimits:
         """Return the time-outs of the configuration."""
-        return cls(config.header_timeout_seconds, config.body_timeout_seconds, config.write_timeout_seconds)
+        return cls(
+            _EARLY_FACTOR * config.header_timeout_seconds,
+            _EARLY_FACTOR * config.body_timeout_seconds,
+            config.write_timeout_seconds,
+        )
 
 
 class ConnectionState:

@@ -87,9 +87,9 @@ class Listener(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Close overdue connections, and read a changed certificate."""
-        if counter % int(SWEEP_SECONDS * _TICKS_PER_SECOND) == 0:
+        if counter % round(SWEEP_SECONDS * _TICKS_PER_SECOND) == 0:
             self._table.sweep(time.monotonic())
-        if self._tls is not None and counter % int(_TLS_CHECK_SECONDS * _TICKS_PER_SECOND) == 0:
+        if self._tls is not None and counter % round(_TLS_CHECK_SECONDS * _TICKS_PER_SECOND) == 0:
             self._tls.refresh()
         return await super().on_tick(counter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specdecode_worker.contract import ServerConfig
 from specdecode_worker.server.listening.connection_state import ConnectionState, Cut, TimeLimits
 
 LIMITS = TimeLimits(header_seconds=10, body_seconds=30, write_seconds=20, idle_seconds=75)
@@ -100,6 +101,11 @@ def test_rest_of_a_complete_response_must_be_read_whole(answering: ConnectionSta
         answering.observe_unsent(500 - now, now)
         assert overdue(answering, now) is None
     assert overdue(answering, 30.1) is Cut.UNREAD
+
+
+def test_configured_timeouts_end_a_little_early() -> None:
+    limits = TimeLimits.from_config(ServerConfig())
+    assert (limits.header_seconds, limits.body_seconds, limits.write_seconds) == (9.5, 28.5, 30)
 
 
 def test_headers_and_framing_are_bounded(state: ConnectionState) -> None:
