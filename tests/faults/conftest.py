@@ -14,15 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # makes `bounds` importable
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # makes `fake_engine` importable
 
 import small_model
+from worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
 from worker_process import StartWorker, WorkerProcess, fake, real, worker_config
 
 from specdecode_worker.contract import WorkerConfig
-
-SMALL_FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--served-model-name", "small")
-EMBEDDED_FLAGS = (
-    *("--model", "embedded://smollm2-135m-instruct", "--served-model-name", "smollm2"),
-    *("--max-num-seqs", "4", "--kv-cache-tokens", "32768", "--max-num-batched-tokens", "512"),
-)
 
 
 @pytest.fixture(scope="session")

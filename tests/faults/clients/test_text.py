@@ -15,7 +15,7 @@ import httpx
 import pytest
 import small_model
 from bounds import MEMORY_BYTES, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
-from conftest import EMBEDDED_FLAGS, SMALL_FLAGS
+from worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
 from worker_process import WorkerProcess, fake, real, worker_config
 
 CONTEXT = 32_768

@@ -13,8 +13,7 @@ import httpx
 import pytest
 import small_model
 from bounds import healthy
-from conftest import StartWorker
-from worker_process import WorkerProcess
+from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import (
     DraftConfig,

@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from bounds import healthy
-from conftest import StartWorker
-from worker_process import WorkerProcess
+from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.capture import ReadStats, read_records
 
