@@ -70,6 +70,8 @@ def test_fuzzed_requests_get_documented_responses(
     statuses: Counter[int] = Counter()
 
     def ask(case: schemathesis.Case) -> None:
+        if mode is GenerationMode.POSITIVE:
+            case.headers.pop("X-Request-Timeout", None)  # a deadline that is over at once is valid, and answered by 504
         response = case.call(base_url=worker.public, timeout=60)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)

@@ -229,7 +229,8 @@ def test_logprob_bomb_is_refused(worker: WorkerProcess) -> None:
         assert_refused(answer, "log-probabilities", "max_tokens")
 
 
-@pytest.mark.parametrize(("prompts", "tokens"), [(47, 1000), pytest.param(1, 32_000, marks=pytest.mark.slow_fault)])
+@pytest.mark.slow_fault
+@pytest.mark.parametrize(("prompts", "tokens"), [(47, 1000), (1, 32_000)])
 def test_most_log_probabilities_that_are_served_fit_in_memory(worker: WorkerProcess, prompts: int, tokens: int) -> None:
     fields = {"prompt": [[1, 2, 3, 4] * (tokens // 4)] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
     with bounded(worker):

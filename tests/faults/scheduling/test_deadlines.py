@@ -43,7 +43,7 @@ def complete(worker: WorkerProcess, timeout: str | None = None) -> tuple[httpx.R
 
 def wait_idle(worker: WorkerProcess) -> None:
     def is_idle() -> bool:
-        report = httpx.get(f"{worker.admin}/v1/report", timeout=10).json()
+        report = worker.call_admin("/v1/report").json()
         return not report["running"] and not report["waiting"] and not report["kv_tokens_used"]
 
     worker.wait_until(is_idle, EXTRA_SECONDS)

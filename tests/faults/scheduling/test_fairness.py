@@ -13,12 +13,6 @@ import pytest
 from bounds import assert_ttft_unaffected, healthy
 from worker_process import WorkerProcess, real
 
-from specdecode_worker.contract import ServerConfig
-
-pytestmark = pytest.mark.skipif(
-    "api_keys_path" not in ServerConfig.model_fields, reason="needs API keys with names (api_keys_path)"
-)
-
 STEP_SECONDS = 0.1
 MAX_WAITING = 60
 FLOOD = 100

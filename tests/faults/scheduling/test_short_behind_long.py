@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from bounds import SHORT_BEHIND_LONG_SECONDS, healthy
 from worker_process import WorkerProcess
 
@@ -40,7 +41,7 @@ def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
 
 
 def report(worker: WorkerProcess) -> dict[str, int]:
-    return httpx.get(f"{worker.admin}/v1/report", timeout=60).json()  # type: ignore[no-any-return]
+    return worker.call_admin("/v1/report", timeout=60).json()  # type: ignore[no-any-return]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -49,6 +50,7 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow_fault  # holds a duration to a bound, so nothing may run beside it
 def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> None:
     engine_pid = embedded_worker.engine_pid
     alone = complete_seconds(embedded_worker, "The sky is")

@@ -14,11 +14,11 @@ LONG_SHARE = 2
 """Long prompts keep 1/LONG_SHARE of the prompt budget of a step, so they take at most twice as long as alone."""
 SHORT_PROMPT_TOKENS = 512
 """Most tokens left to prefill of a short prompt. At least eight such prompts fit the step of a large GPU."""
-STEP_SECONDS = 0.5
+STEP_SECONDS = 0.25
 """Time that a step with prompt chunks should take at most, in seconds.
 
 A request behind a long prompt waits for about one such step, and its tokens then come at this interval. The value keeps
-a short answer below four seconds where a full step takes longer, i.e. on a CPU. A GPU never reaches it.
+a short answer well below four seconds where a full step takes longer, i.e. on a CPU. A GPU never reaches it.
 """
 
 
