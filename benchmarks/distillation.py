@@ -48,7 +48,7 @@ from specdecode_worker.training.distillation.record_shards import read_samples
 from specdecode_worker.training.distillation.splits import split_of
 from specdecode_worker.training.distillation.student_training import StudentSettings, train_settings
 from specdecode_worker.training.evaluation.acceptance_replay import StepCounts
-from specdecode_worker.training.evaluation.draft_verdict import Domain, judge
+from specdecode_worker.training.evaluation.draft_verdict import Domain, compute_verdict
 from specdecode_worker.training.evaluation.golden_set import by_conversation
 from specdecode_worker.training.evaluation.paired_step_times import step_costs
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample, count_steps
@@ -171,7 +171,7 @@ class Bench:
                 Domain(name, weights.get(name, 0.0), part[:, 0], part[:, 1 + a], part[:, 1 + b])
                 for name, part in steps.items()
             ]
-            verdict = judge(domains, costs, wanted_gain=0.0)
+            verdict = compute_verdict(domains, costs, wanted_gain=0.0)
             assert verdict.mix is not None
             gain = [round(x, 4) for x in (verdict.mix.lower, verdict.mix.estimate, verdict.mix.upper)]
             found.append({"verdict": verdict.finding, "gain_of_mix": gain})

@@ -30,10 +30,10 @@ def main() -> int:
     engine = local_engine(args, max_num_seqs=2 * max(args.concurrency))
     engine.engine.set_plan(_plan(engine, TreeShape.parse(args.shape)))
     rows = [_row(engine, count, args) for count in args.concurrency]
-    print("each   drafting ms   plain ms   packed ms   apart / packed")
+    print("each   drafting ms   plain ms   packed ms   separate / packed")
     for row in rows:
         print(f"{row['each']:4}   {row['drafting']:11.1f}   {row['plain']:8.1f}   {row['packed']:9.1f}", end="   ")
-        print(f"{row['apart_over_packed']:14.2f}")
+        print(f"{row['apart_over_packed']:17.2f}")
     if args.out:
         document = {**described(), "dtype": args.dtype, "model": args.model, "shape": args.shape, "rows": rows}
         Path(args.out).with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")

@@ -151,6 +151,8 @@ def _ratios(knobs: SyntheticKnobs | None, count: int, args: argparse.Namespace) 
     report = local.engine.report()
     guarded_steps = 2 * args.steps * len(rounds)
     first, rounds = rounds[: args.warm_up], rounds[args.warm_up :]
+    if not rounds:
+        raise SystemExit(f"error: {len(first)} rounds ran, all of them warm-up; raise --seconds or lower --warm-up")
     return {
         "rounds": len(rounds),
         "ratio": _ratio(rounds),
