@@ -58,6 +58,8 @@ def main() -> None:
     forms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     words = read_words(args.wordnet)
     passages = list(read_passages(args.recorded))
+    if not passages:
+        raise SystemExit(f"error: no answer in {args.recorded} has sentences of 30 to 109 words; record longer answers")
     seen: set[str] = set()
     with args.out.open("w") as lines:
         while len(seen) < args.count:
