@@ -147,8 +147,10 @@ class Tables:
         return np.cumprod(at, axis=1)
 
     def _quantiles(self, answers: Sequence[Answer], depth: int) -> np.ndarray:
-        reached = [self._known(a)[_reached(a)[:, depth], depth] for a in answers]
-        return np.unique(np.quantile(np.concatenate(reached), np.linspace(0, 1, BINS + 1)[1:-1]))
+        reached = np.concatenate([self._known(a)[_reached(a)[:, depth], depth] for a in answers])
+        if not reached.size:
+            raise SystemExit(f"error: no draft of these answers reached depth {depth + 1}; record longer answers")
+        return np.unique(np.quantile(reached, np.linspace(0, 1, BINS + 1)[1:-1]))
 
     def _bins(self, answer: Answer) -> np.ndarray:
         known = self._known(answer)
