@@ -76,7 +76,7 @@ def main() -> None:
     head = load_eagle3(resolve(EMBEDDED_DRAFT, None), target, dtype=torch.float32, device=cpu)
     path = shard_paths(args.recorded)[0]
     size = sum(len(c.tokens_N) for c in read_shard(path))
-    with parts.timed("data: a shard read", size):
+    with parts.timed("data: reading a shard", size):
         conversations = list(read_shard(path))
     _teacher(target, Chat(folder), conversations[:8], parts)
     data = DataSet(args.recorded, validation=8)
@@ -102,10 +102,10 @@ def _teacher(target: Any, chat: Chat, conversations: list[Any], parts: Parts) ->
         for _ in range(8):  # rows at some length
             rollout._step()
         for _ in range(STEPS):
-            with parts.timed("teacher: a token said (96 answers at a time)", 96):
+            with parts.timed("teacher: generating a token (96 answers together)", 96):
                 rollout._step()
     for conversation in conversations:
-        with parts.timed("teacher: a token read (one pass over a text)", len(conversation.tokens_N)):
+        with parts.timed("teacher: reading a token (one pass over a text)", len(conversation.tokens_N)):
             read_states(target, conversation.tokens_N.long())
         with parts.timed("teacher: normalisers at four temperatures", len(conversation.tokens_N)):
             normalisers(conversation.hidden_NE, target.lm_head.weight, 0)
@@ -118,7 +118,7 @@ def _student(run: Trainer, parts: Parts) -> None:
         tokens = root_counts(texts, 1)[0]
         with parts.timed("student: a whole step", tokens):
             run.step(group)
-        with parts.timed("data: a batch padded", tokens):
+        with parts.timed("data: padding a batch", tokens):
             batch = batch_for(run.head, texts, run.output_VE.dtype)
         with parts.timed("student: layer, forward", tokens), torch.no_grad():
             states = [state for state, _ in unrolled(run.head, batch, run.depth)]
