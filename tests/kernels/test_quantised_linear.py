@@ -62,7 +62,7 @@ BUGS = [
     ("int8", 1, "inside = k < columns", "inside = k < columns + 1"),
     ("int8", 3, "out_TN + at_NT, acc_NT", "out_TN + at_NT + 1, acc_NT"),
     ("fp8", 3, "acc_NT *= tl.load(scale_NG + n", "acc_NT *= tl.load(scale_NG + 0 * n"),
-    ("fp8", 3, "there[None, :] & inside[:, None]", "inside[:, None] & (t < rows - 1)[None, :]"),
+    ("fp8", 3, "inside_T[None, :] & inside[:, None]", "inside[:, None] & (t < rows - 1)[None, :]"),
 ]
 
 

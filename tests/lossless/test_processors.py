@@ -93,7 +93,7 @@ def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plai
 def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
     """Tokens emitted before a preemption still count as the answer, although they are recomputed like a prompt."""
     plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=5, blocks=12, budget=24, pipelined=pipelined)
+    engine = make_engine("copy", max_num_seqs=5, blocks=10, budget=24, pipelined=pipelined)
     engine.set_plan(plan_of(SHAPES))
     assert run(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
     assert engine.preemptions > 0, "the test must make the blocks run out"

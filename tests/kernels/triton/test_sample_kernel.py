@@ -135,8 +135,8 @@ BUGS: dict[str, tuple[str, str]] = {
     "one equal too few": ("equal & (place <= equals)", "equal & (place < equals)"),
     "negative numbers are out of order": ("tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "bits"),
     "the last candidate is left out": (
-        "tl.where(listed > 0, found, vocab_size)",
-        "tl.where(listed > 0, found - 1, vocab_size)",
+        "tl.where(listed > 0, near_count, vocab_size)",
+        "tl.where(listed > 0, near_count - 1, vocab_size)",
     ),
     "the sum is of all": ("total = above + tl.minimum(equals, seen) * each", "pass"),
     "one block of candidates is read again and again": ("list_C + place, mask", "list_C + place % BLOCK, mask"),
