@@ -6,6 +6,7 @@ The bits of a row must not depend on the other rows, on the number of threads, o
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -257,3 +258,26 @@ def test_a_build_that_others_can_replace_is_not_loaded(monkeypatch: pytest.Monke
         with pytest.raises(native.NativeUnavailable, match="only this user can write"):
             native.built()
         place.chmod(before)
+
+
+def test_a_build_by_root_can_be_loaded_by_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An image is built as root, and its worker runs as another user."""
+    monkeypatch.setenv("SPECDECODE_NATIVE", str(tmp_path / "native"))
+    monkeypatch.setenv("CXX", "/bin/false")
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(native.NativeUnavailable, match="/bin/false failed"):
+            native.built()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "native").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_cannot_be_read_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setenv("SPECDECODE_NATIVE", str(tmp_path))
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(native.NativeUnavailable, match="Permission denied"):
+        native.built()

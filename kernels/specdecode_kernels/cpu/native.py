@@ -70,17 +70,20 @@ def built() -> Path:
     The build does not check the features of this processor, so an image can be built on any machine.
 
     Raises:
-        NativeUnavailable: If builds are switched off, no compiler is found, compilation fails, or other users can write
-            the folder.
+        NativeUnavailable: If builds are switched off, no compiler is found, compilation fails, the folder cannot be
+            read, or other users can write it.
     """
     place = os.environ.get("SPECDECODE_NATIVE", "")
     if place == "off":
         raise NativeUnavailable("SPECDECODE_NATIVE=off")
     folder = Path(place) if place else _default_folder()
     path = folder / f"cpu-{_identity()}.so"
-    if not path.exists():
-        _compile(path)
-    _check_owner(path)
+    try:
+        if not path.exists():
+            _compile(path)
+        _check_owner(path)
+    except OSError as error:
+        raise NativeUnavailable(f"{path} cannot be read: {error.strerror or error}") from error
     return path
 
 
@@ -118,7 +121,7 @@ def _compile(path: Path) -> None:
     if compiler is None:
         raise NativeUnavailable("no C++ compiler found; install g++")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True)  # an image builds as root, and another user loads
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             made, linked = Path(work) / "cpu.o", Path(work) / "cpu.so"
             # The object is linked without an OpenMP library so that it uses PyTorch's threads, see _load.
