@@ -34,7 +34,7 @@ lint: venv ## check style, types, import layers, wording, and that crds/ matches
 # Commands of hack/ that are Python without the suffix.
 PYTHON_SCRIPTS := $(shell grep -lE '^\#!.*python' hack/* hack/cluster/* 2>/dev/null)
 
-check: lint ## what to run before every commit: lint and the tests that need no cluster, in three minutes
+check: lint ## what to run before every commit: lint and the tests that need no cluster, in four minutes
 	$(BIN)/pytest tests/unit tests/kernels tests/architecture tests/chart --numprocesses auto --dist loadfile
 
 test: lint ## everything that CI runs, on the cluster that is up, or on one that is booted and taken down
