@@ -1,4 +1,4 @@
-"""Who may call what: API keys and admin tokens from files, the salt of the prefix cache, and foreign web pages."""
+"""API keys and admin tokens from files, the salt of the prefix cache, and requests of foreign web pages."""
 
 from __future__ import annotations
 

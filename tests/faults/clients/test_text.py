@@ -1,4 +1,4 @@
-"""Hostile texts, token ids and templates: each costs its own client time, and nobody else."""
+"""Hostile texts, token ids and templates: each delays its own client only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who may call what: API keys, admin tokens with scopes, checks against foreign web pages, and cache salts."""
+"""Access control: API keys, admin tokens with scopes, checks against foreign web pages, and cache salts."""

@@ -102,7 +102,7 @@ def _fixed_tokens(environ: Mapping[str, str], *, generate: bool) -> tuple[dict[s
 
 
 def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets:
-    """Return the admin tokens by scope. That of the environment is valid beside that of the folder."""
+    """Return the admin tokens by scope: those of the folder and that of the environment."""
     named = {f"{scope}/environment": token for scope, token in fixed.items()}
     if config.admin_tokens_path is None:
         return ReloadedSecrets("admin tokens", named)

@@ -9,7 +9,7 @@ from specdecode_worker.contract import Route
 
 
 class Scope(StrEnum):
-    """What an admin token is for. The file of a token has the name of its scope."""
+    """Purpose of an admin token. The file of a token has the name of its scope."""
 
     operator = "operator"
     """Every route, also those that a later version adds."""
@@ -40,7 +40,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
 
 
 def scope_of(name: str) -> Scope:
-    """Return the scope of the admin token ``name``: the part before a slash, which tells tokens of one scope apart."""
+    """Return the scope of the admin token ``name``: the part before a slash. The rest distinguishes tokens of one scope."""
     return Scope(name.partition("/")[0])
 
 

@@ -23,7 +23,7 @@ class TextTooLong(ServerError):
 
 
 class TextWorkStopped(ServerError):
-    """Error that ends work on a text that nobody waits for any more."""
+    """Error that ends the work on a text whose request was cancelled."""
 
 
 def check_stopped(stopped: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the heartbeat: its writer, its phases, and a reader beside a busy writer."""
+"""Tests of the heartbeat: its writer, its phases, and a reader during writes."""
 
 from __future__ import annotations
 
