@@ -1,4 +1,4 @@
-"""Checks against web pages that call the admin port through the browser of a user.
+"""Checks against web pages that call the admin port through a user's browser.
 
 A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The first is told by
 the header ``Host``, the second by ``Origin``.

@@ -40,7 +40,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
 
 
 def scope_of(name: str) -> Scope:
-    """Return the scope of the admin token ``name``: the part before a slash. The rest distinguishes tokens of one scope."""
+    """Return the scope of the admin token ``name``: the part before a slash."""
     return Scope(name.partition("/")[0])
 
 

@@ -76,7 +76,7 @@ class GenerationRequest(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT)
-    """As in vLLM: only requests with the same salt share cached prefixes."""
+    """Salt of the prefix cache, as in vLLM: only requests with the same salt share cached prefixes."""
     user: User | None = None
     """Identifier of the end user. Captured requests hold its hash, by which they can be deleted."""
     metadata: dict[str, Any] = Field(default={})
