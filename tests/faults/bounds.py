@@ -103,3 +103,11 @@ def _resident_bytes(pid: int) -> int:
         if line.startswith("VmRSS:"):
             return 1024 * int(line.split()[1])
     raise AssertionError(f"process {pid} has no VmRSS")
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or is a zombie that its parent has not collected yet."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True

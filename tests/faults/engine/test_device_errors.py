@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import fake_engine
 import httpx
 import pytest
+from bounds import has_ended
 from worker_process import StartWorker, WorkerProcess
 
 from specdecode_worker.contract import Plan
@@ -43,13 +43,9 @@ def test_sticky_device_error_ends_the_worker(
     engine_pid, began = worker.engine_pid, time.monotonic()
     with contextlib.suppress(httpx.HTTPError):
         provoke(worker, tmp_path)
-    worker.wait_until(lambda: _has_ended(engine_pid), EXIT_SECONDS)
+    worker.wait_until(lambda: has_ended(engine_pid), EXIT_SECONDS)
     engine_seconds = time.monotonic() - began
     assert worker.exit_code(EXIT_SECONDS) == 1
     print(f"engine gone after {engine_seconds:.1f} s, worker after {time.monotonic() - began:.1f} s")
     assert engine_seconds < EXIT_SECONDS / 2
     assert fake_engine.STICKY_ERROR in worker.termination_message
-
-
-def _has_ended(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}") or "\nState:\tZ" in open(f"/proc/{pid}/status").read()
