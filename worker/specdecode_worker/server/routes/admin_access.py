@@ -7,7 +7,6 @@ import os
 import socket
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -17,6 +16,7 @@ from specdecode_worker.server.access.request_origin import is_own_host, is_own_o
 from specdecode_worker.server.access.scopes import allowed_scopes, scope_of
 from specdecode_worker.server.access.secret_set import bearer_token
 from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized
+from specdecode_worker.server.routes.http_app import error_response
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,7 @@ class AdminAccessCheck:
             try:
                 self._check(scope["method"], scope["path"], Headers(scope=scope))
             except ApiError as error:
-                response = JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
-                await response(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
 from specdecode_worker.server.access.secret_set import bearer_token
 from specdecode_worker.server.errors import Unauthorized
+from specdecode_worker.server.routes.http_app import error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 
@@ -36,8 +36,7 @@ class ApiKeyCheck:
                     error = Unauthorized(
                         "send a valid API key as 'Authorization: Bearer <key>'", code="invalid_api_key"
                     )
-                    response = JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
-                    await response(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
                 scope["state"]["client_name"] = names[0]
         await self._app(scope, receive, send)

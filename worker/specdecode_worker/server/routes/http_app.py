@@ -78,6 +78,11 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
+def error_response(error: ApiError) -> Response:
+    """Return the response for an error: its status, its headers and OpenAI's error object."""
+    return JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
+
+
 def answer_errors(app: FastAPI) -> None:
     """Install the handlers that convert every error of ``app`` to an OpenAI error object."""
     app.add_exception_handler(ApiError, _api_error)
@@ -88,7 +93,7 @@ def answer_errors(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), status_code=error.status, headers=dict(error.headers))
+    return error_response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -106,7 +111,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     # Uvicorn logs the exception with its traceback.
     failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
-    return JSONResponse(failed.body(), status_code=failed.status)
+    return error_response(failed)
 
 
 class CloseConnectionsOnShutdown:
