@@ -89,12 +89,12 @@ def test_threads_share_the_processes(pool: TemplatePool) -> None:
 
 
 def test_closed_pool_leaves_no_process() -> None:
-    before = _children()
+    before = _children()  # processes of earlier tests, which may end meanwhile
     pool = TemplatePool(ChatTemplate("x", {}))
     pool.start()
-    assert len(_children()) == len(before) + 1
+    assert len(_children() - before) == 1
     pool.close()
-    assert _children() == before
+    assert _children() <= before
 
 
 def _children() -> set[str]:
