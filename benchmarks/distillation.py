@@ -193,9 +193,9 @@ class Bench:
             code = command(["distill", *words, *flags])
         document: dict[str, Any] = json.loads(said.getvalue())
         assert code == document["exit_code"]
-        kept = ("verdict", "reasons", "gain", "domains", "step_milliseconds", "training")
+        learned = ("verdict", "reasons", "gain", "domains", "step_milliseconds", "training")
         capture_kept = ("used", "dropped", "mix", "near_ties", "output_tokens")
-        return {k: document[k] for k in kept} | {"capture": {k: document["capture"][k] for k in capture_kept}}
+        return {k: document[k] for k in learned} | {"capture": {k: document["capture"][k] for k in capture_kept}}
 
     def _trained(self, origin: Eagle3Head, new: Sequence[Conversation], *, seed: int, steps: int) -> Eagle3Head:
         """On old text, half of it replaced by ``new`` where there is any."""

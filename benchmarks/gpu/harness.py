@@ -222,8 +222,8 @@ def _bench(asked: Asked, engine: Engine, target: Llama, cache: torch.Tensor, dra
 
 def _bytes(network: nn.Module) -> int:
     """Of its matrices and norms: every float of its state, and what quantised ones keep beside it."""
-    kept = {id(t): t for t in network.state_dict(keep_vars=True).values()}
-    return sum(t.nbytes for t in kept.values() if t.dtype != torch.int64)
+    learned = {id(t): t for t in network.state_dict(keep_vars=True).values()}
+    return sum(t.nbytes for t in learned.values() if t.dtype != torch.int64)
 
 
 def _draft_cache(engine: Engine) -> torch.Tensor:

@@ -181,9 +181,9 @@ def _walk(pairs: Sequence[tuple[Answer, np.ndarray]], depth: int, price: float) 
     steps = tokens = verified = 0
     passes = [0] * (DEPTH + 2)
     for answer, survival in pairs:
-        kept = (survival[:, :depth] >= price).sum(axis=1)
+        learned = (survival[:, :depth] >= price).sum(axis=1)
         run = np.cumprod(answer.hit, axis=1).sum(axis=1)
-        accepted, kept_list = np.minimum(run, kept).tolist(), kept.tolist()
+        accepted, kept_list = np.minimum(run, learned).tolist(), learned.tolist()
         at = 0
         while at < len(accepted):
             steps += 1

@@ -13,8 +13,8 @@ import sys
 
 import kopf
 
+from specdecode_operator.controller.handlers import kopf_settings, register
 from specdecode_operator.errors import SettingsError
-from specdecode_operator.handlers import kopf_settings, register
 from specdecode_operator.settings import Settings, read_settings
 from specdecode_operator.simulate import command as simulate
 

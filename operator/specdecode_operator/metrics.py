@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from specdecode_operator.api.v1alpha1 import ConditionType, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.records import Decision, Deployment, Key, Observed
+from specdecode_operator.types import Decision, Deployment, Key, Observation
 
 OF_ONE = ["namespace", "name"]
 """Labels of what is said of one deployment."""
@@ -44,7 +44,7 @@ REPORTS_REFUSED = Counter("specdecode_operator_reports_refused", "Reports that c
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 
 
-def record(deployment: Deployment, observed: Observed, decision: Decision, status: Status) -> None:
+def record(deployment: Deployment, observed: Observation, decision: Decision, status: Status) -> None:
     """Everything that one look says about one deployment."""
     key = deployment.key
     REPORTS_REFUSED.inc(sum(worker.report_problem is not None for worker in observed.workers))

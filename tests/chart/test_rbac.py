@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import specdecode_operator
-from specdecode_operator import cluster
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
+from specdecode_operator.kube import client as cluster
 
 Rights = dict[tuple[str, str], set[str]]
 """Verbs by API group and resource."""

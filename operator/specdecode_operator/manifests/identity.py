@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
-from specdecode_operator.records import Deployment
+from specdecode_operator.types import Deployment
 
 ROLE = "worker"
 VARIANT = "stable"

@@ -15,7 +15,7 @@ from specdecode_operator.manifests.identity import (
     state_name,
     worker_name,
 )
-from specdecode_operator.records import Deployment, Manifest
+from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.contract import Plan
 
 

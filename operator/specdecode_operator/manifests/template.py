@@ -8,12 +8,12 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec
 from specdecode_operator.errors import SpecError
-from specdecode_operator.kept import MAX_TEMPLATE_BYTES
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
 from specdecode_operator.manifests.identity import ADMIN_TOKEN_KEY, admin_secret_name, selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.volumes import COMPILED_DIR, PLAN_PATH, model_mounts, serving_mounts, volumes
-from specdecode_operator.records import Defaults, Deployment
+from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
+from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
 
 USER = 65532

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdecode_operator.manifests.identity import SPEC_HASH_ANNOTATION, metadata, selector, worker_name
 from specdecode_operator.manifests.template import STARTUP_SECONDS
-from specdecode_operator.records import Deployment, Manifest
+from specdecode_operator.types import Deployment, Manifest
 
 
 def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str, replicas: int) -> Manifest:

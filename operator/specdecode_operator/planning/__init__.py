@@ -8,45 +8,29 @@ from specdecode_operator.planning.look import Change
 from specdecode_operator.planning.meet import meet
 from specdecode_operator.planning.pace import Pace, Request, pace, prompt_of, request_of
 from specdecode_operator.planning.plan import next_plan
-from specdecode_operator.planning.pods import (
-    SLOW_SECONDS,
-    PodDelta,
-    evened,
-    expectation,
-    learn_pods,
-    relative_pace,
-    suspected,
-)
 from specdecode_operator.planning.rows import Chosen, choose
 from specdecode_operator.planning.standing import basis_of, standing, stands, still
 
 __all__ = [
-    "SLOW_SECONDS",
     "Change",
     "Chosen",
     "Pace",
-    "PodDelta",
     "Request",
     "basis_of",
     "buckets",
     "choose",
-    "evened",
-    "expectation",
     "figures",
     "first_acceptance",
     "follows",
     "learn",
-    "learn_pods",
     "meet",
     "next_plan",
     "pace",
     "plans",
     "present_row",
     "prompt_of",
-    "relative_pace",
     "request_of",
     "standing",
     "stands",
     "still",
-    "suspected",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_operator.kept import DepthMemory, Kept
 from specdecode_operator.planning.trees import Chance, Rates
-from specdecode_operator.sums import NO_HITS, NO_REQUESTS, Hits, RequestSums
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState
+from specdecode_operator.telemetry.counters import NO_HITS, NO_REQUESTS, Hits, RequestSums
 
 FIRST_PRIOR = Hits(1, 2)
 DEPTH_WEIGHT = 10.0
@@ -27,37 +27,37 @@ FIRST_RANK_SHARE, RANK_FALL = 0.2, 0.5
 of what a young EAGLE-3 head shows (0.29 for ranks 1 and 2 together)."""
 
 
-def rates(kept: Kept, task: str | None, depth: int, top_k: int = 1) -> Rates:
+def rates(learned: LearnedState, task: str | None, depth: int, top_k: int = 1) -> Rates:
     """Chances of a tree's nodes down to ``depth`` for ranks below ``top_k``; task None takes all tasks together."""
-    first = chain(kept, task, depth)
+    first = chain(learned, task, depth)
     if top_k == 1:
         return Rates(tuple((chance,) for chance in first), tuple((chance,) for chance in first))
-    effect = design_effect(kept, task)
+    effect = design_effect(learned, task)
     main, sibling = [], []
     for level, chance in enumerate(first, start=1):
-        seen = _seen(kept.acceptance, task, level, "main")
-        beside = _seen(kept.acceptance, task, level, "sibling")
+        seen = _seen(learned.acceptance, task, level, "main")
+        beside = _seen(learned.acceptance, task, level, "sibling")
         prior = Hits(chance.p * SIBLING_WEIGHT, SIBLING_WEIGHT)
         main.append(_by_rank(chance, seen, effect, top_k))
         sibling.append(_by_rank(_chance(beside, prior, effect), beside.plus(seen.times(0.1)), effect, top_k))
     return Rates(tuple(main), tuple(sibling))
 
 
-def chain(kept: Kept, task: str | None, depth: int) -> list[Chance]:
+def chain(learned: LearnedState, task: str | None, depth: int) -> list[Chance]:
     """Chances at depths 1..``depth`` of ``task``; None takes all tasks together."""
-    pooled = _chain(kept.acceptance, depth, [], design_effect(kept, None))
+    pooled = _chain(learned.acceptance, depth, [], design_effect(learned, None))
     if task is None:
         return pooled
-    own = [cell for cell in kept.acceptance if cell.task == task]
-    return _chain(own, depth, pooled, design_effect(kept, task))
+    own = [cell for cell in learned.acceptance if cell.task == task]
+    return _chain(own, depth, pooled, design_effect(learned, task))
 
 
-def drafts_seen(kept: Kept, task: str) -> float:
+def drafts_seen(learned: LearnedState, task: str) -> float:
     """Weight of what is known about a task."""
-    return sum(cell.total for cell in kept.acceptance if cell.task == task and cell.depth == 1)
+    return sum(cell.total for cell in learned.acceptance if cell.task == task and cell.depth == 1)
 
 
-def _seen(cells: Iterable[DepthMemory], task: str | None, depth: int, parent: str) -> Hits:
+def _seen(cells: Iterable[AcceptanceCell], task: str | None, depth: int, parent: str) -> Hits:
     hits = NO_HITS
     for cell in cells:
         if cell.depth == depth and cell.parent == parent and task in (None, cell.task):
@@ -82,7 +82,7 @@ def _by_rank(first: Chance, seen: Hits, effect: float, top_k: int) -> tuple[Chan
     return tuple(found)
 
 
-def _chain(cells: Iterable[DepthMemory], depth: int, pooled: list[Chance], effect: float) -> list[Chance]:
+def _chain(cells: Iterable[AcceptanceCell], depth: int, pooled: list[Chance], effect: float) -> list[Chance]:
     found: list[Chance] = []
     known = list(cells)
     for level in range(1, depth + 1):
@@ -105,11 +105,11 @@ def _chance(hits: Hits, prior: Hits, effect: float) -> Chance:
     return Chance(p, p * (1 - p) / (hits.total / effect + prior.total + 1))
 
 
-def design_effect(kept: Kept, task: str | None) -> float:
+def design_effect(learned: LearnedState, task: str | None) -> float:
     """How much wider errors are because tokens of one request resemble each other: what finished requests show,
     shrunk towards PRIOR_EFFECT while few have ended."""
     sums = NO_REQUESTS
-    for cell in kept.requests:
+    for cell in learned.requests:
         if task is None or cell.task == task:
             sums = sums.plus(RequestSums(*cell.sums))
     return effect_of([sums])

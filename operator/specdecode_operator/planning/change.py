@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specdecode_operator.sums import Hits, Moments
+from specdecode_operator.telemetry.counters import Hits, Moments
 
 SURPRISE = 4.0
 """Standard errors between two samples that count as a change."""

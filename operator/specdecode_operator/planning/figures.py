@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from specdecode_operator.kept import CostMemory, DepthMemory
-from specdecode_operator.measurements import Delta, over
-from specdecode_operator.records import Figures, Speed
-from specdecode_operator.sums import CellKey, Moments
+from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
+from specdecode_operator.telemetry.counters import CellKey, Moments
+from specdecode_operator.telemetry.deltas import Delta, over
+from specdecode_operator.types import Figures, Speed
 from specdecode_worker.contract import FEATURES
 
 LEAST_DRAFTS = 500
@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 
 def figures(
-    window: Iterable[Delta], costs: Iterable[CostMemory], task_depths: Mapping[str, int], *, synthetic: bool
+    window: Iterable[Delta], costs: Iterable[StepTimeCell], task_depths: Mapping[str, int], *, synthetic: bool
 ) -> Figures:
     """Of the window; plain steps that are too few in it are taken from the remembered ``costs``."""
     total = over(window)
@@ -54,7 +54,7 @@ def figures(
     )
 
 
-def first_acceptance(cells: Iterable[DepthMemory]) -> float | None:
+def first_acceptance(cells: Iterable[AcceptanceCell]) -> float | None:
     """How often the draft's first token is right, all tasks together: the same whatever depth runs."""
     first = [cell for cell in cells if cell.depth == 1]
     total = sum(cell.total for cell in first)
@@ -70,7 +70,7 @@ def _speed(total: Delta) -> Speed | None:
     )
 
 
-def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[CostMemory]) -> float | None:
+def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> float | None:
     """None where too little was decoded, or too little of it has plain steps to be compared with."""
     remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
     plain_seconds = seconds = tokens = compared = 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from specdecode_operator.sums import Hits, Moments
+from specdecode_operator.telemetry.counters import Hits, Moments
 
 HALF_LIFE_SECONDS = 20.0
 """Long against a poll and a machine's weather: what changes for good is told by contradiction, not by forgetting."""

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Literal
 
-from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RequestMemory, TrafficMemory
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.acceptance import design_effect
 from specdecode_operator.planning.change import rate_changed
 from specdecode_operator.planning.forgetting import apart, is_recent, joined, kept_share, short
 from specdecode_operator.planning.learn_steps import learn_costs, learn_prefill, learn_wander
-from specdecode_operator.sums import NO_HITS, NO_REQUESTS, NO_TRAFFIC, Hits, RequestSums, TrafficSums
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RequestCell, TrafficCell
+from specdecode_operator.telemetry.counters import NO_HITS, NO_REQUESTS, NO_TRAFFIC, Hits, RequestSums, TrafficSums
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_DRAFTS = 300.0
@@ -34,32 +34,32 @@ _SEQUENCES = FEATURES.index("sequences")
 Parent = Literal["main", "sibling"]
 
 
-def learn(kept: Kept, delta: Delta, *, now: float) -> Kept:
-    """``kept`` with the estimates moved."""
-    if delta.draft and delta.draft != kept.draft:
-        kept = _of_new_draft(kept, delta.draft)
-    return kept.model_copy(
+def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
+    """``learned`` with the estimates moved."""
+    if delta.draft and delta.draft != learned.draft:
+        learned = _of_new_draft(learned, delta.draft)
+    return learned.model_copy(
         update={
-            "acceptance": tuple(_acceptance(kept, delta, now)),
-            "requests": tuple(_requests(kept.requests, delta)),
-            "traffic": tuple(_traffic(kept.traffic, delta)),
-            "prefill": learn_prefill(kept.prefill, delta),
-            "costs": tuple(learn_costs(kept, delta, now)),
-            "wander": learn_wander(kept, delta),
-            "load": _load(kept.load, delta, now),
+            "acceptance": tuple(_acceptance(learned, delta, now)),
+            "requests": tuple(_requests(learned.requests, delta)),
+            "traffic": tuple(_traffic(learned.traffic, delta)),
+            "prefill": learn_prefill(learned.prefill, delta),
+            "costs": tuple(learn_costs(learned, delta, now)),
+            "wander": learn_wander(learned, delta),
+            "load": _load(learned.load, delta, now),
         }
     )
 
 
-def _of_new_draft(kept: Kept, draft: str) -> Kept:
+def _of_new_draft(learned: LearnedState, draft: str) -> LearnedState:
     """A new draft starts from nothing and at depth.initial; but plain steps cost what they did."""
-    plain = tuple(cell for cell in kept.costs if cell.draft_passes == 0)
-    return kept.model_copy(update={"draft": draft, "rows": (), "acceptance": (), "requests": (), "costs": plain})
+    plain = tuple(cell for cell in learned.costs if cell.draft_passes == 0)
+    return learned.model_copy(update={"draft": draft, "rows": (), "acceptance": (), "requests": (), "costs": plain})
 
 
-def _acceptance(kept: Kept, delta: Delta, now: float) -> Iterable[DepthMemory]:
-    effects = {task: design_effect(kept, task) for task, _ in (*delta.acceptance, *delta.siblings)}
-    cells = {(cell.task, cell.depth, cell.parent): cell for cell in _doubted(kept.acceptance, delta, effects, now)}
+def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[AcceptanceCell]:
+    effects = {task: design_effect(learned, task) for task, _ in (*delta.acceptance, *delta.siblings)}
+    cells = {(cell.task, cell.depth, cell.parent): cell for cell in _doubted(learned.acceptance, delta, effects, now)}
     parents: tuple[Parent, Parent] = ("main", "sibling")
     for parent, found in zip(parents, (delta.acceptance, delta.siblings), strict=True):
         for (task, depth), fresh in found.items():
@@ -70,8 +70,8 @@ def _acceptance(kept: Kept, delta: Delta, now: float) -> Iterable[DepthMemory]:
 
 
 def _doubted(
-    known: Iterable[DepthMemory], delta: Delta, effects: Mapping[str, float], now: float
-) -> Iterable[DepthMemory]:
+    known: Iterable[AcceptanceCell], delta: Delta, effects: Mapping[str, float], now: float
+) -> Iterable[AcceptanceCell]:
     """A change at one depth takes weight from what is known of the deeper ones of that task: they are seen seldom."""
     changed: dict[str, int] = {}
     for cell in known:
@@ -87,12 +87,12 @@ def _doubted(
         yield cell if share == 1 else _lighter(cell, share)
 
 
-def _lighter(cell: DepthMemory, share: float) -> DepthMemory:
+def _lighter(cell: AcceptanceCell, share: float) -> AcceptanceCell:
     values = {name: short(share * getattr(cell, name)) for name in ("hits", "total", "new_hits", "new_total")}
     return cell.model_copy(update={**values, "ranks": _ranks(tuple(share * count for count in cell.ranks))})
 
 
-def _evidence(known: DepthMemory | None, fresh: Hits, effect: float, now: float) -> tuple[Hits, Hits, Hits, float]:
+def _evidence(known: AcceptanceCell | None, fresh: Hits, effect: float, now: float) -> tuple[Hits, Hits, Hits, float]:
     """What was known, what of it was new, what is new now, and the share of the old that is kept: longer where drafts
     of one request resemble each other, for an estimate must outlast a request or two."""
     before = Hits(known.hits, known.total, known.ranks) if known else NO_HITS
@@ -101,11 +101,11 @@ def _evidence(known: DepthMemory | None, fresh: Hits, effect: float, now: float)
 
 
 def _depth(
-    known: DepthMemory | None, key: tuple[str, int, Parent], fresh: Hits, effect: float, now: float
-) -> DepthMemory:
+    known: AcceptanceCell | None, key: tuple[str, int, Parent], fresh: Hits, effect: float, now: float
+) -> AcceptanceCell:
     after, new, changed = joined(*_evidence(known, fresh, effect, now), partial(rate_changed, effect=effect))
     still_new = new if new.total < SETTLED_DRAFTS * effect else NO_HITS
-    return DepthMemory(
+    return AcceptanceCell(
         task=key[0],
         depth=key[1],
         parent=key[2],
@@ -127,17 +127,17 @@ def _ranks(counts: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(rounded)
 
 
-def _requests(known: Iterable[RequestMemory], delta: Delta) -> Iterable[RequestMemory]:
+def _requests(known: Iterable[RequestCell], delta: Delta) -> Iterable[RequestCell]:
     cells = {cell.task: RequestSums(*cell.sums) for cell in known}
     for task, fresh in delta.requests.items():
         keep = 0.5 ** (fresh.n / HALF_LIFE_REQUESTS)
         cells[task] = cells.get(task, NO_REQUESTS).times(keep).plus(fresh)
     for task in sorted(cells):
         n, a, d, aa, ad, dd = map(short, cells[task])
-        yield RequestMemory(task=task, sums=(n, a, d, aa, ad, dd))
+        yield RequestCell(task=task, sums=(n, a, d, aa, ad, dd))
 
 
-def _traffic(known: Iterable[TrafficMemory], delta: Delta) -> Iterable[TrafficMemory]:
+def _traffic(known: Iterable[TrafficCell], delta: Delta) -> Iterable[TrafficCell]:
     """All tasks forget alike, by what came in of any: a task that comes no more leaves the mix."""
     cells = {cell.task: TrafficSums(*cell.sums) for cell in known}
     count = sum(max(0.0, fresh.arrivals, fresh.finished) for fresh in delta.traffic.values())
@@ -147,10 +147,10 @@ def _traffic(known: Iterable[TrafficMemory], delta: Delta) -> Iterable[TrafficMe
         cells[task] = TrafficSums(*(max(0.0, value) for value in cells.get(task, NO_TRAFFIC).times(keep).plus(fresh)))
     for task in sorted(cells):
         arrivals, finished, prompt, cached, output = map(short, cells[task])
-        yield TrafficMemory(task=task, sums=(arrivals, finished, prompt, cached, output))
+        yield TrafficCell(task=task, sums=(arrivals, finished, prompt, cached, output))
 
 
-def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:
+def _load(known: LoadState, delta: Delta, now: float) -> LoadState:
     """The load of this poll, if there was any worth the name."""
     decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
     count = sum(moments.count for moments in decoding.values())
@@ -161,7 +161,7 @@ def _load(known: LoadMemory, delta: Delta, now: float) -> LoadMemory:
         by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
     tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
     sequences = sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count
-    return LoadMemory(
+    return LoadState(
         sequences=short(sequences),
         context_bucket=max(by_context, key=lambda bucket: by_context[bucket]),
         task=max(tasks, key=lambda task: tasks[task]) if tasks else known.task,

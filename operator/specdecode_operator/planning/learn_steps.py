@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial, reduce
 
-from specdecode_operator.kept import CostMemory, Kept
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.change import LEAST_STEPS, cost_changed
 from specdecode_operator.planning.forgetting import is_recent, joined, kept_share, short, shorts
 from specdecode_operator.planning.steptime import LEAST_SECONDS
-from specdecode_operator.sums import CellKey, Moments
+from specdecode_operator.state.learned import LearnedState, StepTimeCell
+from specdecode_operator.telemetry.counters import CellKey, Moments
+from specdecode_operator.telemetry.deltas import Delta
 
 HALF_LIFE_STEPS = 128.0
 WANDER_OF_HALF_LIFE, MOST_STRETCH = 0.01, 16.0
@@ -31,16 +31,16 @@ OFF_OVER_WANDER = 4.0
 HALF_LIFE_PREFILL_STEPS = 100.0
 
 
-def learn_costs(kept: Kept, delta: Delta, now: float) -> Iterable[CostMemory]:
+def learn_costs(learned: LearnedState, delta: Delta, now: float) -> Iterable[StepTimeCell]:
     """Steps without prefill alone: plans are made for decoding."""
-    cells = {CellKey.of(cell): cell for cell in kept.costs}
+    cells = {CellKey.of(cell): cell for cell in learned.costs}
     for key, fresh in delta.steps.items():
         if not key.prefill and fresh.count > 0 and fresh.seconds > LEAST_SECONDS * fresh.count:
-            cells[key] = _cost(cells.get(key), key, fresh, now, kept.wander)
+            cells[key] = _cost(cells.get(key), key, fresh, now, learned.wander)
     return (cells[key] for key in sorted(cells))
 
 
-def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float, wander: float) -> CostMemory:
+def _cost(known: StepTimeCell | None, key: CellKey, fresh: Moments, now: float, wander: float) -> StepTimeCell:
     nothing = fresh.times(0)
     before = Moments(known.values) if known else nothing
     gathered = Moments(known.new_values) if known and known.new_values and is_recent(known.at, now) else nothing
@@ -50,7 +50,7 @@ def _cost(known: CostMemory | None, key: CellKey, fresh: Moments, now: float, wa
     left = max(0.0, after.count - fresh.count) / before.count if before.count > 0 else 0.0
     polls, spells, spell_at = (known.polls, known.spells, known.spell_at) if known else (0.0, 0.0, 0.0)
     is_new_spell = now - spell_at >= SPELL_SECONDS
-    return CostMemory(
+    return StepTimeCell(
         **key._asdict(),
         values=shorts(after.values),
         at=now,
@@ -68,11 +68,11 @@ def _kept_of_steps(count: float, seconds: float, wander: float) -> float:
     return float(kept_share(count, seconds, HALF_LIFE_STEPS) ** (1 / longer))
 
 
-def learn_wander(kept: Kept, delta: Delta) -> float:
+def learn_wander(learned: LearnedState, delta: Delta) -> float:
     """Moves by what this poll's means were off; a step of cost is no wandering and counts for little of its size, but
     what comes again counts for more each time. With less, spells were taken for changes, and the plan followed all."""
-    most = min(MOST_SPELL**2, max(MOST_OFF**2, OFF_OVER_WANDER * kept.wander))
-    known = {CellKey.of(cell): Moments(cell.values) for cell in kept.costs}
+    most = min(MOST_SPELL**2, max(MOST_OFF**2, OFF_OVER_WANDER * learned.wander))
+    known = {CellKey.of(cell): Moments(cell.values) for cell in learned.costs}
     found = [
         (min(most, _off(known[key], fresh)), fresh.seconds)
         for key, fresh in delta.steps.items()
@@ -80,9 +80,9 @@ def learn_wander(kept: Kept, delta: Delta) -> float:
     ]
     seconds = sum(weight for _, weight in found)
     if not seconds:
-        return kept.wander
+        return learned.wander
     off = sum(square * weight for square, weight in found) / seconds
-    return short(kept.wander + WANDER_SHARE * (off - kept.wander))
+    return short(learned.wander + WANDER_SHARE * (off - learned.wander))
 
 
 def _off(before: Moments, fresh: Moments) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from specdecode_operator.kept import CostMemory, LoadMemory
-from specdecode_operator.sums import Moments
+from specdecode_operator.state.learned import LoadState, StepTimeCell
+from specdecode_operator.telemetry.counters import Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
 CONTEXT_EDGES = (1024, 8192)
@@ -41,7 +41,7 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
     return sum(value > edge for edge in edges)
 
 
-def typical(costs: Iterable[CostMemory], found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
+def typical(costs: Iterable[StepTimeCell], found: Buckets, concurrency: int, context: int, max_num_seqs: int) -> Load:
     """What was measured in the bucket; where nobody has been, its upper edge and a middling context."""
     low = found.concurrency[concurrency - 1] if concurrency else 0
     high = found.concurrency[concurrency] if concurrency < len(found.concurrency) else max_num_seqs
@@ -58,7 +58,7 @@ def typical(costs: Iterable[CostMemory], found: Buckets, concurrency: int, conte
     return Load(max(1.0, sequences / count), context_tokens)
 
 
-def present_row(load: LoadMemory, found: Buckets) -> tuple[int, int]:
+def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
     """Indices (concurrency, context) of the row at the load that was seen last."""
     return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
 

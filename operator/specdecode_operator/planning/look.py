@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
-from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.options import Options, weigh
 from specdecode_operator.planning.situation import Shapes, Situation
+from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
 HOUR_SECONDS = 3600.0
@@ -26,7 +26,7 @@ ABSENT_SECONDS = 60.0
 class Change:
     """A row that moved."""
 
-    row: RowMemory
+    row: RowState
     before: TreeShape
     gain: float | None
     cause: Cause
@@ -43,9 +43,9 @@ class Look:
     """The rows stand in the order of the situation's tasks."""
 
     speculation: SpeculationSpec
-    kept: Kept
+    learned: LearnedState
     situation: Situation
-    rows: tuple[RowMemory, ...]
+    rows: tuple[RowState, ...]
     now: float
     held: bool
     """The guards of all workers run plainly here."""
@@ -62,14 +62,14 @@ class Look:
     def least_gain(self) -> float:
         return self.speculation.hysteresis.min_gain_percent / 100
 
-    def options(self, group: list[RowMemory]) -> tuple[Options, Situation]:
+    def options(self, group: list[RowState]) -> tuple[Options, Situation]:
         """What the rows of ``group`` may run, together and each for itself, while the others stay."""
         key = tuple(row.task for row in group)
         if key not in self.known:
             self.known[key] = self._weighed(group)
         return self.known[key]
 
-    def _weighed(self, group: list[RowMemory]) -> tuple[Options, Situation]:
+    def _weighed(self, group: list[RowState]) -> tuple[Options, Situation]:
         now = dict(self.shapes)
         around = self.situation.with_only([row.task for row in group], now)
         best = list(around.best())
@@ -83,15 +83,15 @@ class Look:
         most = options.by_shapes[plain].per_token / self.situation.promise.min_speedup
         return FastEnough(options, most)
 
-    def may_move(self, row: RowMemory) -> bool:
+    def may_move(self, row: RowState) -> bool:
         rested = self.now - row.since >= self._dwell(row) and (row.depth or self.now >= row.off_until)
         return bool(rested) and self.has_moves_left(row)
 
-    def has_moves_left(self, row: RowMemory) -> bool:
+    def has_moves_left(self, row: RowState) -> bool:
         """Of those that an hour allows."""
         return len(self._moves(row)) < self.speculation.hysteresis.max_changes_per_hour
 
-    def _dwell(self, row: RowMemory) -> float:
+    def _dwell(self, row: RowState) -> float:
         """Seconds that a row stands. Evidence only gathers while nothing changes, so every further move is likelier
         chance than the one before, and is waited for GROWTH times as long, until acceptance or the cost of steps is
         seen to change, or the hour is over."""
@@ -99,25 +99,25 @@ class Look:
         count = sum(at > changed_at for at in self._moves(row))
         return float(self.speculation.hysteresis.min_dwell_seconds * GROWTH ** max(0, count - 1))
 
-    def is_there(self, row: RowMemory) -> bool:
+    def is_there(self, row: RowState) -> bool:
         """Whether the row's task was drafted for about as lately as any."""
-        seen = {cell.task: cell.at for cell in self.kept.acceptance if (cell.depth, cell.parent) == (1, "main")}
+        seen = {cell.task: cell.at for cell in self.learned.acceptance if (cell.depth, cell.parent) == (1, "main")}
         return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - ABSENT_SECONDS
 
-    def is_outdated(self, row: RowMemory) -> bool:
+    def is_outdated(self, row: RowState) -> bool:
         """Whether what its shape was chosen by was seen to change lately, and the row stood for long: since so long
         as the moves that an hour allows are apart when they share it out."""
         pace = HOUR_SECONDS / self.speculation.hysteresis.max_changes_per_hour
         changed_at = self._changed_at(row)
         return row.since < changed_at and self.now - changed_at < pace <= self.now - row.since
 
-    def _changed_at(self, row: RowMemory) -> float:
+    def _changed_at(self, row: RowState) -> float:
         """When acceptance or the cost of steps was last seen to change for good; 0 is never."""
         here = self.situation
-        acceptance = (cell.changed_at for cell in self.kept.acceptance if cell.task == row.task)
+        acceptance = (cell.changed_at for cell in self.learned.acceptance if cell.task == row.task)
         return max(here.times.changed_at(here.load, here.context), *acceptance, 0.0)
 
-    def _moves(self, row: RowMemory) -> tuple[float, ...]:
+    def _moves(self, row: RowState) -> tuple[float, ...]:
         return tuple(at for at in row.moves if self.now - at < HOUR_SECONDS)
 
     def counted(self, change: Change) -> Change:
@@ -125,7 +125,7 @@ class Look:
         return replace(change, row=change.row.model_copy(update={"moves": moves}))
 
     def to(
-        self, group: Iterable[RowMemory], shapes: Shapes, options: Options, *, cause: Cause, why: str = ""
+        self, group: Iterable[RowState], shapes: Shapes, options: Options, *, cause: Cause, why: str = ""
     ) -> list[Change]:
         """The rows of ``group`` that move to ``shapes``."""
         after = dict(shapes)

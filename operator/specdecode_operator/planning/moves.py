@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from specdecode_operator.kept import RowMemory
 from specdecode_operator.planning import trials
 from specdecode_operator.planning.look import Change, Look, with_drafts
 from specdecode_operator.planning.options import Options
 from specdecode_operator.planning.situation import Shapes
+from specdecode_operator.state.learned import RowState
 
 CERTAINTY = 0.9
 CERTAINTY_AFTER_CHANGE = 0.8
@@ -39,7 +39,7 @@ def changes(look: Look) -> list[Change]:
 # --- speculation that loses -----------------------------------------------------------------------------------------
 
 
-def _stopped(look: Look, rows: list[RowMemory]) -> list[Change]:
+def _stopped(look: Look, rows: list[RowState]) -> list[Change]:
     """Speculation that loses stops at once, where plain decoding is allowed: of all tasks, else of one."""
     least = {task.name: task.bounds.least for task in look.situation.tasks}
     drafting = [row for row in rows if row.depth and not least[row.task]]
@@ -47,7 +47,7 @@ def _stopped(look: Look, rows: list[RowMemory]) -> list[Change]:
     return next((found for group in groups if group and (found := _stop(look, group))), [])
 
 
-def _stop(look: Look, group: list[RowMemory]) -> list[Change]:
+def _stop(look: Look, group: list[RowState]) -> list[Change]:
     """A probe at first doubt; what the guards hold back at first doubt as well, where it is believed to lose a lot: it
     runs plainly already, and the guards let it try again."""
     options, around = look.options(group)
@@ -82,7 +82,7 @@ def _patient(look: Look, change: Change) -> Change:
 # --- speculation that is held back ----------------------------------------------------------------------------------
 
 
-def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
+def _retreated(look: Look, rows: list[RowState]) -> list[Change]:
     """What the guards hold back does not run, whatever the row says, so the best shape with fewer passes takes its
     place without having waited for the dwell, where it is believed to be better than what is held back. Where the
     larger shape is believed to be the best and loses, the belief errs (the batch was of other tasks, say), and as much
@@ -112,7 +112,7 @@ def _retreated(look: Look, rows: list[RowMemory]) -> list[Change]:
 # --- a gain ---------------------------------------------------------------------------------------------------------
 
 
-def _improved(look: Look, rows: list[RowMemory]) -> list[Change]:
+def _improved(look: Look, rows: list[RowState]) -> list[Change]:
     """To the best of what is surely better, or of what is likely to be where a change has outdated the rows."""
     group = [row for row in rows if look.may_move(row)]
     if not group:
@@ -134,7 +134,7 @@ def _answer(look: Look, options: Options, among: Iterable[Shapes]) -> Shapes | N
     return options.surest(look.shapes, 0.0, worth, CERTAINTY_AFTER_CHANGE)
 
 
-def _moved(look: Look, group: list[RowMemory], best: Shapes, options: Options, why: str = "") -> list[Change]:
+def _moved(look: Look, group: list[RowState], best: Shapes, options: Options, why: str = "") -> list[Change]:
     """What comes back without having been timed here is on trial."""
     if with_drafts(look.shapes) or options.by_shapes[best].seconds.steps:
         return [look.counted(change) for change in look.to(group, best, options, cause="gain", why=why)]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.kept import Kept, RowMemory
 from specdecode_operator.planning.bounds import bounds_of, follows
 from specdecode_operator.planning.loads import Load, bucket_of
 from specdecode_operator.planning.mix import SituationAt, situations
@@ -18,7 +17,8 @@ from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.rows import rows_of
 from specdecode_operator.planning.steptime import Seconds, StepTimes
-from specdecode_operator.sums import NO_TRAFFIC, Moments, TrafficSums
+from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_operator.telemetry.counters import NO_TRAFFIC, Moments, TrafficSums
 from specdecode_worker.contract import FEATURES, Buckets, EngineConfig
 
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
@@ -62,7 +62,7 @@ class Pace:
 
     speculation: SpeculationSpec
     found: Buckets
-    rows: tuple[RowMemory, ...]
+    rows: tuple[RowState, ...]
     situation_at: SituationAt
     prompt_token_seconds: float
     context_tokens: float
@@ -95,46 +95,46 @@ class Pace:
 
 
 def pace(
-    speculation: SpeculationSpec, kept: Kept, found: Buckets, request: Request, *, kv_tokens: float | None
+    speculation: SpeculationSpec, learned: LearnedState, found: Buckets, request: Request, *, kv_tokens: float | None
 ) -> Pace | None:
     """None while no step was timed."""
-    times = StepTimes.fit(kept.costs, kept.wander)
+    times = StepTimes.fit(learned.costs, learned.wander)
     if times is None:
         return None
-    prompt = _prompt(kept, times)
-    at = situations(speculation, kept, times, kv_tokens=kv_tokens, prompt=prompt)
+    prompt = _prompt(learned, times)
+    at = situations(speculation, learned, times, kv_tokens=kv_tokens, prompt=prompt)
     rows = tuple(
-        row.running(bounds_of(speculation, row.task).nearest(row.shape)) for row in rows_of(speculation, kept, found)
+        row.running(bounds_of(speculation, row.task).nearest(row.shape)) for row in rows_of(speculation, learned, found)
     )
-    return Pace(speculation, found, rows, at, prompt_token_seconds(kept, times), request.context)
+    return Pace(speculation, found, rows, at, prompt_token_seconds(learned, times), request.context)
 
 
-def request_of(kept: Kept) -> Request | None:
+def request_of(learned: LearnedState) -> Request | None:
     """The mean of what came in lately; None before the first requests have ended. Who still runs has said half of an
     answer, on average: counted by those that ended, the first answers would look as long as all that run."""
     total = NO_TRAFFIC
-    for cell in kept.traffic:
+    for cell in learned.traffic:
         total = total.plus(TrafficSums(*cell.sums))
     if total.arrivals <= 0 or total.finished <= 0 or total.output_tokens <= 0:
         return None
-    under_way = min(max(0.0, total.arrivals - total.finished), kept.load.sequences)
+    under_way = min(max(0.0, total.arrivals - total.finished), learned.load.sequences)
     output = max(1.0, total.output_tokens / (total.finished + under_way / 2))
     whole = total.prompt_tokens / total.arrivals
     read = max(0.0, total.prompt_tokens - total.cached_tokens) / total.arrivals
     return Request(read, output, whole + output / 2)
 
 
-def prompt_of(kept: Kept) -> Prompt:
+def prompt_of(learned: LearnedState) -> Prompt:
     """What reading the mean prompt takes."""
-    times = StepTimes.fit(kept.costs, kept.wander)
-    return Prompt() if times is None else _prompt(kept, times)
+    times = StepTimes.fit(learned.costs, learned.wander)
+    return Prompt() if times is None else _prompt(learned, times)
 
 
-def prompt_token_seconds(kept: Kept, times: StepTimes) -> float:
+def prompt_token_seconds(learned: LearnedState, times: StepTimes) -> float:
     """What a token of a prompt adds to a step: what steps with prefill take beyond their decoding, over its tokens."""
-    if not kept.prefill:
+    if not learned.prefill:
         return 0.0
-    moments = Moments(kept.prefill)
+    moments = Moments(learned.prefill)
     if moments.count <= 0 or moments.x[_PREFILL_TOKENS] <= 0:
         return 0.0
     x = moments.mean_x
@@ -142,9 +142,9 @@ def prompt_token_seconds(kept: Kept, times: StepTimes) -> float:
     return max(0.0, moments.mean_seconds - max(0.0, decoding)) / x[_PREFILL_TOKENS]
 
 
-def _prompt(kept: Kept, times: StepTimes) -> Prompt:
-    request = request_of(kept)
+def _prompt(learned: LearnedState, times: StepTimes) -> Prompt:
+    request = request_of(learned)
     if request is None:
         return Prompt()
     steps = max(1, math.ceil(request.prompt / STEP_TOKENS))
-    return Prompt(steps=steps, seconds=request.prompt / steps * prompt_token_seconds(kept, times))
+    return Prompt(steps=steps, seconds=request.prompt / steps * prompt_token_seconds(learned, times))

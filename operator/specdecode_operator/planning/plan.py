@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.kept import RowMemory
-from specdecode_operator.pins import Pin
 from specdecode_operator.planning.bounds import deepest, plans
+from specdecode_operator.state.learned import RowState
 from specdecode_worker.contract import Buckets, Plan, PlanRow, PlanState, TaskMatch, TreeShape
 
 
@@ -17,7 +17,7 @@ def next_plan(
     uid: str,
     draft: str,
     found: Buckets,
-    rows: Iterable[RowMemory],
+    rows: Iterable[RowState],
     before: Plan | None,
     running: Iterable[PlanState],
     pin: Pin | None = None,
@@ -38,7 +38,7 @@ def next_plan(
     return plan.model_copy(update={"version": max(version, seen) + 1})
 
 
-def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets, rows: Iterable[RowMemory]) -> Plan:
+def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets, rows: Iterable[RowState]) -> Plan:
     tasks = tuple(TaskMatch(name=task.name, match=task.match, draft=task.draft) for task in speculation.tasks)
     if speculation.method == "none" or speculation.mode == "Off":
         return Plan(uid=uid, draft=draft, buckets=found, explore=0, tasks=tasks)
@@ -56,5 +56,5 @@ def _content(speculation: SpeculationSpec, uid: str, draft: str, found: Buckets,
     )
 
 
-def _row(row: RowMemory) -> PlanRow:
+def _row(row: RowState) -> PlanRow:
     return PlanRow(concurrency=row.concurrency, context=row.context, task=row.task, shape=row.shape)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-from specdecode_operator.kept import CostMemory
 from specdecode_operator.planning.linear import Matrix, dot, inverse, product
 from specdecode_operator.planning.loads import Load
-from specdecode_operator.sums import PAIRS, Moments
+from specdecode_operator.state.learned import StepTimeCell
+from specdecode_operator.telemetry.counters import PAIRS, Moments
 from specdecode_worker.contract import FEATURES
 
 MISFIT = 0.05
@@ -76,7 +76,7 @@ class _Cell:
     changed_at: float
 
     @classmethod
-    def of(cls, cost: CostMemory, wander: float) -> Self:
+    def of(cls, cost: StepTimeCell, wander: float) -> Self:
         moments = Moments(cost.values)
         mean = moments.mean_x
         sequences = max(1e-9, mean[_SEQUENCES])
@@ -105,12 +105,12 @@ class StepTimes:
     """Those that were asked for: a load's shapes are weighed several times over in one look."""
 
     @staticmethod
-    def fit(costs: Iterable[CostMemory], wander: float = 0) -> StepTimes | None:
+    def fit(costs: Iterable[StepTimeCell], wander: float = 0) -> StepTimes | None:
         """None when nothing was timed yet. ``wander`` is the relative variance of means from poll to poll."""
         return _fitted(tuple(costs), wander)
 
     @classmethod
-    def of(cls, costs: Iterable[CostMemory], wander: float) -> Self | None:
+    def of(cls, costs: Iterable[StepTimeCell], wander: float) -> Self | None:
         cells = tuple(
             _Cell.of(cost, wander)
             for cost in costs
@@ -247,7 +247,7 @@ class Curve:
 
 
 @lru_cache(maxsize=1)
-def _fitted(costs: tuple[CostMemory, ...], wander: float) -> StepTimes | None:
+def _fitted(costs: tuple[StepTimeCell, ...], wander: float) -> StepTimes | None:
     """Kept, for one look asks for it up to four times: the rows, the pace, and what a prompt takes."""
     return StepTimes.of(costs, wander)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.kept import RowMemory
 from specdecode_operator.planning.look import Change, Look
 from specdecode_operator.planning.options import Options
 from specdecode_operator.planning.situation import Shapes
+from specdecode_operator.state.learned import RowState
 from specdecode_worker.contract import OTHER_TASK
 
 FRESH_SECONDS = 120.0
@@ -36,12 +36,12 @@ def may_begin(look: Look) -> bool:
     own: with one for all of them the other loads kept what a trial would have mended."""
     return (
         look.here
-        and look.now - look.kept.load.at <= BUSY_SECONDS
+        and look.now - look.learned.load.at <= BUSY_SECONDS
         and all(look.now >= row.no_trial_until for row in look.rows)
     )
 
 
-def begun(look: Look, rows: list[RowMemory]) -> list[Change]:
+def begun(look: Look, rows: list[RowState]) -> list[Change]:
     """Workers that explore time chains of other depths by themselves, in bursts. What else promises a gain, and was
     never timed at this load, can be known only by running it: trees, and other depths for other tasks."""
     group = [row for row in rows if look.may_move(row)]
@@ -58,19 +58,19 @@ def begun(look: Look, rows: list[RowMemory]) -> list[Change]:
     return [] if best is None else on_trial(look, group, best, options)
 
 
-def on_trial(look: Look, group: list[RowMemory], best: Shapes, options: Options) -> list[Change]:
+def on_trial(look: Look, group: list[RowState], best: Shapes, options: Options) -> list[Change]:
     """The change to ``best``, to be taken back at first doubt."""
     found = look.to(group, best, options, cause="trial", why="a trial of what was never timed; ")
     return [replace(look.counted(one), row=_trying(look, look.counted(one).row)) for one in found]
 
 
-def _trying(look: Look, row: RowMemory) -> RowMemory:
+def _trying(look: Look, row: RowState) -> RowState:
     patience = max(PATIENCE_SECONDS, row.trial_patience)
     longer = min(LONGEST_PATIENCE_SECONDS, 2 * patience)
     return row.model_copy(update={"trial": True, "no_trial_until": look.now + patience, "trial_patience": longer})
 
 
-def ended(look: Look, rows: list[RowMemory]) -> list[Change]:
+def ended(look: Look, rows: list[RowState]) -> list[Change]:
     """Once the shapes on trial were timed, what was timed and is better takes their place at once; else they stay,
     and the next trial needs no more patience than the first."""
     since = max(row.since for row in rows if row.trial)
@@ -87,16 +87,16 @@ def ended(look: Look, rows: list[RowMemory]) -> list[Change]:
     return [moved.get(row.task) or _stays(row) for row in over]
 
 
-def _stays(row: RowMemory) -> Change:
+def _stays(row: RowState) -> Change:
     """What is remembered of a row changes, and not what it runs."""
     return Change(row=row, before=row.shape, gain=None, cause="trial", reason="")
 
 
-def probes(look: Look, rows: list[RowMemory]) -> list[Change]:
+def probes(look: Look, rows: list[RowState]) -> list[Change]:
     """Speculation that was stopped and about which nothing new is known is tried again once patience is over."""
     group = [row for row in rows if not row.depth and row.patience and look.now >= row.off_until]
-    idle = look.now - look.kept.load.at > BUSY_SECONDS
-    fresh = any(cell.draft_passes and look.now - cell.at < FRESH_SECONDS for cell in look.kept.costs)
+    idle = look.now - look.learned.load.at > BUSY_SECONDS
+    fresh = any(cell.draft_passes and look.now - cell.at < FRESH_SECONDS for cell in look.learned.costs)
     if not look.here or not group or idle or fresh:
         return []
     row = next((row for row in group if row.task == OTHER_TASK), group[0])
@@ -110,14 +110,14 @@ def probes(look: Look, rows: list[RowMemory]) -> list[Change]:
     return [replace(one, row=one.row.model_copy(update={"probing": True})) for one in found]
 
 
-def probed(look: Look, row: RowMemory) -> bool:
+def probed(look: Look, row: RowState) -> bool:
     """Whether the shapes that a probe runs were timed since it began. Beside other tasks the steps are as deep as
     the deepest of them."""
     alone = len(look.rows) == 1
     return any(
         (cell.draft_passes == row.depth if alone else cell.draft_passes >= row.depth)
         and cell.at - row.since > PROBE_SECONDS
-        for cell in look.kept.costs
+        for cell in look.learned.costs
     )
 
 

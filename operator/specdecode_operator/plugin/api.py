@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import GROUP, PIN_ANNOTATION, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
-from specdecode_operator.kept import Kept
+from specdecode_operator.state.learned import LearnedState
 
 Resource = dict[str, Any]
 
@@ -53,7 +53,7 @@ class Api:
         )
         return found
 
-    def remembered(self, namespace: str, name: str) -> Kept | None:
+    def remembered(self, namespace: str, name: str) -> LearnedState | None:
         """What the operator wrote down; None where there is nothing yet, or another version wrote it."""
         found = self._call(
             lambda: self._core.read_namespaced_config_map(
@@ -61,7 +61,7 @@ class Api:
             )
         )
         try:
-            return Kept.model_validate_json(json.loads(found.data)["data"]["memory.json"])
+            return LearnedState.model_validate_json(json.loads(found.data)["data"]["memory.json"])
         except (KeyError, ValueError, ValidationError):
             return None
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 
+from specdecode_operator.api.pins import read_pin
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError, PluginError
-from specdecode_operator.pins import read_pin
 from specdecode_operator.plugin.api import Api
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import detail, overview, spec_of
@@ -104,12 +104,12 @@ def _status_lines(args: argparse.Namespace, api: Api) -> list[str]:
 def _explain(args: argparse.Namespace, api: Api) -> None:
     namespace = _where(args, api)
     resource = api.get(namespace, args.name)
-    kept, problem = None, "nothing is written down yet"
+    learned, problem = None, "nothing is written down yet"
     try:
-        kept = api.remembered(namespace, args.name)
+        learned = api.remembered(namespace, args.name)
     except PluginError as error:
         problem = str(error)
-    _print(explain(resource, kept, time.time(), problem))
+    _print(explain(resource, learned, time.time(), problem))
 
 
 def _history(args: argparse.Namespace, api: Api) -> None:

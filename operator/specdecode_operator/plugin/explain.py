@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
-from specdecode_operator.kept import Kept
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
 from specdecode_operator.plugin.overview import bad, mode_of, spec_of, status_of
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
+from specdecode_operator.state.learned import LearnedState
 
 
-def explain(resource: dict[str, Any], kept: Kept | None, now: float, problem: str = "") -> list[str]:
+def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:
     """``problem`` says why there is no memory to read."""
     spec, status = spec_of(resource), status_of(resource)
     name = f"{resource['metadata']['namespace']}/{resource['metadata']['name']}"
     lines = [f"{name}   {spec.model.uri}   ready {word(status.ready)}", ""]
-    lines += ["WHY THIS DEPTH", *_indented(_depth(resource, spec, status, kept, now))]
-    if kept is not None:
-        lines += ["", "THE NUMBERS BEHIND", *_indented(_numbers(kept))]
+    lines += ["WHY THIS DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
+    if learned is not None:
+        lines += ["", "THE NUMBERS BEHIND", *_indented(_numbers(learned))]
     elif problem:
         lines += ["", *wrapped(f"The operator's own figures cannot be read: {problem}", "  ")]
     lines += ["", "WHY THIS MANY WORKERS", *_indented(_workers(spec, status, now))]
@@ -36,7 +36,9 @@ def _indented(lines: Any) -> list[str]:
     return [line if line.startswith("  ") else "\n".join(wrapped(line, "  ")) for line in lines]
 
 
-def _depth(resource: dict[str, Any], spec: Spec, status: Status, kept: Kept | None, now: float) -> Iterator[str]:
+def _depth(
+    resource: dict[str, Any], spec: Spec, status: Status, learned: LearnedState | None, now: float
+) -> Iterator[str]:
     speculation = status.speculation
     if spec.speculation.method == "none" or speculation is None:
         yield "speculation.method is none: no draft is loaded, every token is decoded plainly."
@@ -45,7 +47,7 @@ def _depth(resource: dict[str, Any], spec: Spec, status: Status, kept: Kept | No
     yield _who_decides(mode_of(resource), spec)
     if speculation.recommended:
         yield f"Without that, {speculation.recommended} would run at the present load."
-    yield from _guard(status, kept)
+    yield from _guard(status, learned)
     yield (
         f"Measured {age(speculation.measured_at, now)} ago: acceptance {figure(speculation.acceptance_rate)},"
         f" {figure(speculation.accepted_length)} tokens a step, speedup {figure(speculation.speedup)}."
@@ -74,12 +76,12 @@ def _who_decides(mode: str, spec: Spec) -> str:
     )
 
 
-def _guard(status: Status, kept: Kept | None) -> Iterator[str]:
+def _guard(status: Status, learned: LearnedState | None) -> Iterator[str]:
     """The plan says one thing and the workers' guards another."""
     speculation = status.speculation
-    if kept is None or kept.plan is None or speculation is None or speculation.depth != 0:
+    if learned is None or learned.plan is None or speculation is None or speculation.depth != 0:
         return
-    planned = [row.shape for row in kept.plan.rows] or [kept.plan.initial]
+    planned = [row.shape for row in learned.plan.rows] or [learned.plan.initial]
     if all(shape.nodes for shape in planned):
         yield "Every row of the plan speculates: the guards of the workers hold it back at this load."
 
@@ -97,11 +99,11 @@ def _last(found: Decision, now: float) -> Iterator[str]:
     yield f"Because: {found.reason}"
 
 
-def _numbers(kept: Kept) -> Iterator[str]:
-    yield f"Load that was seen last: {kept.load.sequences:.1f} sequences a step, most of task {kept.load.task}."
-    yield from acceptance_lines(kept)
-    yield from step_lines(kept)
-    yield from row_lines(kept)
+def _numbers(learned: LearnedState) -> Iterator[str]:
+    yield f"Load that was seen last: {learned.load.sequences:.1f} sequences a step, most of task {learned.load.task}."
+    yield from acceptance_lines(learned)
+    yield from step_lines(learned)
+    yield from row_lines(learned)
 
 
 def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specdecode_operator.kept import CostMemory, Kept
 from specdecode_operator.plugin.text import figure, percent, table
-from specdecode_operator.sums import Moments
+from specdecode_operator.state.learned import LearnedState, StepTimeCell
+from specdecode_operator.telemetry.counters import Moments
 from specdecode_worker.contract import FEATURES, Buckets, Plan
 
 _SEQUENCES = FEATURES.index("sequences")
@@ -14,9 +14,9 @@ _VERIFY_TOKENS = FEATURES.index("verify_tokens")
 _LEAST_STEPS = 1
 
 
-def acceptance_lines(kept: Kept) -> Iterator[str]:
+def acceptance_lines(learned: LearnedState) -> Iterator[str]:
     """How often the draft's first choice was right, by task and depth, along the main path."""
-    main = [cell for cell in kept.acceptance if cell.parent == "main"]
+    main = [cell for cell in learned.acceptance if cell.parent == "main"]
     tasks = sorted({cell.task for cell in main})
     if not tasks:
         return
@@ -30,9 +30,9 @@ def acceptance_lines(kept: Kept) -> Iterator[str]:
     yield from table(("ACCEPTANCE", *(f"DEPTH {depth}" for depth in depths)), rows, "  ")
 
 
-def step_lines(kept: Kept) -> Iterator[str]:
+def step_lines(learned: LearnedState) -> Iterator[str]:
     """Kinds of steps at the context of the present load, each against plain steps of as many sequences."""
-    cells = [cell for cell in kept.costs if cell.context_bucket == kept.load.context_bucket and not cell.prefill]
+    cells = [cell for cell in learned.costs if cell.context_bucket == learned.load.context_bucket and not cell.prefill]
     timed = sorted(
         (_Steps(cell) for cell in cells if Moments(cell.values).count >= _LEAST_STEPS), key=lambda s: s.order
     )
@@ -55,16 +55,16 @@ def step_lines(kept: Kept) -> Iterator[str]:
     yield from table(head, rows, "  ")
 
 
-def row_lines(kept: Kept) -> Iterator[str]:
+def row_lines(learned: LearnedState) -> Iterator[str]:
     """The plan: a line for every task, a column for every concurrency, at the context of the present load."""
-    plan = kept.plan
+    plan = learned.plan
     if plan is None:
         return
     yield ""
     if not plan.rows:
         yield f"  The plan has no rows: {plan.initial} runs at every load."
         return
-    context = min(kept.load.context_bucket, len(plan.buckets.context))
+    context = min(learned.load.context_bucket, len(plan.buckets.context))
     heads = [_concurrency(plan.buckets, index) for index in range(len(plan.buckets.concurrency) + 1)]
     tasks = sorted({row.task for row in plan.rows})
     yield from table(("PLAN: TASK", *heads), [(task, *_shapes(plan, task, context)) for task in tasks], "  ")
@@ -91,7 +91,7 @@ def _rate(hits: tuple[float, float] | None) -> str:
 class _Steps:
     """One remembered kind of step."""
 
-    def __init__(self, cell: CostMemory) -> None:
+    def __init__(self, cell: StepTimeCell) -> None:
         moments = Moments(cell.values)
         self.count = moments.count
         self.sequences = moments.mean_of(_SEQUENCES)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_operator.errors import PluginError
-from specdecode_operator.kept import Kept
+from specdecode_operator.state.learned import LearnedState
 
 PROGRAM = "specdecode-operator"
 
 
-def document(resource: dict[str, Any], kept: Kept | None) -> dict[str, Any]:
+def document(resource: dict[str, Any], learned: LearnedState | None) -> dict[str, Any]:
     """What is handed over: the resource as it is, and what the operator remembers of it under ``memory``."""
     metadata = {name: resource["metadata"][name] for name in ("namespace", "name", "uid")}
     return {
@@ -26,11 +26,11 @@ def document(resource: dict[str, Any], kept: Kept | None) -> dict[str, Any]:
         "metadata": metadata,
         "spec": resource["spec"],
         "status": resource.get("status") or {},
-        "memory": kept.model_dump(mode="json", by_alias=True) if kept else None,
+        "memory": learned.model_dump(mode="json", by_alias=True) if learned else None,
     }
 
 
-def hand_over(resource: dict[str, Any], kept: Kept | None, flags: Sequence[str]) -> int:
+def hand_over(resource: dict[str, Any], learned: LearnedState | None, flags: Sequence[str]) -> int:
     """The simulator's exit code. Raises PluginError where it is not installed."""
     program = _program()
     if program is None or not _simulates(program):
@@ -39,7 +39,7 @@ def hand_over(resource: dict[str, Any], kept: Kept | None, flags: Sequence[str])
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.json"
-        file.write_text(json.dumps(document(resource, kept)))
+        file.write_text(json.dumps(document(resource, learned)))
         rest = [flag for flag in flags if flag != "--"]
         return subprocess.run([program, "simulate", "--deployment", str(file), *rest]).returncode
 

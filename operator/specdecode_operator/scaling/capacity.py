@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from specdecode_operator.records import Capacity
+from specdecode_operator.types import Capacity
 
 SLOTS_USABLE = 0.8
 """Share of a worker's sequences that is planned for where nothing is promised of waiting; the rest is for bursts."""

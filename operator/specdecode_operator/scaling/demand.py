@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from specdecode_operator.measurements import Delta
+from specdecode_operator.telemetry.deltas import Delta
 
 RECENT_SECONDS = 15.0
 """Three polls: fewer arrivals than come in so long say little, and more would answer late."""

@@ -6,7 +6,7 @@ damped trend are of the last minutes. Less its own error it may raise the floor 
 
 from __future__ import annotations
 
-from specdecode_operator.kept import ForecastMemory
+from specdecode_operator.state.learned import ForecastState
 
 SAMPLE_SECONDS = 60.0
 """Arrivals are counted for so long before they say anything."""
@@ -25,7 +25,7 @@ RELAPSE_SECONDS = 3600.0
 """A day that differs from the season is taken to differ for about so long."""
 
 
-def observed(memory: ForecastMemory, arrivals: float, seconds: float, *, now: float) -> ForecastMemory:
+def observed(memory: ForecastState, arrivals: float, seconds: float, *, now: float) -> ForecastState:
     """``memory`` with what came in within the last ``seconds``."""
     gathered = memory.model_copy(
         update={"arrivals": memory.arrivals + max(0.0, arrivals), "seconds": memory.seconds + max(0.0, seconds)}
@@ -35,7 +35,7 @@ def observed(memory: ForecastMemory, arrivals: float, seconds: float, *, now: fl
     return _sampled(gathered, gathered.arrivals / gathered.seconds, now)
 
 
-def expected_rate(memory: ForecastMemory, *, now: float, ahead_seconds: float) -> float:
+def expected_rate(memory: ForecastState, *, now: float, ahead_seconds: float) -> float:
     """Arrivals a second ``ahead_seconds`` from now, less the error of such forecasts; 0 while nothing is known."""
     if memory.at is None or now - memory.at > GAP_SECONDS:
         return 0.0
@@ -48,7 +48,7 @@ def expected_rate(memory: ForecastMemory, *, now: float, ahead_seconds: float) -
     return max(0.0, min(max(grown, by_season), max(memory.level, 2 * then)) - memory.error)
 
 
-def _sampled(memory: ForecastMemory, rate: float, now: float) -> ForecastMemory:
+def _sampled(memory: ForecastState, rate: float, now: float) -> ForecastState:
     emptied = {"arrivals": 0.0, "seconds": 0.0, "at": now, "seasons": _with_sample(memory, rate, now)}
     if memory.at is None or now - memory.at > GAP_SECONDS:
         return memory.model_copy(update={**emptied, "level": rate, "trend": 0.0, "error": rate})
@@ -69,13 +69,13 @@ def _slot(at: float) -> int:
     return int(at % DAY_SECONDS / DAY_SECONDS * SLOTS) % SLOTS
 
 
-def _season(memory: ForecastMemory, at: float) -> float | None:
+def _season(memory: ForecastState, at: float) -> float | None:
     """What the time of day brought on earlier days; None where there was none."""
     value = memory.seasons[_slot(at)] if memory.seasons else -1.0
     return None if value < 0 else value
 
 
-def _with_sample(memory: ForecastMemory, rate: float, now: float) -> tuple[float, ...]:
+def _with_sample(memory: ForecastState, rate: float, now: float) -> tuple[float, ...]:
     seasons = list(memory.seasons or (-1.0,) * SLOTS)
     slot = _slot(now)
     known = seasons[slot]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.records import Capacity, Limited
+from specdecode_operator.types import Capacity, ScalingLimit
 
 UNSCHEDULABLE = "Unschedulable"
 """How the scheduler calls a pod that it finds no place for."""
 
 
-def limited(spec: ScalingSpec, wanted: int, troubles: Iterable[str], capacity: Capacity | None) -> Limited | None:
+def limited(spec: ScalingSpec, wanted: int, troubles: Iterable[str], capacity: Capacity | None) -> ScalingLimit | None:
     """``troubles`` are what the kubelet or the scheduler says of pods that do not start."""
     unplaced = [trouble for trouble in troubles if trouble.startswith(UNSCHEDULABLE)]
     if unplaced:
-        return Limited("Unschedulable", f"{len(unplaced)} pods find no place: {unplaced[0]}")
+        return ScalingLimit("Unschedulable", f"{len(unplaced)} pods find no place: {unplaced[0]}")
     if wanted > spec.max_replicas:
-        return Limited("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
+        return ScalingLimit("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
     if capacity is not None and not capacity.attainable:
         step = f"a step takes {1000 * capacity.step_seconds:.0f} ms"
-        return Limited("ObjectiveOutOfReach", f"{capacity.limited_by} is not kept by a single sequence: {step}")
+        return ScalingLimit("ObjectiveOutOfReach", f"{capacity.limited_by} is not kept by a single sequence: {step}")
     return None
 
 

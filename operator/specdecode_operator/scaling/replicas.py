@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.kept import ScalingMemory
-from specdecode_operator.records import Capacity
 from specdecode_operator.scaling.capacity import SLOTS_USABLE
+from specdecode_operator.state.learned import ScalingState
+from specdecode_operator.types import Capacity
 
 POLLS_TO_RISE = 2
 DRAIN_SECONDS = 60.0
@@ -70,7 +70,7 @@ class Scaled:
     replicas: int
     wanted: int
     """What demand asks for, whatever the bounds."""
-    memory: ScalingMemory
+    memory: ScalingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Need:
     hurry: bool = False
 
 
-def scale(spec: ScalingSpec, memory: ScalingMemory, demand: Demand, *, start: int, now: float) -> Scaled:
+def scale(spec: ScalingSpec, memory: ScalingState, demand: Demand, *, start: int, now: float) -> Scaled:
     """``start`` is where a deployment begins that the operator has not scaled before."""
     replicas = _within(spec, start if memory.replicas is None else memory.replicas)
     if demand.now is None:
@@ -124,7 +124,7 @@ def _in_hurry(carried: Carried, waiting: float) -> bool:
     return waiting > WAIT_SHARE * carried.ttft_seconds * max(carried.rate, carried.recent_rate, 1e-9) and waiting >= 1
 
 
-def _rise(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need) -> Scaled:
+def _rise(spec: ScalingSpec, memory: ScalingState, replicas: int, need: _Need) -> Scaled:
     """``wanted`` is what demand asks for; a forecast raises the replicas, and is no demand."""
     polls = memory.above_polls + 1
     enough = polls >= POLLS_TO_RISE or need.hurry
@@ -132,22 +132,22 @@ def _rise(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need) 
     return Scaled(
         replicas=after,
         wanted=need.wanted,
-        memory=ScalingMemory(replicas=after, wanted=need.wanted, above_polls=polls),
+        memory=ScalingState(replicas=after, wanted=need.wanted, above_polls=polls),
     )
 
 
-def _fall(spec: ScalingSpec, memory: ScalingMemory, replicas: int, need: _Need, demand: Demand, now: float) -> Scaled:
+def _fall(spec: ScalingSpec, memory: ScalingState, replicas: int, need: _Need, demand: Demand, now: float) -> Scaled:
     """The window is of trusted polls: workers that are all busy hide a demand that those who are on their way will
     show, and a worker would go in the moment in which it comes."""
     wanted = need.wanted
     if need.lasting >= replicas:
-        return Scaled(replicas=replicas, wanted=wanted, memory=ScalingMemory(replicas=replicas, wanted=wanted))
+        return Scaled(replicas=replicas, wanted=wanted, memory=ScalingState(replicas=replicas, wanted=wanted))
     since = now if memory.below_since is None else memory.below_since
     if not demand.trusted:
         since = min(now, since + demand.seconds)
     elif now - since >= spec.scale_down_window_seconds:
         replicas = _within(spec, replicas - 1)
-    after = ScalingMemory(replicas=replicas, wanted=wanted, below_since=since)
+    after = ScalingState(replicas=replicas, wanted=wanted, below_since=since)
     return Scaled(replicas=replicas, wanted=wanted, memory=after)
 
 

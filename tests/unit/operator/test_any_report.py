@@ -8,11 +8,11 @@ from fleet import DEFAULTS, deployment_with, workload_with
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.decide import decide
-from specdecode_operator.kept import Kept, kept_of, state_data
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Observed, Worker
-from specdecode_operator.sums import PAIRS, K
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.counters import PAIRS, K
+from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,
@@ -131,7 +131,7 @@ def later(before: Report | None, after: Report) -> Report:
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(st.lists(reports, min_size=1, max_size=2), min_size=2, max_size=5))
 def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) -> None:
-    deployment, memory, now = deployment_with(**SPEC), Memory(kept=Kept(uid="u1")), 1e6
+    deployment, memory, now = deployment_with(**SPEC), Session(learned=LearnedState(uid="u1")), 1e6
     last: dict[int, Report] = {}
     for look in looks:
         now += 5
@@ -139,11 +139,11 @@ def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) ->
         workers = tuple(
             Worker(name=f"p{i}", uid=f"p{i}", address=f"at-{i}", ready=True, report=last[i]) for i in range(len(look))
         )
-        observed = Observed(workload=workload_with(len(workers)), workers=workers, memory=memory)
+        observed = Observation(workload=workload_with(len(workers)), workers=workers, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
         assert (decision, memory) == decide(deployment, observed, DEFAULTS, now=now)
         assert 1 <= decision.replicas <= 5
         assert len(decision.recycle) <= 1
         for row in decision.plan.rows:
             assert (row.shape.depth <= 4, row.shape.nodes <= 6, max(row.shape.ranks) < 2) == (True, True, True)
-        assert kept_of(state_data(memory.kept), "u1") is not None
+        assert parse_state(render_state(memory.learned), "u1") is not None

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from specdecode_operator import planning
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.kept import ForecastMemory, Kept, LoadMemory, ScalingMemory, TrafficMemory
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
 from specdecode_operator.planning.steptime import StepTimes
-from specdecode_operator.records import Capacity
 from specdecode_operator.scaling import (
     Carried,
     Demand,
@@ -31,7 +28,10 @@ from specdecode_operator.scaling import (
 )
 from specdecode_operator.scaling.capacity import waiting_seconds
 from specdecode_operator.scaling.forecast import SAMPLE_SECONDS, expected_rate, observed
-from specdecode_operator.sums import NO_TRAFFIC
+from specdecode_operator.state.learned import ForecastState, LearnedState, LoadState, ScalingState, TrafficCell
+from specdecode_operator.telemetry.counters import NO_TRAFFIC
+from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.types import Capacity
 
 MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
 LIMITS = Limits(max_sequences=16)
@@ -134,8 +134,8 @@ def test_any_worker_has_a_capacity(
 
 
 def planned(**fields: Any) -> Pace:
-    kept = Kept(acceptance=chances(0.7), costs=FULL, wander=0.0)
-    found = planning.pace(spec(**fields), kept, planning.buckets(16), Request(100, 200, 500), kv_tokens=None)
+    learned = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0)
+    found = planning.pace(spec(**fields), learned, planning.buckets(16), Request(100, 200, 500), kv_tokens=None)
     assert found is not None
     return found
 
@@ -158,23 +158,23 @@ def test_what_reading_a_prompt_takes_is_learnt_from_steps_with_prefill() -> None
     x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
     seconds = times.linear((*x[:-1], 0.0)) + 300 * 0.0002
     values = (10, 10 * seconds, 10 * seconds**2, 40, *(10 * v for v in x), *(0.0,) * 27)
-    assert prompt_token_seconds(Kept(prefill=values), times) == pytest.approx(0.0002)
+    assert prompt_token_seconds(LearnedState(prefill=values), times) == pytest.approx(0.0002)
 
 
 def test_the_mean_request() -> None:
-    assert planning.request_of(Kept()) is None
-    sums = (TrafficMemory(task="other", sums=(10, 10, 4000, 1000, 2000)),)
-    assert planning.request_of(Kept(traffic=sums)) == Request(prompt=300, output=200, context=500)
+    assert planning.request_of(LearnedState()) is None
+    sums = (TrafficCell(task="other", sums=(10, 10, 4000, 1000, 2000)),)
+    assert planning.request_of(LearnedState(traffic=sums)) == Request(prompt=300, output=200, context=500)
 
 
 def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
     """Five came, one of them has ended after 32 tokens; the other four have said half as much."""
-    sums = (TrafficMemory(task="other", sums=(5, 1, 100, 0, 32 + 4 * 16)),)
-    found = planning.request_of(Kept(traffic=sums, load=LoadMemory(sequences=4)))
+    sums = (TrafficCell(task="other", sums=(5, 1, 100, 0, 32 + 4 * 16)),)
+    found = planning.request_of(LearnedState(traffic=sums, load=LoadState(sequences=4)))
     assert found is not None
     assert found.output == pytest.approx(32)
-    waiting = (TrafficMemory(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
-    found = planning.request_of(Kept(traffic=waiting, load=LoadMemory(sequences=4)))
+    waiting = (TrafficCell(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
+    found = planning.request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
     assert found is not None
     assert found.output == pytest.approx(32), "who waits has said nothing"
 
@@ -192,8 +192,8 @@ def demand(rate: float, *, waiting: float = 0, running: float = 1, trusted: bool
     )
 
 
-def polls(demands: list[Demand], memory: ScalingMemory | None = None) -> list[int]:
-    memory, found = memory or ScalingMemory(replicas=1), []
+def polls(demands: list[Demand], memory: ScalingState | None = None) -> list[int]:
+    memory, found = memory or ScalingState(replicas=1), []
     for index, one in enumerate(demands):
         scaled = scale(SPEC, memory, one, start=1, now=1000.0 + 5 * index)
         memory = scaled.memory
@@ -225,7 +225,7 @@ def test_a_wait_that_the_estimate_does_not_explain_adds_a_worker_once_all_are_th
 def test_a_rate_that_few_arrivals_tell_raises_nothing_and_keeps_what_there_is() -> None:
     few = demand(2.4, least_rate=1.9)
     assert polls([few] * 10) == [1] * 10
-    assert polls([few] * 30, ScalingMemory(replicas=2))[-1] == 2
+    assert polls([few] * 30, ScalingState(replicas=2))[-1] == 2
     assert polls([demand(2.4, least_rate=2.1)] * 2) == [1, 2]
 
 
@@ -244,22 +244,22 @@ def test_arrivals_are_as_sure_as_they_are_many() -> None:
 
 
 def test_falls_only_when_the_rest_has_a_tenth_to_spare() -> None:
-    assert polls([demand(3.9)] * 30, ScalingMemory(replicas=3))[-1] == 3
-    assert polls([demand(3.5)] * 30, ScalingMemory(replicas=3))[-1] == 2
+    assert polls([demand(3.9)] * 30, ScalingState(replicas=3))[-1] == 3
+    assert polls([demand(3.5)] * 30, ScalingState(replicas=3))[-1] == 2
 
 
 def test_the_lower_bound_decides_the_fall_and_the_mean_the_rise() -> None:
     doubtful = Carried(mean=ONE, least=replace(ONE, rate=1.0), rate=3.5, least_rate=3.5, recent_rate=3.5)
     unsure = replace(demand(3.5), carried=doubtful)
-    assert polls([unsure] * 3, ScalingMemory(replicas=1))[-1] == 2
-    assert polls([unsure] * 30, ScalingMemory(replicas=3))[-1] == 3
+    assert polls([unsure] * 3, ScalingState(replicas=1))[-1] == 2
+    assert polls([unsure] * 30, ScalingState(replicas=3))[-1] == 3
 
 
 def test_a_forecast_raises_the_floor_and_is_no_demand() -> None:
     assert polls([demand(1.0, forecast_rate=5.0)] * 3)[-1] == 3
-    assert polls([demand(1.0, forecast_rate=5.0)] * 40, ScalingMemory(replicas=4))[-1] == 3
+    assert polls([demand(1.0, forecast_rate=5.0)] * 40, ScalingState(replicas=4))[-1] == 3
     assert polls([demand(5.0, forecast_rate=0.0)] * 3)[-1] == 3, "never lowers"
-    assert scale(SPEC, ScalingMemory(), demand(1.0, forecast_rate=50.0), start=1, now=0).wanted == 1
+    assert scale(SPEC, ScalingState(), demand(1.0, forecast_rate=50.0), start=1, now=0).wanted == 1
 
 
 rates = st.floats(0, 1e6)
@@ -269,7 +269,7 @@ rates = st.floats(0, 1e6)
 def test_more_demand_never_means_fewer_workers(
     rate: float, more: float, running: float, waiting: float, replicas: int, above: int, trusted: bool
 ) -> None:
-    memory = ScalingMemory(replicas=replicas, above_polls=above, below_since=0)
+    memory = ScalingState(replicas=replicas, above_polls=above, below_since=0)
     less = scale(SPEC, memory, demand(rate, running=running, waiting=waiting, trusted=trusted), start=1, now=1000)
     for one in (
         demand(rate + more, running=running, waiting=waiting, trusted=trusted),
@@ -305,8 +305,8 @@ def test_the_least_loaded_goes_first_and_a_failing_one_before() -> None:
 # --- the forecast -------------------------------------------------------------------------------------------------
 
 
-def days(rate_at: Any, count: float, memory: ForecastMemory | None = None) -> tuple[ForecastMemory, float]:
-    found, now = memory or ForecastMemory(), 0.0
+def days(rate_at: Any, count: float, memory: ForecastState | None = None) -> tuple[ForecastState, float]:
+    found, now = memory or ForecastState(), 0.0
     while now < 86400 * count:
         now += SAMPLE_SECONDS
         found = observed(found, rate_at(now) * SAMPLE_SECONDS, SAMPLE_SECONDS, now=now)
@@ -337,7 +337,7 @@ def test_after_a_long_silence_nothing_is_foretold() -> None:
 
 @given(st.lists(st.tuples(st.floats(-10, 1e9), st.floats(-1, 1e5), st.floats(0, 1e6)), max_size=30), st.floats(0, 1e5))
 def test_any_arrivals_have_a_forecast(seen: list[tuple[float, float, float]], ahead: float) -> None:
-    memory = ForecastMemory()
+    memory = ForecastState()
     for arrivals, seconds, now in seen:
         memory = observed(memory, arrivals, seconds, now=now)
         assert math.isfinite(expected_rate(memory, now=now, ahead_seconds=ahead))

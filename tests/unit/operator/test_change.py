@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdecode_operator.planning.change import cost_changed, rate_changed
-from specdecode_operator.sums import PAIRS, Hits, K, Moments
+from specdecode_operator.telemetry.counters import PAIRS, Hits, K, Moments
 
 
 def drafts(rng: random.Random, chance: float, count: int) -> Hits:

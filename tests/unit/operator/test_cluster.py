@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.cluster import environment_proxy
+from specdecode_operator.kube.client import environment_proxy
 
 
 def test_the_environments_proxy_is_used_but_where_it_says_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import pytest
 from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import Condition, Decision, Status
-from specdecode_operator.decide import decide
-from specdecode_operator.events import notices
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Observed, Outcome, Suspect, Worker
-from specdecode_operator.status import status_of
+from specdecode_operator.controller.events import notices
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation, Outcome, UnhealthyWorker, Worker
 
 POD = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report_problem="no answer")
 
@@ -69,10 +69,10 @@ def test_every_decision_is_an_event() -> None:
 
 def looked(count: int, seconds: float, pin: str = "", worker: Worker = POD) -> list[Status]:
     """Status after every look at one silent worker."""
-    deployment, memory, found = deployment_with(pin=pin), Memory(), []
+    deployment, memory, found = deployment_with(pin=pin), Session(), []
     for look in range(count):
         now = 1000 + look * seconds
-        observed = Observed(workload=workload_with(), workers=(worker,), memory=memory)
+        observed = Observation(workload=workload_with(), workers=(worker,), session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
         found.append(status_of(deployment, observed, decision, Outcome(), now=now))
         deployment = replace(deployment, status=found[-1])
@@ -107,10 +107,10 @@ def test_stale_reports_name_the_pod_and_do_not_touch_ready() -> None:
 
 
 def test_several_stale_reports_are_named_each_with_its_reason() -> None:
-    memory, deployment = Memory(), deployment_with()
+    memory, deployment = Session(), deployment_with()
     pods = tuple(replace(POD, name=f"p{n}", uid=f"p{n}", report_problem=f"problem {n}") for n in range(6))
     for look in range(4):
-        observed = Observed(workload=workload_with(6), workers=pods, memory=memory)
+        observed = Observation(workload=workload_with(6), workers=pods, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=1000 + 20 * look)
         status = status_of(deployment, observed, decision, Outcome(), now=1000 + 20 * look)
     found = condition(status, "ReportsFresh")
@@ -137,7 +137,7 @@ def test_the_pinned_condition_is_there_while_the_annotation_is() -> None:
 def test_status_shows_pin_and_modes_of_tasks() -> None:
     tasks = [{"name": "code", "mode": "Static"}, {"name": "chat"}, {"name": "sql"}]
     deployment = deployment_with(pin="sql=none", speculation={"tasks": tasks})
-    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1)
     status = status_of(deployment, observed, decision, Outcome(), now=1)
     assert {task.name: task.mode for task in status.tasks} == {"code": "Static", "chat": "Auto", "sql": "Pinned"}
@@ -150,11 +150,11 @@ def test_status_shows_pin_and_modes_of_tasks() -> None:
 
 def suspected(*pods: str, acceptance: str = "0.31") -> Status:
     deployment = deployment_with()
-    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1)
     message = f"first token accepted {acceptance}, usually 0.72; its peers are well"
     suspects = tuple(
-        Suspect(pod=pod, uid=pod, reason="AcceptanceCollapsed", message=message, since=0.0) for pod in pods
+        UnhealthyWorker(pod=pod, uid=pod, reason="AcceptanceCollapsed", message=message, since=0.0) for pod in pods
     )
     return status_of(deployment, observed, replace(decision, suspects=suspects), Outcome(), now=1)
 

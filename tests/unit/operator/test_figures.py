@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_operator.planning.figures import speedup
-from specdecode_operator.sums import CellKey, Moments
+from specdecode_operator.telemetry.counters import CellKey, Moments
 from specdecode_worker.contract import FEATURES
 
 SEQUENCES = 4.0

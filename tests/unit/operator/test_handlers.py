@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION
-from specdecode_operator.handlers import Process
+from specdecode_operator.controller.handlers import Process
 from specdecode_operator.settings import Settings
 
 KEY = ("ns", "a")

@@ -6,10 +6,10 @@ import pytest
 from fleet import Loop, Truth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
-from specdecode_operator.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
-from specdecode_operator.kept import FollowMemory, Kept, LoadMemory
-from specdecode_operator.measurements import Delta
-from specdecode_operator.memory import Memory
+from specdecode_operator.decision.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
+from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 
@@ -24,7 +24,7 @@ def per_token(truth: Truth, depth: int) -> float:
 def after_a_change(truth: Truth, polls: int) -> tuple[Loop, Decision]:
     loop = loop_over(truth, explore=0.1)
     loop.polls(polls)
-    first = loop.memory.kept.history[-1]
+    first = loop.memory.learned.history[-1]
     return loop, first
 
 
@@ -44,11 +44,11 @@ def test_a_gain_is_not_told_before_enough_drafts() -> None:
     while not (loop.decision and loop.decision.changes):
         loop.poll()
     loop.poll(2.5)
-    assert loop.memory.kept.history[0].realised_gain_percent is None
-    assert loop.memory.kept.following[0].drafts < 500
+    assert loop.memory.learned.history[0].realised_gain_percent is None
+    assert loop.memory.learned.following[0].drafts < 500
     loop.polls(10)
-    assert loop.memory.kept.history[0].realised_gain_percent is not None
-    assert not loop.memory.kept.following
+    assert loop.memory.learned.history[0].realised_gain_percent is not None
+    assert not loop.memory.learned.following
 
 
 def test_following_survives_a_restart() -> None:
@@ -57,9 +57,9 @@ def test_following_survives_a_restart() -> None:
         loop.poll()
     loop.poll(2.5)
     loop.restart_operator()
-    assert loop.memory.kept.following
+    assert loop.memory.learned.following
     loop.polls(10)
-    assert loop.memory.kept.history[0].realised_gain_percent is not None
+    assert loop.memory.learned.history[0].realised_gain_percent is not None
 
 
 def plan_of(depth: int) -> Plan:
@@ -73,8 +73,8 @@ def decision(**fields: object) -> Decision:
 
 
 def test_rows_that_moved_are_followed() -> None:
-    kept = recorded(Kept(plan=plan_of(5)), (decision(),), plan_of(3))
-    (follow,) = kept.following
+    learned = recorded(LearnedState(plan=plan_of(5)), (decision(),), plan_of(3))
+    (follow,) = learned.following
     assert follow.rows == tuple((c, 0, "other") for c in range(3))
 
 
@@ -85,33 +85,33 @@ def test_what_is_followed_stays_small_and_near_the_present_load() -> None:
         )
         return Plan(version=1, rows=rows, initial=TreeShape.chain(3))
 
-    kept = Kept(load=LoadMemory(sequences=16, context_bucket=2))
+    learned = LearnedState(load=LoadState(sequences=16, context_bucket=2))
     for index in range(6):
-        kept = kept.model_copy(update={"plan": plan(index + 1)})
+        learned = learned.model_copy(update={"plan": plan(index + 1)})
         moved = decision(time=f"{index}", before=f"chain:{index}" if index else "none", after=f"chain:{index + 1}")
-        kept = recorded(kept, (moved,), plan(index))
-    assert len(kept.following) == FOLLOWED
-    assert len(kept.following[0].rows) == ROWS
-    assert kept.following[0].rows[0] == (4, 2, "other")
+        learned = recorded(learned, (moved,), plan(index))
+    assert len(learned.following) == FOLLOWED
+    assert len(learned.following[0].rows) == ROWS
+    assert learned.following[0].rows[0] == (4, 2, "other")
 
 
 def test_a_decision_that_left_the_history_is_followed_no_more() -> None:
-    follow = FollowMemory(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
-    kept = Kept(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
-    assert not realised(kept, Delta(), Plan().buckets).following
+    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
+    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
+    assert not realised(learned, Delta(), Plan().buckets).following
 
 
 def test_what_is_no_change_of_rows_is_not_followed() -> None:
-    kept = recorded(Kept(plan=plan_of(5)), (decision(kind="Steering"),), plan_of(3))
-    assert not kept.following
-    assert len(kept.history) == 1
+    learned = recorded(LearnedState(plan=plan_of(5)), (decision(kind="Steering"),), plan_of(3))
+    assert not learned.following
+    assert len(learned.history) == 1
 
 
 def test_history_is_bounded_and_newest_first() -> None:
-    kept = Kept()
+    learned = LearnedState()
     for index in range(HISTORY + 3):
-        kept = recorded(kept, (decision(time=f"{index}"),), None)
-    assert [found.time for found in kept.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
+        learned = recorded(learned, (decision(time=f"{index}"),), None)
+    assert [found.time for found in learned.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
 
 
 def test_the_first_sight_of_a_deployment_is_no_change() -> None:
@@ -133,7 +133,7 @@ def test_a_lost_memory_takes_the_history_back_from_status() -> None:
     loop.deployment = loop_over().deployment
     told = Status(speculation=SpeculationStatus(history=(decision(),)))
     object.__setattr__(loop.deployment, "status", told)
-    loop.memory = Memory(found=False)
+    loop.memory = Session(found=False)
     assert loop.poll().history == (decision(),)
 
 

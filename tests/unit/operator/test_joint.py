@@ -10,12 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RequestMemory, RowMemory, TrafficMemory
 from specdecode_operator.planning import Chosen, buckets, choose
 from specdecode_operator.planning.bounds import bounds_of, deepest, follows, names, plans
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.promise import Promise, Prompt
 from specdecode_operator.planning.steptime import features
+from specdecode_operator.state.learned import (
+    AcceptanceCell,
+    LearnedState,
+    LoadState,
+    RequestCell,
+    RowState,
+    TrafficCell,
+)
 from specdecode_worker.contract import TreeShape
 
 CODE = {"name": "code"}
@@ -25,18 +32,18 @@ VERIFYING = tuple(cost(n, d, 0.02 + 0.0005 * d + 0.0002 * n * (d + 1)) for n in 
 """A busy machine: passes are cheap, every verified token counts."""
 
 
-def of(task: str, p: float) -> tuple[DepthMemory, ...]:
+def of(task: str, p: float) -> tuple[AcceptanceCell, ...]:
     return tuple(cell.model_copy(update={"task": task}) for cell in chances(p))
 
 
-def traffic(**output_tokens: float) -> tuple[TrafficMemory, ...]:
+def traffic(**output_tokens: float) -> tuple[TrafficCell, ...]:
     """Of so many requests that nobody doubts the mix: a token each."""
     counts = {task: 1000 * tokens for task, tokens in output_tokens.items()}
-    return tuple(TrafficMemory(task=task, sums=(n, n, n, 0, n)) for task, n in counts.items())
+    return tuple(TrafficCell(task=task, sums=(n, n, n, 0, n)) for task, n in counts.items())
 
 
-def chosen(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0, **more: Any) -> Chosen:
-    return choose(speculation, kept, buckets(16), max_num_seqs=16, now=now, **more)
+def chosen(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0, **more: Any) -> Chosen:
+    return choose(speculation, learned, buckets(16), max_num_seqs=16, now=now, **more)
 
 
 def shapes(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, TreeShape]:
@@ -47,10 +54,10 @@ def depths(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, int]:
     return {task: shape.depth for task, shape in shapes(found, load).items()}
 
 
-def settled(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0) -> Chosen:
+def settled(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> Chosen:
     for _ in range(6):
-        found = chosen(speculation, kept, now)
-        kept, now = kept.model_copy(update={"rows": found.rows}), now + 100
+        found = chosen(speculation, learned, now)
+        learned, now = learned.model_copy(update={"rows": found.rows}), now + 100
     return found
 
 
@@ -62,7 +69,7 @@ def test_a_task_that_is_off_never_drafts_and_a_static_one_stays() -> None:
         tasks=[{"name": "sql", "mode": "Off"}, {"name": "code", "mode": "Static", "depth": {"initial": 2}}]
     )
     mix = traffic(other=900, sql=10, code=10)
-    found = settled(speculation, Kept(acceptance=chances(0.95), costs=VERIFYING, wander=0.0, traffic=mix))
+    found = settled(speculation, LearnedState(acceptance=chances(0.95), costs=VERIFYING, wander=0.0, traffic=mix))
     assert depths(found, BUSY) == {"other": 5, "sql": 0, "code": 2}
     assert {row.depth for row in found.rows if row.task == "sql"} == {0}, "at every load, seen or not"
 
@@ -70,8 +77,8 @@ def test_a_task_that_is_off_never_drafts_and_a_static_one_stays() -> None:
 def test_a_task_has_bounds_of_its_own() -> None:
     speculation = spec(depth={"max": 3}, tasks=[{"name": "code", "depth": {"max": 5}}, {"name": "chat"}])
     known = (*chances(0.95), *of("code", 0.95), *of("chat", 0.95))
-    kept = Kept(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=1, code=900, chat=1))
-    assert depths(settled(speculation, kept), BUSY) == {"other": 3, "code": 5, "chat": 3}
+    learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=1, code=900, chat=1))
+    assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 5, "chat": 3}
     assert deepest(speculation) == 5
 
 
@@ -100,8 +107,8 @@ def test_rows_are_planned_where_any_mode_asks_for_them() -> None:
 
 def test_the_rest_is_static_where_one_task_is_auto() -> None:
     speculation = spec(mode="Static", tasks=[{"name": "code", "mode": "Auto"}])
-    kept = Kept(acceptance=(*chances(0.02), *of("code", 0.02)), costs=VERIFYING, wander=0.0)
-    assert depths(settled(speculation, kept), BUSY) == {"other": 3, "code": 0}
+    learned = LearnedState(acceptance=(*chances(0.02), *of("code", 0.02)), costs=VERIFYING, wander=0.0)
+    assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 0}
 
 
 # --- the choice for all tasks at once -----------------------------------------------------------------------------
@@ -109,16 +116,17 @@ def test_the_rest_is_static_where_one_task_is_auto() -> None:
 
 def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     speculation = spec(tasks=[CODE, {"name": "prose"}])
-    kept = Kept(
+    learned = LearnedState(
         acceptance=(*chances(0.8), *of("code", 0.9), *of("prose", 0.8)),
         costs=VERIFYING,
         wander=0.0,
         traffic=traffic(other=1, code=300, prose=300),
     )
-    before = settled(speculation, kept)
+    before = settled(speculation, learned)
     assert depths(before, BUSY)["prose"] >= 3
     after = settled(
-        speculation, kept.model_copy(update={"rows": before.rows, "acceptance": (*of("code", 0.9), *of("prose", 0.1))})
+        speculation,
+        learned.model_copy(update={"rows": before.rows, "acceptance": (*of("code", 0.9), *of("prose", 0.1))}),
     )
     assert depths(after, BUSY)["code"] == depths(before, BUSY)["code"]
     assert depths(after, BUSY)["prose"] <= 1
@@ -128,22 +136,22 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
 def test_a_row_that_is_chosen_to_stay_does_not_follow_the_one_that_moves(code: int, depth: int) -> None:
     """Code stands where it began, which is the deepest that it may; only without traffic nobody chose that for it."""
     known = (*chances(0.02), *of("code", 0.95))
-    kept = Kept(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=300, code=code))
+    learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=300, code=code))
     speculation = spec(depth={"max": 3}, tasks=[CODE])
-    found = chosen(speculation, kept)
+    found = chosen(speculation, learned)
     assert depths(found, BUSY) == {"other": 0, "code": depth}
-    again = chosen(speculation, kept.model_copy(update={"rows": found.rows}), 2000.0 + 100)
+    again = chosen(speculation, learned.model_copy(update={"rows": found.rows}), 2000.0 + 100)
     assert depths(again, BUSY) == {"other": 0, "code": depth}
 
 
 def test_few_requests_take_nobody_deeper() -> None:
     """Requests differ in what a deeper shape brings them: as many drafts of three answers say less than of fifty."""
-    row = RowMemory(concurrency=4, context=0, task="other", depth=1, since=1)
+    row = RowState(concurrency=4, context=0, task="other", depth=1, since=1)
 
     def depth_after(arrivals: int, *, drafts: int) -> int:
-        requests = RequestMemory(task="other", sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4))
-        came = TrafficMemory(task="other", sums=(arrivals, arrivals, 0.0, 0.0, 100.0 * arrivals))
-        kept = Kept(
+        requests = RequestCell(task="other", sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4))
+        came = TrafficCell(task="other", sums=(arrivals, arrivals, 0.0, 0.0, 100.0 * arrivals))
+        learned = LearnedState(
             acceptance=chances(0.7, total=drafts),
             requests=(requests,),
             costs=VERIFYING,
@@ -151,7 +159,7 @@ def test_few_requests_take_nobody_deeper() -> None:
             wander=0.0,
             rows=(row,),
         )
-        return depths(chosen(spec(depth={"max": 3}), kept), BUSY)["other"]
+        return depths(chosen(spec(depth={"max": 3}), learned), BUSY)["other"]
 
     assert depth_after(50, drafts=2000) > 1
     assert depth_after(1, drafts=2000) == 1, "one came, be its drafts as many as they are"
@@ -160,10 +168,8 @@ def test_few_requests_take_nobody_deeper() -> None:
 
 def test_what_is_known_of_a_task_without_rows_here_is_nobodys() -> None:
     """``other`` fell silent: the rows of the rest are chosen without it, and what it once sent must not matter."""
-    requests = tuple(
-        RequestMemory(task=task, sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4)) for task in ("other", "code")
-    )
-    known = Kept(
+    requests = tuple(RequestCell(task=task, sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4)) for task in ("other", "code"))
+    known = LearnedState(
         acceptance=(*chances(0.8), *of("code", 0.9)),
         requests=requests,
         costs=VERIFYING,
@@ -176,28 +182,28 @@ def test_what_is_known_of_a_task_without_rows_here_is_nobodys() -> None:
 def test_a_rare_task_moves_for_its_own_gain() -> None:
     """Of a few requests in a hundred, three percent of all tokens would ask for half as much again."""
     stand = tuple(
-        RowMemory(concurrency=4, context=0, task=task, depth=depth, since=1)
+        RowState(concurrency=4, context=0, task=task, depth=depth, since=1)
         for task, depth in (("other", 3), ("code", 1))
     )
-    kept = Kept(
+    learned = LearnedState(
         acceptance=(*chances(0.9), *of("code", 0.95)),
         costs=VERIFYING,
         traffic=traffic(other=900, code=20),
         wander=0.0,
         rows=stand,
     )
-    found = chosen(spec(tasks=[CODE], depth={"max": 3}), kept)
+    found = chosen(spec(tasks=[CODE], depth={"max": 3}), learned)
     assert depths(found, BUSY) == {"other": 3, "code": 3}
     assert 0 < next(change.gain or 0 for change in found.changes if change.row.concurrency == 4) < 0.03
 
 
 def test_trees_are_grown_where_siblings_pay() -> None:
     ranked = tuple(cell.model_copy(update={"ranks": (300.0,)}) for cell in chances(0.5))
-    found = settled(spec(tree={"topK": 2, "maxNodes": 10}), Kept(acceptance=ranked, costs=FULL, wander=0.0))
+    found = settled(spec(tree={"topK": 2, "maxNodes": 10}), LearnedState(acceptance=ranked, costs=FULL, wander=0.0))
     shape = shapes(found)["other"]
     assert not shape.is_chain
     assert shape.nodes <= 10
-    chain = settled(spec(tree={"maxNodes": 10}), Kept(acceptance=ranked, costs=FULL, wander=0.0))
+    chain = settled(spec(tree={"maxNodes": 10}), LearnedState(acceptance=ranked, costs=FULL, wander=0.0))
     assert shapes(chain)["other"].is_chain
 
 
@@ -211,22 +217,22 @@ def slow_verify(sequences: float, depth: int) -> float:
 def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
     """Deep chains bring most tokens in all, but the task whose drafts fail pays for every pass."""
     costs = tuple(cost(16, d, slow_verify(16, d)) for d in range(6))
-    kept = Kept(
+    learned = LearnedState(
         acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=990, hard=10)
     )
     tasks = [{"name": "hard"}]
-    assert depths(settled(spec(tasks=tasks), kept), BUSY)["other"] == 5
-    found = settled(spec(tasks=tasks, objective={"ttitMilliseconds": 40}), kept)
+    assert depths(settled(spec(tasks=tasks), learned), BUSY)["other"] == 5
+    found = settled(spec(tasks=tasks, objective={"ttitMilliseconds": 40}), learned)
     assert 1 <= depths(found, BUSY)["other"] <= 3, "0.02 + 0.006 depth must stay below 0.04"
 
 
 def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
     costs = tuple(cost(1, d, slow_verify(1, d)) for d in range(6))
-    kept = Kept(
+    learned = LearnedState(
         acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=500, hard=500)
     )
     promised = spec(tasks=[{"name": "hard"}], objective={"ttitMilliseconds": 40})
-    assert depths(settled(promised, kept)) == {"other": 5, "hard": 0}
+    assert depths(settled(promised, learned)) == {"other": 5, "hard": 0}
 
 
 def test_the_time_to_the_first_token_is_a_bound() -> None:
@@ -236,15 +242,15 @@ def test_the_time_to_the_first_token_is_a_bound() -> None:
 
 
 def test_a_least_speedup_stops_what_gains_too_little() -> None:
-    kept = Kept(acceptance=chances(0.3), costs=FULL, wander=0.0)
-    assert depths(settled(spec(), kept))["other"] == 1
-    assert depths(settled(spec(objective={"minSpeedup": 1.5}), kept))["other"] == 0
+    learned = LearnedState(acceptance=chances(0.3), costs=FULL, wander=0.0)
+    assert depths(settled(spec(), learned))["other"] == 1
+    assert depths(settled(spec(objective={"minSpeedup": 1.5}), learned))["other"] == 0
 
 
 def test_changes_run_out_but_not_stops() -> None:
     speculation = spec(hysteresis={"maxChangesPerHour": 2, "minDwellSeconds": 0})
-    row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
-    good, bad = (Kept(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
+    row = RowState(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
+    good, bad = (LearnedState(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
     assert depths(chosen(speculation, good))["other"] == 2
     assert depths(chosen(speculation, good, now=1500 + 3601))["other"] == 5
     assert depths(chosen(speculation, bad))["other"] == 0
@@ -317,17 +323,19 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         hysteresis={"minDwellSeconds": 0},
     )
     acceptance = [
-        DepthMemory(task=name, depth=d, parent=parent, hits=p * n, total=n, ranks=(min(extra, n - p * n),), at=1)
+        AcceptanceCell(task=name, depth=d, parent=parent, hits=p * n, total=n, ranks=(min(extra, n - p * n),), at=1)
         for parent, found in (("main", other), ("sibling", siblings))
         for name in ("other", "a")
         for d, (p, n, extra) in enumerate(found, start=1)
     ]
     cells = {(c.tokens_bucket, c.draft_passes): c for c in map(timed_cost, times)}
-    stands = RowMemory(concurrency=0, context=0, task="other", depth=0, since=5).running(shape)
-    kept = Kept(acceptance=tuple(acceptance), costs=tuple(cells.values()), rows=(stands,), load=LoadMemory(at=1999))
+    stands = RowState(concurrency=0, context=0, task="other", depth=0, since=5).running(shape)
+    learned = LearnedState(
+        acceptance=tuple(acceptance), costs=tuple(cells.values()), rows=(stands,), load=LoadState(at=1999)
+    )
     more = {"held_back": {(0, 0)} if held else set(), "kv_tokens": 5000.0}
-    found = chosen(speculation, kept, **more)
-    assert found == chosen(speculation, kept, **more)
+    found = chosen(speculation, learned, **more)
+    assert found == chosen(speculation, learned, **more)
     assert {row.task for row in found.rows} <= set(names(speculation))
     for row in found.rows:
         assert bounds_of(speculation, row.task).holds(row.shape)
@@ -341,26 +349,26 @@ def test_of_a_task_that_is_not_there_the_guards_hold_nothing_back(code_at: float
     alone, code's row says nothing of what is held back, and prose is stopped by itself once that is sure."""
     cells = [cell.model_copy(update={"at": 1999}) for cell in chances(0.3, depth=3, total=60)]
     cells += [cell.model_copy(update={"task": "code", "at": code_at}) for cell in chances(0.75, depth=3, total=300)]
-    rows = tuple(RowMemory(concurrency=1, context=0, task=task, depth=3, since=1900) for task in ("code", "other"))
+    rows = tuple(RowState(concurrency=1, context=0, task=task, depth=3, since=1900) for task in ("code", "other"))
     costs = tuple(cost(2, depth, seconds) for depth, seconds in enumerate((0.3, 0.32, 0.34, 0.45)))
-    kept = Kept(acceptance=tuple(cells), costs=costs, rows=rows, traffic=traffic(code=20, other=20))
+    learned = LearnedState(acceptance=tuple(cells), costs=costs, rows=rows, traffic=traffic(code=20, other=20))
     slow = spec(tasks=[{"name": "code"}], depth={"max": 3}, hysteresis={"minDwellSeconds": 600})
-    assert depths(chosen(slow, kept, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
+    assert depths(chosen(slow, learned, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
 
 
 def test_rows_of_a_task_without_traffic_stand_still() -> None:
     """They would follow whoever drafts, and nobody runs them; but they stop where all others do."""
     tasks = spec(tasks=[{"name": "code"}])
     code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
-    kept = Kept(acceptance=code, costs=FULL, traffic=traffic(code=1000))
-    assert depths(chosen(tasks, kept)) == {"other": 3, "code": 5}
-    busy = kept.model_copy(update={"traffic": traffic(code=990, other=10)})
+    learned = LearnedState(acceptance=code, costs=FULL, traffic=traffic(code=1000))
+    assert depths(chosen(tasks, learned)) == {"other": 3, "code": 5}
+    busy = learned.model_copy(update={"traffic": traffic(code=990, other=10)})
     assert depths(chosen(tasks, busy))["other"] > 3
     fair = tuple(cell.model_copy(update={"hits": 600.0}) for cell in code)
     dear = tuple(cost(1, depth, 0.02 + 0.01 * depth) for depth in range(6))
-    found = depths(chosen(tasks, kept.model_copy(update={"acceptance": fair, "costs": dear})))
+    found = depths(chosen(tasks, learned.model_copy(update={"acceptance": fair, "costs": dear})))
     assert found["other"] == 3
     assert found["code"] == 1, "nobody pays for the passes of rows that nobody runs"
     bad = tuple(cell.model_copy(update={"hits": 20.0}) for cell in code)
-    stopped = kept.model_copy(update={"acceptance": bad})
+    stopped = learned.model_copy(update={"acceptance": bad})
     assert depths(chosen(tasks, stopped)) == {"other": 0, "code": 0}

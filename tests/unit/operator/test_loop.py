@@ -8,8 +8,8 @@ import pytest
 from fleet import Truth, best_depth, linear_time, loop_over
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
-from specdecode_operator.kept import Kept, state_data
-from specdecode_operator.memory import Memory
+from specdecode_operator.state.learned import LearnedState, render_state
+from specdecode_operator.state.session import Session
 from specdecode_worker.contract import SyntheticKnobs
 
 
@@ -23,18 +23,18 @@ def test_depth_falls_when_acceptance_is_low() -> None:
     loop.polls(24)
     assert best_depth(truth) == 1
     assert loop.depths[-1] in (1, 2)
-    assert "acceptance by depth" in loop.memory.kept.history[0].reason
+    assert "acceptance by depth" in loop.memory.learned.history[0].reason
 
 
 def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     old = Decision(time="t", load="l", before="b", after="a", reason="r")
-    loop.memory = Memory(kept=Kept(uid="u1", history=(old,) * 10))
+    loop.memory = Session(learned=LearnedState(uid="u1", history=(old,) * 10))
     loop.polls(10)
     assert loop.depths[-1] == 0
-    assert len(loop.memory.kept.history) == 10, "the history is bounded"
-    assert loop.memory.kept.history[0].after == "none"
-    assert "loses against plain decoding" in loop.memory.kept.history[0].reason
+    assert len(loop.memory.learned.history) == 10, "the history is bounded"
+    assert loop.memory.learned.history[0].after == "none"
+    assert "loses against plain decoding" in loop.memory.learned.history[0].reason
 
 
 def test_depth_falls_with_the_cost_of_deep_trees_and_rises_again() -> None:
@@ -56,7 +56,7 @@ def test_a_step_of_acceptance_reaches_the_estimate_within_30_seconds() -> None:
     loop.polls(12)
     truth.chances = [0.6] * 5
     loop.polls(6)
-    first = next(cell for cell in loop.memory.kept.acceptance if cell.depth == 1)
+    first = next(cell for cell in loop.memory.learned.acceptance if cell.depth == 1)
     assert first.hits / first.total == pytest.approx(0.6, abs=0.06)
 
 
@@ -73,11 +73,11 @@ def test_versions_only_rise_and_survive_a_restart_of_the_operator() -> None:
     truth = Truth(chances=[0.2] * 5)
     loop = loop_over(truth)
     loop.polls(10)
-    before = loop.memory.kept
+    before = loop.memory.learned
     loop.restart_operator()
     loop.poll()
-    assert loop.memory.kept.plan == before.plan
-    assert [row.since for row in loop.memory.kept.rows] == [row.since for row in before.rows]
+    assert loop.memory.learned.plan == before.plan
+    assert [row.since for row in loop.memory.learned.rows] == [row.since for row in before.rows]
     assert loop.versions == sorted(loop.versions)
 
 
@@ -143,12 +143,12 @@ def test_a_paused_deployment_keeps_its_plan_whatever_changes() -> None:
 def test_a_new_boot_resets_that_worker_alone() -> None:
     loop = loop_over()
     loop.polls(6)
-    estimates = loop.memory.kept.acceptance
+    estimates = loop.memory.learned.acceptance
     loop.worker.boot_id = "boot-2"
     loop.worker.counters, loop.worker.ranks, loop.worker.steps = {}, {}, {}
     loop.worker.clock = 0
     loop.poll()
-    assert loop.memory.kept.acceptance == estimates, "a reset must add nothing and take nothing away"
+    assert loop.memory.learned.acceptance == estimates, "a reset must add nothing and take nothing away"
 
 
 def test_speedup_and_acceptance_match_the_truth() -> None:
@@ -183,4 +183,4 @@ def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> Non
 def test_the_memory_stays_small() -> None:
     loop = loop_over(Truth(sequences=8), explore=0.3)
     loop.polls(20)
-    assert sum(len(text) for text in state_data(loop.memory.kept).values()) < 64 * 1024
+    assert sum(len(text) for text in render_state(loop.memory.learned).values()) < 64 * 1024

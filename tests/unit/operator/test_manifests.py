@@ -11,13 +11,13 @@ from fleet import DEFAULTS, deployment_with, loop_over, workload_with
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
-from specdecode_operator.decide import decide
+from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.kept import Kept
 from specdecode_operator.manifests.config import cores, default_served_name
 from specdecode_operator.manifests.merge import merged
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Decision, Defaults, Observed
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Defaults, Observation
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 
 UPGRADED = Defaults(worker_image="localhost/worker:2", worker_image_pull_policy="Always")
@@ -253,9 +253,9 @@ def test_a_template_beyond_the_bound_is_refused() -> None:
 
 
 def decided(
-    memory: Memory, defaults: Defaults, observed: Observed | None = None, **spec: Any
-) -> tuple[Decision, Memory]:
-    observed = observed or Observed(workload=None, workers=(), memory=memory)
+    memory: Session, defaults: Defaults, observed: Observation | None = None, **spec: Any
+) -> tuple[Decision, Session]:
+    observed = observed or Observation(workload=None, workers=(), session=memory)
     return decide(deployment_with(**spec), observed, defaults, now=1000)
 
 
@@ -286,20 +286,20 @@ ROLLING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("change", LIVE, ids=str)
 def test_what_is_live_touches_no_pod(change: dict[str, Any]) -> None:
-    first, memory = decided(Memory(), DEFAULTS)
+    first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, UPGRADED, **change)
     assert pod(second) == pod(first), "even after an upgrade of the operator"
 
 
 @pytest.mark.parametrize("change", ROLLING, ids=str)
 def test_the_rest_rolls_pods(change: dict[str, Any]) -> None:
-    first, memory = decided(Memory(), DEFAULTS)
+    first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, DEFAULTS, **change)
     assert pod(second) != pod(first)
 
 
 def test_an_upgrade_of_the_operator_rolls_nothing() -> None:
-    first, memory = decided(Memory(), DEFAULTS)
+    first, memory = decided(Session(), DEFAULTS)
     second, memory = decided(memory, UPGRADED)
     assert pod(second) == pod(first)
     assert second.image == "localhost/worker:1"
@@ -308,21 +308,23 @@ def test_an_upgrade_of_the_operator_rolls_nothing() -> None:
 
 
 def test_automatic_follows_the_operator() -> None:
-    _, memory = decided(Memory(), DEFAULTS, workers={"updatePolicy": "Automatic"})
+    _, memory = decided(Session(), DEFAULTS, workers={"updatePolicy": "Automatic"})
     second, _ = decided(memory, UPGRADED, workers={"updatePolicy": "Automatic"})
     assert second.image == "localhost/worker:2"
 
 
 def test_lost_memory_takes_the_template_from_the_live_workload() -> None:
-    first, memory = decided(Memory(), DEFAULTS)
-    live = workload_with(template=pod(first), spec_hash=memory.kept.template.spec_hash if memory.kept.template else "")
-    lost = Memory(kept=Kept(uid="u1"), found=False)
-    second, _ = decided(lost, UPGRADED, Observed(workload=live, workers=(), memory=lost))
+    first, memory = decided(Session(), DEFAULTS)
+    live = workload_with(
+        template=pod(first), spec_hash=memory.learned.template.spec_hash if memory.learned.template else ""
+    )
+    lost = Session(learned=LearnedState(uid="u1"), found=False)
+    second, _ = decided(lost, UPGRADED, Observation(workload=live, workers=(), session=lost))
     assert pod(second) == pod(first)
 
 
 def test_the_plan_stays_the_same_object_of_the_same_version() -> None:
-    first, memory = decided(Memory(), DEFAULTS)
+    first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, DEFAULTS)
     assert first.plan == second.plan
     assert Plan.model_validate_json(first.children[0]["data"]["plan.json"]) == first.plan

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fleet import SimulatedWorker, Truth
 
-from specdecode_operator.measurements import Delta, difference, fleet, over
-from specdecode_operator.sums import Hits
+from specdecode_operator.telemetry.counters import Hits
+from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over
 from specdecode_worker.contract import Buckets, Plan, PlanState, Report
 
 BUCKETS = Buckets()

@@ -8,10 +8,10 @@ import pytest
 from fleet import SimulatedWorker, Truth, linear_time, loop_over
 
 from specdecode_operator import planning
-from specdecode_operator.history import _per_token
-from specdecode_operator.kept import Kept
+from specdecode_operator.decision.history import _per_token
 from specdecode_operator.planning.meet import MOST_STEPS
-from specdecode_operator.sums import Moments
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.telemetry.counters import Moments
 from specdecode_worker.contract import Buckets, Plan, Report, SyntheticKnobs, TreeShape
 
 BUCKETS = Buckets()
@@ -26,15 +26,15 @@ def first_report(*depths: int, steps: int = 40, **fields: object) -> Report:
     return worker.report().model_copy(update=fields)
 
 
-def of_draft(report: Report) -> Kept:
-    return Kept(uid="u", draft=report.draft.hash)
+def of_draft(report: Report) -> LearnedState:
+    return LearnedState(uid="u", draft=report.draft.hash)
 
 
 def test_kinds_that_nobody_told_of_are_taken_at_little_weight() -> None:
     report = first_report(0, 3)
-    kept = planning.meet(of_draft(report), [report], BUCKETS, now=50.0)
-    assert {cell.draft_passes for cell in kept.costs} == {0, 3}
-    for cell in kept.costs:
+    learned = planning.meet(of_draft(report), [report], BUCKETS, now=50.0)
+    assert {cell.draft_passes for cell in learned.costs} == {0, 3}
+    for cell in learned.costs:
         count, seconds = cell.values[:2]
         assert count == pytest.approx(MOST_STEPS)
         assert seconds / count == pytest.approx(linear_time(1, cell.draft_passes, Truth().context), rel=0.1)
@@ -57,7 +57,7 @@ def test_the_pace_of_a_shape_is_told_by_real_answers_alone() -> None:
         loop.worker._step(3)  # made-up text, all of it accepted
     loop.worker.truth = truth
     loop.polls(2)
-    (cell,) = (cell for cell in loop.memory.kept.costs if cell.draft_passes == 3)
+    (cell,) = (cell for cell in loop.memory.learned.costs if cell.draft_passes == 3)
     assert 0 < cell.made_up < MOST_STEPS
     tokens = 1 + 0.6 + 0.6**2 + 0.6**3
     pace = _per_token([cell], TreeShape.chain(3), 0, 1)
@@ -77,8 +77,8 @@ def test_a_report_with_knobs_on_is_believed() -> None:
 
 def test_what_is_known_stays() -> None:
     report = first_report(0, 3)
-    kept = planning.meet(of_draft(report), [first_report(0)], BUCKETS, now=1)
-    again = planning.meet(kept, [report], BUCKETS, now=2)
+    learned = planning.meet(of_draft(report), [first_report(0)], BUCKETS, now=1)
+    again = planning.meet(learned, [report], BUCKETS, now=2)
     assert [(cell.draft_passes, cell.at) for cell in again.costs] == [(0, 1), (3, 2)]
     assert planning.meet(again, [report], BUCKETS, now=3) is again
 
@@ -93,14 +93,14 @@ def test_what_is_known_stays() -> None:
     ids=["too-few-steps", "other-buckets", "nothing-ran"],
 )
 def test_what_says_nothing_is_left(report: Report) -> None:
-    kept = of_draft(report)
-    assert planning.meet(kept, [report], BUCKETS, now=0) is kept
+    learned = of_draft(report)
+    assert planning.meet(learned, [report], BUCKETS, now=0) is learned
 
 
 def test_of_another_draft_only_plain_steps_count() -> None:
     report = first_report(0, 3)
-    kept = planning.meet(Kept(uid="u", draft="another"), [report], BUCKETS, now=0)
-    assert {cell.draft_passes for cell in kept.costs} == {0}
+    learned = planning.meet(LearnedState(uid="u", draft="another"), [report], BUCKETS, now=0)
+    assert {cell.draft_passes for cell in learned.costs} == {0}
 
 
 def test_the_loop_meets_a_worker_once() -> None:
@@ -110,7 +110,7 @@ def test_the_loop_meets_a_worker_once() -> None:
         for _ in range(8):
             loop.worker._step(depth)
     loop.poll()
-    assert {cell.draft_passes for cell in loop.memory.kept.costs} == {0, 1, 3, 5}
-    loop.memory = replace(loop.memory, kept=loop.memory.kept.model_copy(update={"costs": ()}))
+    assert {cell.draft_passes for cell in loop.memory.learned.costs} == {0, 1, 3, 5}
+    loop.memory = replace(loop.memory, learned=loop.memory.learned.model_copy(update={"costs": ()}))
     loop.poll()
-    assert {cell.draft_passes for cell in loop.memory.kept.costs} == {3}
+    assert {cell.draft_passes for cell in loop.memory.learned.costs} == {3}

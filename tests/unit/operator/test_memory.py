@@ -7,16 +7,24 @@ from dataclasses import replace
 import pytest
 from fleet import loop_over
 
-from specdecode_operator.kept import MAX_STATE_BYTES, CostMemory, Kept, RowMemory, TemplateMemory, kept_of, state_data
-from specdecode_operator.memory import Resting
-from specdecode_operator.sums import PAIRS, K
+from specdecode_operator.state.learned import (
+    MAX_STATE_BYTES,
+    LearnedState,
+    RowState,
+    StepTimeCell,
+    TemplateState,
+    parse_state,
+    render_state,
+)
+from specdecode_operator.state.session import PackedSession
+from specdecode_operator.telemetry.counters import PAIRS, K
 
 
-def crowded() -> Kept:
+def crowded() -> LearnedState:
     """More than any deployment should ever have to remember."""
     length = 4 + 2 * K + len(PAIRS)
     costs = tuple(
-        CostMemory(
+        StepTimeCell(
             tokens_bucket=1 << bucket,
             draft_passes=depth,
             prefill=False,
@@ -29,24 +37,24 @@ def crowded() -> Kept:
         for context in range(3)
     )
     rows = tuple(
-        RowMemory(concurrency=c, context=x, task=t, depth=3, since=1e9, off_until=1e9, patience=3600)
+        RowState(concurrency=c, context=x, task=t, depth=3, since=1e9, off_until=1e9, patience=3600)
         for c in range(11)
         for x in range(3)
         for t in ("a" * 32, "b" * 32)
     )
-    template = TemplateMemory(spec_hash="h", template={"x": "y" * 19_000}, image="i")
-    return Kept(uid="u", costs=costs, rows=rows, template=template)
+    template = TemplateState(spec_hash="h", template={"x": "y" * 19_000}, image="i")
+    return LearnedState(uid="u", costs=costs, rows=rows, template=template)
 
 
 def test_the_bound_holds_and_the_most_visited_cells_stay() -> None:
-    kept = crowded()
-    data = state_data(kept)
+    learned = crowded()
+    data = render_state(learned)
     assert sum(len(text.encode()) for text in data.values()) < MAX_STATE_BYTES
-    found = kept_of(data, "u")
+    found = parse_state(data, "u")
     assert found is not None
-    assert found.rows == kept.rows, "rows are never dropped"
-    assert found.template == kept.template
-    left, gone = set(found.costs), set(kept.costs) - set(found.costs)
+    assert found.rows == learned.rows, "rows are never dropped"
+    assert found.template == learned.template
+    left, gone = set(found.costs), set(learned.costs) - set(found.costs)
     assert left
     assert min(cell.values[0] for cell in left) >= max(cell.values[0] for cell in gone)
 
@@ -54,27 +62,27 @@ def test_the_bound_holds_and_the_most_visited_cells_stay() -> None:
 def test_a_state_comes_back_as_it_was() -> None:
     loop = loop_over()
     loop.polls(8)
-    assert kept_of(state_data(loop.memory.kept), "u1") == loop.memory.kept
+    assert parse_state(render_state(loop.memory.learned), "u1") == loop.memory.learned
 
 
 def test_a_memory_rests_and_comes_back_as_it_was() -> None:
     loop = loop_over()
     loop.polls(8)
-    kept = loop.memory.kept.model_copy(update={"template": crowded().template})
-    memory = replace(loop.memory, kept=kept, published_at=7.0, found=False)
-    resting = Resting.of(memory)
+    learned = loop.memory.learned.model_copy(update={"template": crowded().template})
+    memory = replace(loop.memory, learned=learned, published_at=7.0, found=False)
+    resting = PackedSession.of(memory)
     assert resting.memory == memory
-    assert len(resting.packed) < len(kept.model_dump_json()) / 3
+    assert len(resting.packed) < len(learned.model_dump_json()) / 3
 
 
 def test_a_namesake_of_another_uid_starts_afresh() -> None:
-    assert kept_of(state_data(Kept(uid="old")), "new") is None
+    assert parse_state(render_state(LearnedState(uid="old")), "new") is None
 
 
 def test_a_newer_operators_fields_are_ignored() -> None:
-    data = state_data(Kept(uid="u", draft="d"))
+    data = render_state(LearnedState(uid="u", draft="d"))
     data["memory.json"] = data["memory.json"].replace('"format":1', '"format":2,"mood":"good"')
-    found = kept_of(data, "u")
+    found = parse_state(data, "u")
     assert found is not None
     assert found.draft == "d"
 
@@ -82,4 +90,4 @@ def test_a_newer_operators_fields_are_ignored() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": 7}'])
 def test_garbage_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="valid"):
-        kept_of({"memory.json": text}, "u")
+        parse_state({"memory.json": text}, "u")

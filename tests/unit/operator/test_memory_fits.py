@@ -10,11 +10,11 @@ from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.decide import decide
-from specdecode_operator.memory import Memory
-from specdecode_operator.observe import worker_of
-from specdecode_operator.records import Observed, Outcome, Worker
-from specdecode_operator.status import status_of
+from specdecode_operator.controller.observation import worker_of
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation, Outcome, Worker
 from specdecode_worker.contract import CheckVerdict, DraftState, MemoryState, Report
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def serving(kv_tokens: int = 5000) -> Worker:
 
 def told(*workers: Worker, before: Status | None = None, available: int = 1) -> Status:
     deployment = deployment_with(before)
-    observed = Observed(workload=workload_with(available=available), workers=workers, memory=Memory())
+    observed = Observation(workload=workload_with(available=available), workers=workers, session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
     return status_of(deployment, observed, decision, Outcome(), now=1000)
 

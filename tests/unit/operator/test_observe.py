@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fleet import SPEC, SimulatedWorker, Truth, deployment_with
 
-from specdecode_operator.errors import SpecError
-from specdecode_operator.observe import (
+from specdecode_operator.controller.observation import (
     _is_of_a_predecessor,
     believed,
     deployment_of,
@@ -17,7 +16,8 @@ from specdecode_operator.observe import (
     worker_of,
     workload_of,
 )
-from specdecode_operator.records import Worker
+from specdecode_operator.errors import SpecError
+from specdecode_operator.types import Worker
 from specdecode_worker.contract import Plan
 
 

@@ -25,12 +25,12 @@ from kube import KubectlError, wait_for
 from specdecode_operator import manifests
 from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from specdecode_operator.cluster import CONFIG_MAPS, SECRETS, WORKLOADS, Cluster
+from specdecode_operator.controller.observation import deployment_of, observe
+from specdecode_operator.controller.reconciler import Reconciler
 from specdecode_operator.errors import Conflict, Refused, Unavailable
-from specdecode_operator.memory_store import MemoryStore
-from specdecode_operator.observe import deployment_of, observe
-from specdecode_operator.reconcile import Reconciler
-from specdecode_operator.worker_client import Workers
+from specdecode_operator.kube.client import CONFIG_MAPS, SECRETS, WORKLOADS, KubeClient
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_worker.contract import CheckVerdict, MemoryState
 
 pytestmark = pytest.mark.cluster
@@ -47,8 +47,8 @@ def kind_is_known(cluster: Kubectl) -> None:
 
 
 @pytest.fixture
-async def api(cluster: Kubectl) -> AsyncIterator[Cluster]:
-    connection = await Cluster.connect(cluster.kubeconfig)
+async def api(cluster: Kubectl) -> AsyncIterator[KubeClient]:
+    connection = await KubeClient.connect(cluster.kubeconfig)
     yield connection
     await connection.close()
 
@@ -69,7 +69,7 @@ def resource(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-def methods_of(api: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def methods_of(api: KubeClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fills with the methods of all requests from now on."""
     calls: list[str] = []
     send = api._client.request
@@ -82,7 +82,7 @@ def methods_of(api: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-async def test_errors_are_told_apart(api: Cluster, namespace: str) -> None:
+async def test_errors_are_told_apart(api: KubeClient, namespace: str) -> None:
     assert await api.get(CONFIG_MAPS, namespace, "absent") is None
     await api.create(CONFIG_MAPS, config_map(namespace, "once"))
     with pytest.raises(Conflict):
@@ -91,7 +91,7 @@ async def test_errors_are_told_apart(api: Cluster, namespace: str) -> None:
         await api.create(CONFIG_MAPS, config_map(namespace, "Not A Name"))
 
 
-async def test_apply_owns_fields_and_mends_what_was_deleted(api: Cluster, namespace: str, cluster: Kubectl) -> None:
+async def test_apply_owns_fields_and_mends_what_was_deleted(api: KubeClient, namespace: str, cluster: Kubectl) -> None:
     await api.apply(config_map(namespace, "applied", a="1", b="2"))
     await api.apply(config_map(namespace, "applied", a="3"))
     found = await api.get(CONFIG_MAPS, namespace, "applied")
@@ -106,9 +106,9 @@ async def test_apply_owns_fields_and_mends_what_was_deleted(api: Cluster, namesp
 
 
 async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
-    api: Cluster, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
+    api: KubeClient, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdecode_operator.cluster.REAPPLY_SECONDS", 0)
+    monkeypatch.setattr("specdecode_operator.kube.client.REAPPLY_SECONDS", 0)
     calls = methods_of(api, monkeypatch)
     for _ in range(3):
         await api.apply(config_map(namespace, "touched", a="1"))
@@ -128,13 +128,13 @@ async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
 
 
 async def test_the_next_operator_applies_nothing_that_stands(
-    api: Cluster, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
+    api: KubeClient, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("stands", "touched", "other-text"):
         await api.apply(config_map(namespace, name, a="1"))
     told = api.applied.told(namespace, ["stands", "touched", "other-text"])
     cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
-    restarted = await Cluster.connect(cluster.kubeconfig)
+    restarted = await KubeClient.connect(cluster.kubeconfig)
     restarted.applied.recall(namespace, told)
     calls = methods_of(restarted, monkeypatch)
     await restarted.apply(config_map(namespace, "stands", a="1"))
@@ -146,7 +146,7 @@ async def test_the_next_operator_applies_nothing_that_stands(
     await restarted.close()
 
 
-async def test_watch_tells_what_happens(api: Cluster, namespace: str) -> None:
+async def test_watch_tells_what_happens(api: KubeClient, namespace: str) -> None:
     version = (await api.list(CONFIG_MAPS, namespace, labels=f"{GROUP}/role=worker"))["metadata"]["resourceVersion"]
     seen: list[tuple[str, str]] = []
 
@@ -164,17 +164,17 @@ async def test_watch_tells_what_happens(api: Cluster, namespace: str) -> None:
     assert seen == [("ADDED", "seen"), ("MODIFIED", "seen")]
 
 
-async def test_an_api_server_that_is_not_there(api: Cluster) -> None:
+async def test_an_api_server_that_is_not_there(api: KubeClient) -> None:
     api._api.configuration.host = "https://127.0.0.1:9"
     with pytest.raises(Unavailable):
         await api.get(CONFIG_MAPS, "default", "any")
 
 
 async def test_a_key_becomes_children_and_a_status(
-    api: Cluster, namespace: str, cluster: Kubectl, kind_is_known: None
+    api: KubeClient, namespace: str, cluster: Kubectl, kind_is_known: None
 ) -> None:
     cluster.apply(resource("made"), namespace=namespace)
-    reconciler = Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5)
+    reconciler = Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5)
     assert await reconciler.handle((namespace, "made")) == 5
     token = (await api.get(SECRETS, namespace, "made-admin") or {})["data"]
     found = cluster.get("sdd", "made", namespace)
@@ -199,11 +199,11 @@ async def test_a_key_becomes_children_and_a_status(
 
 
 async def test_a_namesake_waits_for_the_old_token_to_go(
-    api: Cluster, namespace: str, cluster: Kubectl, kind_is_known: None
+    api: KubeClient, namespace: str, cluster: Kubectl, kind_is_known: None
 ) -> None:
     """Pods that start with a token which is then collected could never be reached again."""
     cluster.apply(resource("twin"), namespace=namespace)
-    reconciler = Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5)
+    reconciler = Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5)
     await reconciler.handle((namespace, "twin"))
     old = cluster.get("sdd", "twin", namespace)["metadata"]["uid"]
     # Orphans stay: a Secret of the old owner, as it stands for a moment while the collector works.
@@ -214,17 +214,17 @@ async def test_a_namesake_waits_for_the_old_token_to_go(
     found = await api.get(SECRETS, namespace, "twin-admin")
     if found is not None:  # the collector may have been faster; test_observe has the case for certain
         with pytest.raises(Unavailable, match="still being collected"):
-            await observe(deployment, api, Workers(), MemoryStore(api))
+            await observe(deployment, api, WorkerClient(), StateStore(api))
     wait_for("the collector works", lambda: not cluster.list("secret", f"{GROUP}/name=twin", namespace))
     assert await reconciler.handle((namespace, "twin")) == 5
 
 
 async def test_a_refused_child_is_a_condition(
-    api: Cluster, namespace: str, cluster: Kubectl, kind_is_known: None
+    api: KubeClient, namespace: str, cluster: Kubectl, kind_is_known: None
 ) -> None:
     bad = {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": ""}], "restartPolicy": "No"}}}}
     cluster.apply(resource("refused", **bad), namespace=namespace)
-    await Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5).handle((namespace, "refused"))
+    await Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5).handle((namespace, "refused"))
     conditions = {c["type"]: c for c in cluster.get("sdd", "refused", namespace)["status"]["conditions"]}
     assert conditions["Reconciled"]["status"] == "False"
     assert "restartPolicy" in conditions["Reconciled"]["message"]
@@ -232,11 +232,11 @@ async def test_a_refused_child_is_a_condition(
 
 
 async def test_a_verdict_in_a_termination_message_becomes_a_condition(
-    api: Cluster, namespace: str, cluster: Kubectl, kind_is_known: None
+    api: KubeClient, namespace: str, cluster: Kubectl, kind_is_known: None
 ) -> None:
     """A pod that nobody schedules, with a status as the kubelet would write it."""
     cluster.apply(resource("large"), namespace=namespace)
-    reconciler = Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5)
+    reconciler = Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5)
     await reconciler.handle((namespace, "large"))
     strategy = cluster.get("deploy", "large-worker", namespace)["spec"]["strategy"]
     assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}, "no pod goes before another serves"

@@ -9,10 +9,11 @@ import pytest
 from fleet import Loop, Truth, loop_over, workload_with
 from prometheus_client import REGISTRY
 
-from specdecode_operator import history, metrics
-from specdecode_operator.records import Observed, Outcome
-from specdecode_operator.status import status_of
-from specdecode_operator.workqueue import WorkQueue
+from specdecode_operator import metrics
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.controller.workqueue import WorkQueue
+from specdecode_operator.decision import history
+from specdecode_operator.types import Observation, Outcome
 
 KEY = ("ns", "demo")
 
@@ -30,7 +31,7 @@ def value(name: str, **labels: str) -> float | None:
 def recorded(loop: Loop, polls: int) -> None:
     for _ in range(polls):
         decision = loop.poll()
-        observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+        observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
         status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
         metrics.record(loop.deployment, observed, decision, status)
 
@@ -50,7 +51,7 @@ def test_figures_of_a_deployment() -> None:
 def test_an_autoscaler_is_told_what_the_operator_would_set() -> None:
     """With another owner the operator leaves the replicas and says what it would do, within the bounds."""
     loop = loop_over(scaling={"owner": "External", "maxReplicas": 3})
-    observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     decision = replace(loop.poll(), desired=3)
     status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
     metrics.record(loop.deployment, observed, decision, status)

@@ -100,4 +100,4 @@ def test_a_load_of_slow_steps_is_seen() -> None:
     truth = Truth(chances=GOOD, step_time=lambda s, d, c: 0.8 + 0.3 * d, sequences=2, noise=0.01)
     loop = piloted_loop(truth, **SPECULATION)
     loop.polls(3)
-    assert loop.memory.kept.load.sequences == 2
+    assert loop.memory.learned.load.sequences == 2

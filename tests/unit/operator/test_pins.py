@@ -10,8 +10,8 @@ from fleet import Loop, Truth, loop_over
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdecode_operator.api.pins import Pin, read_pin
 from specdecode_operator.errors import SpecError
-from specdecode_operator.pins import Pin, read_pin
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 
 TASKS = [{"name": "code"}, {"name": "chat"}]

@@ -10,15 +10,15 @@ from estimates import OFF, chances, cost, moments, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.kept import DepthMemory, Kept
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning import buckets, learn
 from specdecode_operator.planning.acceptance import chain
 from specdecode_operator.planning.change import cost_changed
 from specdecode_operator.planning.linear import inverse, product
 from specdecode_operator.planning.loads import Load, bucket_of, bucket_text
 from specdecode_operator.planning.steptime import Seconds, StepTimes, features, ordered
-from specdecode_operator.sums import CellKey, Hits, K, Moments, RequestSums
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState
+from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
+from specdecode_operator.telemetry.deltas import Delta
 
 # --- estimates ----------------------------------------------------------------------------------------------------
 
@@ -32,47 +32,47 @@ def test_inverse() -> None:
 
 
 def test_unseen_depths_lean_on_the_one_before_and_say_that_they_are_unsure() -> None:
-    found = chain(Kept(acceptance=chances(0.8, depth=2)), None, 4)
+    found = chain(LearnedState(acceptance=chances(0.8, depth=2)), None, 4)
     assert found[3].p == pytest.approx(0.8, abs=0.02)
     assert found[3].variance > 20 * found[1].variance
 
 
 def test_a_task_leans_on_all_tasks_until_it_has_shown_itself() -> None:
-    few = DepthMemory(task="code", depth=1, hits=2, total=2, at=0)
+    few = AcceptanceCell(task="code", depth=1, hits=2, total=2, at=0)
     many = few.model_copy(update={"hits": 900.0, "total": 1000.0})
     pooled = chances(0.5)
-    assert chain(Kept(acceptance=(*pooled, few)), "code", 1)[0].p < 0.6
-    assert chain(Kept(acceptance=(*pooled, many)), "code", 1)[0].p > 0.85
+    assert chain(LearnedState(acceptance=(*pooled, few)), "code", 1)[0].p < 0.6
+    assert chain(LearnedState(acceptance=(*pooled, many)), "code", 1)[0].p > 0.85
 
 
 def test_tokens_of_one_request_resemble_each_other_so_errors_grow() -> None:
-    kept = Kept(acceptance=chances(0.5))
+    learned = LearnedState(acceptance=chances(0.5))
     # 50 requests of 100 drafts each; half of them accept everything, half nothing.
     clustered = RequestSums(50, 25 * 100, 50 * 100, 25 * 100**2, 25 * 100**2, 50 * 100**2)
-    other = learn(kept, Delta(requests={"other": clustered}), now=1000)
-    assert chain(other, None, 1)[0].variance > 3 * chain(kept, None, 1)[0].variance
+    other = learn(learned, Delta(requests={"other": clustered}), now=1000)
+    assert chain(other, None, 1)[0].variance > 3 * chain(learned, None, 1)[0].variance
     alike = RequestSums(200, 200 * 50, 200 * 100, 200 * 50**2, 200 * 5000, 200 * 100**2)
-    steady = learn(kept, Delta(requests={"other": alike}), now=1000)
-    assert chain(steady, None, 1)[0].variance < 0.5 * chain(kept, None, 1)[0].variance, "two hundred that are alike"
+    steady = learn(learned, Delta(requests={"other": alike}), now=1000)
+    assert chain(steady, None, 1)[0].variance < 0.5 * chain(learned, None, 1)[0].variance, "two hundred that are alike"
 
 
 @pytest.mark.parametrize(("drafts", "polls"), [(100, 10), (2000, 6)])
 def test_a_step_of_acceptance_is_followed_within_1000_drafts_or_30_seconds(drafts: int, polls: int) -> None:
-    kept, now = Kept(draft="d"), 0.0
+    learned, now = LearnedState(draft="d"), 0.0
     for rate, count in ((0.9, 30), (0.6, polls)):
         for _ in range(count):
             now += 5
             hits = Hits(round(rate * drafts), drafts)
-            kept = learn(kept, Delta(draft="d", acceptance={("other", 1): hits}), now=now)
-    assert kept.acceptance[0].hits / kept.acceptance[0].total == pytest.approx(0.6, abs=0.05)
+            learned = learn(learned, Delta(draft="d", acceptance={("other", 1): hits}), now=now)
+    assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.6, abs=0.05)
 
 
 def test_a_batch_that_contradicts_the_estimate_wins_at_once() -> None:
-    kept = Kept(draft="d")
+    learned = LearnedState(draft="d")
     for index, rate in enumerate([0.9] * 40 + [0.5]):
         fresh = Hits(round(rate * 100), 100)
-        kept = learn(kept, Delta(draft="d", acceptance={("other", 1): fresh}), now=5.0 * index)
-    assert kept.acceptance[0].hits / kept.acceptance[0].total == pytest.approx(0.58, abs=0.02)
+        learned = learn(learned, Delta(draft="d", acceptance={("other", 1): fresh}), now=5.0 * index)
+    assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.58, abs=0.02)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.75, 0.45), (0.45, 0.8)])
@@ -80,19 +80,19 @@ def test_a_change_at_the_first_depth_leaves_little_of_what_was_known_of_deeper_o
     before: float, after: float
 ) -> None:
     """Deep drafts are seen seldom: the seventh would stay as it was for a quarter of an hour."""
-    kept = Kept(draft="d", acceptance=chances(before, depth=7, total=400))
+    learned = LearnedState(draft="d", acceptance=chances(before, depth=7, total=400))
     for poll in range(1, 7):
         fresh = {("other", depth): Hits(round(after * 60), 60) for depth in (1, 2)}
-        kept = learn(kept, Delta(draft="d", acceptance=fresh), now=1000 + 5.0 * poll)
-    found = [chance.p for chance in chain(kept, None, 7)]
+        learned = learn(learned, Delta(draft="d", acceptance=fresh), now=1000 + 5.0 * poll)
+    found = [chance.p for chance in chain(learned, None, 7)]
     assert all(abs(p - after) < 0.5 * abs(before - after) for p in found)
 
 
 def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
-    kept = Kept(
-        draft="d", acceptance=(*chances(0.75, depth=3), DepthMemory(task="code", depth=3, hits=9, total=9, at=1))
+    learned = LearnedState(
+        draft="d", acceptance=(*chances(0.75, depth=3), AcceptanceCell(task="code", depth=3, hits=9, total=9, at=1))
     )
-    after = learn(kept, Delta(draft="d", acceptance={("other", 2): Hits(4, 40)}), now=1005)
+    after = learn(learned, Delta(draft="d", acceptance={("other", 2): Hits(4, 40)}), now=1005)
     weight = {(cell.task, cell.depth): cell.total for cell in after.acceptance}
     assert weight["other", 1] == 1000
     assert weight["code", 3] == 9, "another task's draft may be as good as ever"
@@ -100,22 +100,24 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
 
 
 def test_a_new_draft_starts_from_nothing_but_plain_steps() -> None:
-    kept = Kept(draft="old", acceptance=chances(0.9), costs=(cost(1, 0, 0.02), cost(1, 3, 0.03)), rows=(OFF,))
-    after = learn(kept, Delta(draft="new"), now=0)
+    learned = LearnedState(
+        draft="old", acceptance=chances(0.9), costs=(cost(1, 0, 0.02), cost(1, 3, 0.03)), rows=(OFF,)
+    )
+    after = learn(learned, Delta(draft="new"), now=0)
     assert (after.acceptance, after.rows) == ((), ())
     assert [cell.draft_passes for cell in after.costs] == [0]
 
 
 def test_a_cost_that_jumps_is_believed_at_once() -> None:
     key = CellKey(4, 3, False, 0)
-    kept = Kept(costs=(cost(1, 3, 0.03, count=5000),))
-    after = learn(kept, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
+    learned = LearnedState(costs=(cost(1, 3, 0.03, count=5000),))
+    after = learn(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
     assert Moments(after.costs[0].values).mean_seconds > 0.08
 
 
 def test_prefill_steps_teach_nothing_about_decoding() -> None:
     delta = Delta(steps={CellKey(64, 0, True, 0): moments((1, 1, 1, 100, 0, 63), 0.5)})
-    assert learn(Kept(), delta, now=0).costs == ()
+    assert learn(LearnedState(), delta, now=0).costs == ()
 
 
 # --- step time ----------------------------------------------------------------------------------------------------
@@ -173,11 +175,11 @@ def test_a_time_carried_over_keeps_the_slope_and_admits_doubt() -> None:
 
 def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
     def after(factors: list[float]) -> float:
-        key, kept = CellKey(4, 3, False, 0), Kept(wander=0)
+        key, learned = CellKey(4, 3, False, 0), LearnedState(wander=0)
         for index, factor in enumerate(factors):
             fresh = moments(features(Load(1, 500), 3), 0.03 * factor, 200)
-            kept = learn(kept, Delta(steps={key: fresh}), now=5.0 * index)
-        return kept.wander
+            learned = learn(learned, Delta(steps={key: fresh}), now=5.0 * index)
+        return learned.wander
 
     assert after([1.0] * 30) < 1e-6
     assert after([1.0, 1.5] * 15) > 0.02
@@ -186,13 +188,15 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
 
 def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
     """Spells as long as a poll or two, twice as slow: the estimate stays between, whatever came last."""
-    key, kept = CellKey(4, 3, False, 0), Kept()
+    key, learned = CellKey(4, 3, False, 0), LearnedState()
     for poll in range(60):
         factor = 2.2 if poll % 6 >= 4 else 1.0
-        kept = learn(kept, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03 * factor, 100)}), now=5.0 * poll)
-        found = Moments(kept.costs[0].values).mean_seconds / 0.03
+        learned = learn(
+            learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03 * factor, 100)}), now=5.0 * poll
+        )
+        found = Moments(learned.costs[0].values).mean_seconds / 0.03
         assert poll < 20 or 1.1 < found < 1.8, f"poll {poll}: {found:.2f}"
-    assert kept.costs[0].polls > 15, "a mean over half a minute would be that of the last spell"
+    assert learned.costs[0].polls > 15, "a mean over half a minute would be that of the last spell"
 
 
 @given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=8), st.randoms())
@@ -251,10 +255,10 @@ def test_many_polls_and_minutes_say_more_than_one() -> None:
 
 
 def test_polls_and_minutes_are_counted_and_forgotten_with_their_steps() -> None:
-    key, kept = CellKey(4, 3, False, 0), Kept()
+    key, learned = CellKey(4, 3, False, 0), LearnedState()
     for poll in range(400):
-        kept = learn(kept, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll)
-    (cell,) = kept.costs
+        learned = learn(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll)
+    (cell,) = learned.costs
     weight = cell.values[0] / 20
     assert cell.polls == pytest.approx(weight, rel=0.05)
     assert cell.spells == pytest.approx(weight * 5 / 60, rel=0.7)

@@ -9,12 +9,12 @@ import pytest
 from fleet import Loop, Truth, loop_over
 from resources import polled, remembered, resource_of
 
-from specdecode_operator.kept import DepthMemory
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import HEAD, detail, overview
 from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import document
 from specdecode_operator.plugin.text import age, figure, percent, table
+from specdecode_operator.state.learned import AcceptanceCell
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +126,11 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
 
 def test_acceptance_is_that_of_the_main_path(deepened: Loop) -> None:
     """What stands under a sibling is another question: there the draft was wrong before."""
-    kept = remembered(deepened)
-    under = DepthMemory(task="other", depth=2, hits=0, total=1e6, at=0, parent="sibling")
-    mixed = kept.model_copy(update={"acceptance": (*kept.acceptance, under)})
+    learned = remembered(deepened)
+    under = AcceptanceCell(task="other", depth=2, hits=0, total=1e6, at=0, parent="sibling")
+    mixed = learned.model_copy(update={"acceptance": (*learned.acceptance, under)})
     resource = resource_of(deepened)
-    assert explain(resource, mixed, deepened.now) == explain(resource, kept, deepened.now)
+    assert explain(resource, mixed, deepened.now) == explain(resource, learned, deepened.now)
 
 
 def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:

@@ -15,9 +15,9 @@ import yaml
 from fleet import loop_over
 from resources import polled, resource_of
 
-from specdecode_operator.kept import state_data
 from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
+from specdecode_operator.state.learned import render_state
 
 ROOT = "/apis/specdecode.io/v1alpha1"
 
@@ -98,7 +98,7 @@ def demo(server: Server) -> str:
     path = f"{ROOT}/namespaces/ns/specdecodedeployments"
     server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [found]})
     server.answers[f"{path}/demo"] = 200, found
-    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = 200, {"data": state_data(loop.memory.kept)}
+    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = 200, {"data": render_state(loop.memory.learned)}
     return f"{path}/demo"
 
 

@@ -11,16 +11,16 @@ from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.decide import decide
-from specdecode_operator.kept import Kept
-from specdecode_operator.measurements import Delta
-from specdecode_operator.measurements import fleet as together
-from specdecode_operator.memory import Memory
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.health.pod_health import learn_pods, suspected
+from specdecode_operator.health.remediation import quiet
 from specdecode_operator.planning.learn import learn
-from specdecode_operator.planning.pods import learn_pods, suspected
-from specdecode_operator.records import Decision, Deployment, Observed, Worker
-from specdecode_operator.sums import Hits, Moments, RequestSums
-from specdecode_operator.suspects import quiet
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.counters import Hits, Moments, RequestSums
+from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.deltas import fleet as together
+from specdecode_operator.types import Decision, Deployment, Observation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
 from specdecode_worker.server.plan_store import PlanStore
@@ -34,7 +34,7 @@ class Fleet:
 
     workers: dict[str, SimulatedWorker]
     deployment: Deployment
-    memory: Memory = field(default_factory=Memory)
+    memory: Session = field(default_factory=Session)
     now: float = 1e6
 
     def poll(self) -> Decision:
@@ -43,7 +43,7 @@ class Fleet:
         for name, worker in self.workers.items():
             worker.run(5)
             pods.append(Worker(name=name, uid=name, address=f"at-{name}", ready=True, report=worker.report()))
-        observed = Observed(workload=workload_with(len(pods)), workers=tuple(pods), memory=self.memory)
+        observed = Observation(workload=workload_with(len(pods)), workers=tuple(pods), session=self.memory)
         decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
         for name, worker in self.workers.items():
             if f"at-{name}" in decision.pushes:
@@ -81,7 +81,7 @@ def test_one_of_two_that_collapses_is_named_quietened_and_healed() -> None:
     assert suspect.acceptance < 0.3 < 0.7 < suspect.usual
     assert (fleet.workers["p1"].depth, fleet.workers["p1"].plan.quiet) == (0, True)
     assert fleet.workers["p0"].depth >= 2, "the other speculates on"
-    first = next(cell for cell in fleet.memory.kept.acceptance if cell.depth == 1)
+    first = next(cell for cell in fleet.memory.learned.acceptance if cell.depth == 1)
     assert first.hits / first.total > 0.7, "its drafts say nothing about the others'"
     fleet.workers["p1"].truth.chances = GOOD
     assert not collapses(fleet.polls(20)[-1])
@@ -132,9 +132,9 @@ def test_a_slow_pod_is_told_and_left_alone() -> None:
     assert not last.recycle
 
 
-def of_both(kept: Kept, depth: int) -> float:
+def of_both(learned: LearnedState, depth: int) -> float:
     """Mean seconds of the steps that the fleet remembers of one depth."""
-    found = [Moments(cell.values) for cell in kept.costs if cell.draft_passes == depth]
+    found = [Moments(cell.values) for cell in learned.costs if cell.draft_passes == depth]
     return sum(moments.seconds for moments in found) / sum(moments.count for moments in found)
 
 
@@ -149,11 +149,11 @@ def test_what_steps_cost_does_not_depend_on_which_device_ran_them() -> None:
     for name in ("p0", "p1"):
         fleet.workers[name].explore = 0.0
     fleet.polls(40)
-    kept, running = fleet.memory.kept, fleet.workers["p0"].depth
-    explored = {cell.draft_passes for cell in kept.costs} - {running}
+    learned, running = fleet.memory.learned, fleet.workers["p0"].depth
+    explored = {cell.draft_passes for cell in learned.costs} - {running}
     assert explored
     for depth in explored:
-        assert of_both(kept, depth) == pytest.approx(linear_time(1, depth, 500), rel=0.15)
+        assert of_both(learned, depth) == pytest.approx(linear_time(1, depth, 500), rel=0.15)
 
 
 @pytest.mark.parametrize(("recycle", "times"), [("Never", 0), ("OnCollapse", 1)])
@@ -194,26 +194,26 @@ rates = st.lists(st.tuples(st.sampled_from(["p", "q", "r"]), st.integers(0, 400)
 
 @given(rates, st.sampled_from(["d", "e"]))
 def test_any_history_of_pods_is_judged(history: list[tuple[str, int, int]], draft: str) -> None:
-    kept, now = Kept(draft="d"), 0.0
+    learned, now = LearnedState(draft="d"), 0.0
     for uid, hits, misses in history:
         now += 5
         delta = Delta(draft=draft, seconds=5, acceptance={("other", 1): Hits(hits, hits + misses)})
-        kept = kept.model_copy(update={"pods": learn_pods(kept, [(uid, "b", delta)], now=now)})
-    assert suspected(kept) <= {uid for uid, _, _ in history}
-    assert draft == "d" or not kept.pods
+        learned = learned.model_copy(update={"pods": learn_pods(learned, [(uid, "b", delta)], now=now)})
+    assert suspected(learned) <= {uid for uid, _, _ in history}
+    assert draft == "d" or not learned.pods
 
 
 def test_a_collapse_is_found_after_a_short_past_and_is_no_excuse_for_itself() -> None:
     """One of two workers, requests of some forty drafts each, a dozen drafts a poll: as on two small CPUs. The
     requests of both together differ a great deal by then, and the past is young enough to follow the fall."""
-    kept, now = Kept(draft="d"), 0.0
+    learned, now = LearnedState(draft="d"), 0.0
     for poll in range(60):
         now += 2
         deltas = [(uid, "b", _poll(0.5 if uid == "p1" or poll < 25 else 0.04)) for uid in ("p1", "p2")]
-        kept = kept.model_copy(update={"pods": learn_pods(kept, deltas, now=now)})
-        kept = learn(kept, together([delta for _, _, delta in deltas], at=now, draft="d"), now=now)
-        assert suspected(kept) <= ({"p2"} if poll >= 25 else set()), poll
-    assert suspected(kept) == {"p2"}
+        learned = learned.model_copy(update={"pods": learn_pods(learned, deltas, now=now)})
+        learned = learn(learned, together([delta for _, _, delta in deltas], at=now, draft="d"), now=now)
+        assert suspected(learned) <= ({"p2"} if poll >= 25 else set()), poll
+    assert suspected(learned) == {"p2"}
 
 
 def _poll(chance: float) -> Delta:

@@ -12,13 +12,13 @@ import pytest
 from aiohttp import web
 from fleet import SimulatedWorker, Truth, deployment_with
 
-from specdecode_operator.applied import Applied, AppliedChildren
-from specdecode_operator.cluster import Cluster, Kind
 from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
-from specdecode_operator.kept import Kept, LoadMemory
-from specdecode_operator.memory import Baseline, Memory
-from specdecode_operator.memory_store import MemoryStore
-from specdecode_operator.worker_client import Reading, Unchanged, Workers, read_report
+from specdecode_operator.kube.applied import Applied, ApplyCache
+from specdecode_operator.kube.client import Kind, KubeClient
+from specdecode_operator.state.learned import LearnedState, LoadState
+from specdecode_operator.state.session import Baseline, Session
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient, read_report
 from specdecode_worker.contract import CONTRACT_VERSION, MAX_REPORT_BYTES, Header, Plan, Report
 
 
@@ -77,14 +77,14 @@ def test_what_is_no_report_at_all(body: bytes) -> None:
 @asynccontextmanager
 async def serving(
     handle: Callable[[web.BaseRequest], Awaitable[web.Response]], *, timeout_seconds: float = 60
-) -> AsyncIterator[Workers]:
+) -> AsyncIterator[WorkerClient]:
     """A client of workers that answer by ``handle``, whatever their address; patient, since machines of tests stall."""
     runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     host, port = runner.addresses[0][:2]
-    workers = Workers(proxy=f"http://{host}:{port}", timeout_seconds=timeout_seconds)
+    workers = WorkerClient(proxy=f"http://{host}:{port}", timeout_seconds=timeout_seconds)
     try:
         yield workers
     finally:
@@ -92,7 +92,7 @@ async def serving(
         await runner.cleanup()
 
 
-def answering(status: int, body: bytes = b"", **headers: str) -> AbstractAsyncContextManager[Workers]:
+def answering(status: int, body: bytes = b"", **headers: str) -> AbstractAsyncContextManager[WorkerClient]:
     async def handle(request: web.BaseRequest) -> web.Response:
         assert request.headers["Authorization"] == "Bearer secret"
         return web.Response(status=status, body=body, headers=headers)
@@ -112,7 +112,7 @@ async def test_nobody_is_sent_elsewhere_with_the_token() -> None:
             await workers.report("10.0.0.1", "secret")
 
 
-def knowing(tag: str, body: bytes, **headers: str) -> AbstractAsyncContextManager[Workers]:
+def knowing(tag: str, body: bytes, **headers: str) -> AbstractAsyncContextManager[WorkerClient]:
     """Workers whose report has that tag; who names it gets 304 with ``headers``."""
 
     async def handle(request: web.BaseRequest) -> web.Response:
@@ -158,7 +158,7 @@ class Written:
 
     def __init__(self) -> None:
         self.states: list[dict[str, str]] = []
-        self.applied = AppliedChildren()
+        self.applied = ApplyCache()
 
     async def apply(self, manifest: Any) -> None:
         self.states.append(dict(manifest["data"]))
@@ -169,11 +169,11 @@ class Written:
 
 async def test_memory_is_written_for_decisions_and_for_what_was_learnt_alone() -> None:
     cluster, deployment = Written(), deployment_with()
-    store = MemoryStore(cast("Cluster", cluster))
+    store = StateStore(cast("KubeClient", cluster))
 
     async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
-        kept = Kept(uid="u1", load=LoadMemory(sequences=load))
-        await store.save(deployment, Memory(kept=kept), urgent=urgent, learnt=learnt, now=now)
+        learned = LearnedState(uid="u1", load=LoadState(sequences=load))
+        await store.save(deployment, Session(learned=learned), urgent=urgent, learnt=learnt, now=now)
         return len(cluster.states)
 
     assert await save(1, now=0, urgent=True) == 1
@@ -188,10 +188,10 @@ async def test_a_restart_knows_what_was_written_and_what_was_applied() -> None:
     cluster, deployment = Written(), deployment_with()
     child = ("Service", deployment.namespace, deployment.name)
     cluster.applied[child] = Applied("text", "ours", 5.0)
-    memory = Memory(kept=Kept(uid=deployment.uid, load=LoadMemory(sequences=1)))
-    await MemoryStore(cast("Cluster", cluster)).save(deployment, memory, urgent=True, now=0)
-    cluster.applied = AppliedChildren()
-    restarted = MemoryStore(cast("Cluster", cluster))
+    memory = Session(learned=LearnedState(uid=deployment.uid, load=LoadState(sequences=1)))
+    await StateStore(cast("KubeClient", cluster)).save(deployment, memory, urgent=True, now=0)
+    cluster.applied = ApplyCache()
+    restarted = StateStore(cast("KubeClient", cluster))
     found = await restarted.load(deployment)
     recalled = cluster.applied.get(child)
     assert recalled is not None
@@ -203,10 +203,10 @@ async def test_a_restart_knows_what_was_written_and_what_was_applied() -> None:
 @pytest.mark.parametrize("told", ["", "7", "[]", '{"Service": "a b"}', '{"Service/x": 3}', '{"Service/x": "a"}'])
 async def test_garbage_of_what_was_applied_is_nothing_applied(told: str) -> None:
     cluster, deployment = Written(), deployment_with()
-    memory = Memory(kept=Kept(uid=deployment.uid))
-    await MemoryStore(cast("Cluster", cluster)).save(deployment, memory, urgent=True, now=0)
+    memory = Session(learned=LearnedState(uid=deployment.uid))
+    await StateStore(cast("KubeClient", cluster)).save(deployment, memory, urgent=True, now=0)
     cluster.states[-1]["applied.json"] = told
-    assert (await MemoryStore(cast("Cluster", cluster)).load(deployment)).found
+    assert (await StateStore(cast("KubeClient", cluster)).load(deployment)).found
     assert cluster.applied.told(deployment.namespace, ["x"]) == {}
 
 
@@ -221,7 +221,7 @@ async def test_silence_is_unreachable() -> None:
 
 
 async def test_who_is_gone_is_unreachable() -> None:
-    workers = Workers()
+    workers = WorkerClient()
     with pytest.raises(WorkerUnreachable):
         await workers.report("127.0.0.1", "secret")
     await workers.close()

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.kept import DepthMemory, Kept, LoadMemory, RowMemory, TrafficMemory
 from specdecode_operator.planning import buckets, choose
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.mix import situations
@@ -19,35 +18,38 @@ from specdecode_operator.planning.options import weigh
 from specdecode_operator.planning.promise import Prompt
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.planning.trials import PATIENCE_SECONDS
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
 from specdecode_worker.contract import TreeShape
 
 
-def depths_of(speculation: SpeculationSpec, kept: Kept, now: float = 2000.0) -> list[int]:
-    return [row.depth for row in choose(speculation, kept, buckets(16), max_num_seqs=16, now=now).rows]
+def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> list[int]:
+    return [row.depth for row in choose(speculation, learned, buckets(16), max_num_seqs=16, now=now).rows]
 
 
 def test_nothing_known_keeps_the_initial_depth() -> None:
-    assert set(depths_of(spec(), Kept())) == {3}
+    assert set(depths_of(spec(), LearnedState())) == {3}
 
 
 def test_good_drafts_go_deep_and_bad_ones_do_not_run() -> None:
-    assert depths_of(spec(), Kept(acceptance=chances(0.95), costs=FULL))[0] == 5
-    assert depths_of(spec(), Kept(acceptance=chances(0.02), costs=FULL))[0] == 0
+    assert depths_of(spec(), LearnedState(acceptance=chances(0.95), costs=FULL))[0] == 5
+    assert depths_of(spec(), LearnedState(acceptance=chances(0.02), costs=FULL))[0] == 0
 
 
 def test_a_machine_that_wanders_makes_nobody_sure() -> None:
-    quiet = Kept(acceptance=chances(0.95), costs=FULL, wander=0)
+    quiet = LearnedState(acceptance=chances(0.95), costs=FULL, wander=0)
     assert depths_of(spec(), quiet)[0] == 5
     assert depths_of(spec(), quiet.model_copy(update={"wander": 0.1}))[0] == 3
 
 
 def test_low_confidence_stays() -> None:
     few = tuple(cell.model_copy(update={"hits": 1.0, "total": 2.0}) for cell in chances(0.5))
-    assert depths_of(spec(depth={"initial": 2}), Kept(acceptance=few, costs=(cost(1, 2, 0.03),)))[0] == 2
+    assert depths_of(spec(depth={"initial": 2}), LearnedState(acceptance=few, costs=(cost(1, 2, 0.03),)))[0] == 2
 
 
 def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
-    found = choose(spec(), Kept(acceptance=chances(0.02), costs=FULL), buckets(16), max_num_seqs=16, now=2000).rows
+    found = choose(
+        spec(), LearnedState(acceptance=chances(0.02), costs=FULL), buckets(16), max_num_seqs=16, now=2000
+    ).rows
     moved = {row.concurrency for row in found if row.context == 0 and row.since}
     assert moved == {0, 2, 4}, "FULL has steps of 1, 4 and 16 sequences"
     assert all(row.depth == 3 for row in found if row.context)
@@ -55,8 +57,8 @@ def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
 
 def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
     def rows(depth: int) -> list[int]:
-        measured = RowMemory(concurrency=1, context=0, task="other", depth=depth, since=1900)
-        found = choose(spec(), Kept(rows=(measured,)), buckets(16), max_num_seqs=16, now=2000).rows
+        measured = RowState(concurrency=1, context=0, task="other", depth=depth, since=1900)
+        found = choose(spec(), LearnedState(rows=(measured,)), buckets(16), max_num_seqs=16, now=2000).rows
         return [row.depth for row in found if row.context == 0]
 
     assert rows(1) == [3, 1, 1, 1, 1], "lower loads keep depth.initial"
@@ -64,20 +66,20 @@ def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
 
 
 def test_who_follows_a_move_follows_in_the_same_plan() -> None:
-    kept = Kept(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
-    first = choose(spec(), kept, buckets(16), max_num_seqs=16, now=2000)
+    learned = LearnedState(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
+    first = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000)
     assert [row.depth for row in first.rows if row.context == 0] == [0, 0, 0, 0, 0]
-    after = kept.model_copy(update={"rows": first.rows})
+    after = learned.model_copy(update={"rows": first.rows})
     again = choose(spec(), after, buckets(16), max_num_seqs=16, now=2005)
     assert again.rows == first.rows, "one change, one plan"
 
 
 def test_who_follows_a_task_that_is_off_stays_within_its_own_bounds() -> None:
     code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.5))
-    speculated = RowMemory(concurrency=0, context=0, task="other", depth=3, since=5)
-    kept = Kept(acceptance=(*chances(0.5), *code), rows=(speculated,))
+    speculated = RowState(concurrency=0, context=0, task="other", depth=3, since=5)
+    learned = LearnedState(acceptance=(*chances(0.5), *code), rows=(speculated,))
     bounded = spec(tasks=[{"name": "code"}, {"name": "other", "mode": "Off"}], depth={"min": 1})
-    chosen = choose(bounded, kept, buckets(16), max_num_seqs=16, now=2000)
+    chosen = choose(bounded, learned, buckets(16), max_num_seqs=16, now=2000)
     at_one = {row.task: row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)}
     assert at_one == {"other": 0, "code": 1}
 
@@ -86,25 +88,25 @@ def test_a_first_request_that_is_easy_takes_nobody_deeper_than_steps_were_timed(
     first = chances(0.93, depth=7, total=60)
     timed = [cost(1, depth, truth(1, depth)) for depth in (0, 3)]
     deep = spec(depth={"min": 0, "max": 7, "initial": 3})
-    assert depths_of(deep, Kept(acceptance=first, costs=tuple(timed)))[0] == 3
+    assert depths_of(deep, LearnedState(acceptance=first, costs=tuple(timed)))[0] == 3
     timed.append(cost(1, 7, truth(1, 7)))
-    assert depths_of(deep, Kept(acceptance=chances(0.93, depth=7), costs=tuple(timed)))[0] > 3
+    assert depths_of(deep, LearnedState(acceptance=chances(0.93, depth=7), costs=tuple(timed)))[0] > 3
 
 
 def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
-    kept = Kept(
-        acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadMemory(at=2000)
+    learned = LearnedState(
+        acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadState(at=2000)
     )
-    chosen = choose(spec(explorePercent=0), kept, buckets(16), max_num_seqs=16, now=2000)
+    chosen = choose(spec(explorePercent=0), learned, buckets(16), max_num_seqs=16, now=2000)
     assert chosen.rows[0].depth > 3
     assert chosen.rows[0].trial
 
 
 def test_few_drafts_leave_doubt_about_acceptance() -> None:
     def sure(total: float) -> float:
-        kept = Kept(acceptance=chances(0.6, total=total), costs=FULL)
-        situation = situations(spec(), kept, StepTimes.fit(kept.costs), kv_tokens=None, prompt=Prompt())(
-            Load(1, 500), 0, [RowMemory(concurrency=0, context=0, task="other", depth=1)]
+        learned = LearnedState(acceptance=chances(0.6, total=total), costs=FULL)
+        situation = situations(spec(), learned, StepTimes.fit(learned.costs), kv_tokens=None, prompt=Prompt())(
+            Load(1, 500), 0, [RowState(concurrency=0, context=0, task="other", depth=1)]
         )
         assert situation is not None
         one, three = ((("other", TreeShape.chain(depth)),) for depth in (1, 3))
@@ -115,25 +117,25 @@ def test_few_drafts_leave_doubt_about_acceptance() -> None:
 
 def test_the_dwell_holds_unless_speculation_loses() -> None:
     slow = spec(hysteresis={"minDwellSeconds": 600}, depth={"max": 5})
-    moved = RowMemory(concurrency=0, context=0, task="other", depth=2, since=1900)
-    assert depths_of(slow, Kept(acceptance=chances(0.95), costs=FULL, rows=(moved,)))[0] == 2
-    assert depths_of(slow, Kept(acceptance=chances(0.02), costs=FULL, rows=(moved,)))[0] == 0
-    assert depths_of(slow, Kept(acceptance=chances(0.95), costs=FULL, rows=(moved,)), now=2600)[0] == 5
+    moved = RowState(concurrency=0, context=0, task="other", depth=2, since=1900)
+    assert depths_of(slow, LearnedState(acceptance=chances(0.95), costs=FULL, rows=(moved,)))[0] == 2
+    assert depths_of(slow, LearnedState(acceptance=chances(0.02), costs=FULL, rows=(moved,)))[0] == 0
+    assert depths_of(slow, LearnedState(acceptance=chances(0.95), costs=FULL, rows=(moved,)), now=2600)[0] == 5
 
 
 def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
     bounded = spec(depth={"min": 1})
-    assert depths_of(bounded, Kept(acceptance=chances(0.02), costs=FULL))[0] == 1
+    assert depths_of(bounded, LearnedState(acceptance=chances(0.02), costs=FULL))[0] == 1
 
 
 @pytest.mark.parametrize("what", ["acceptance", "costs"])
 def test_who_moved_often_waits_long_until_something_is_seen_to_change(what: str) -> None:
     """Four moves in two minutes, each because another kind of step turned out to be slow."""
-    restless = RowMemory(concurrency=0, context=0, task="other", depth=1, since=1940, moves=(1830, 1860, 1900, 1940))
-    kept = Kept(acceptance=chances(0.95), costs=FULL, rows=(restless,))
-    assert depths_of(spec(), kept, now=2060)[0] == 1
-    changed = tuple(cell.model_copy(update={"changed_at": 1935}) for cell in getattr(kept, what))
-    assert depths_of(spec(), kept.model_copy(update={what: changed}), now=2060)[0] == 5
+    restless = RowState(concurrency=0, context=0, task="other", depth=1, since=1940, moves=(1830, 1860, 1900, 1940))
+    learned = LearnedState(acceptance=chances(0.95), costs=FULL, rows=(restless,))
+    assert depths_of(spec(), learned, now=2060)[0] == 1
+    changed = tuple(cell.model_copy(update={"changed_at": 1935}) for cell in getattr(learned, what))
+    assert depths_of(spec(), learned.model_copy(update={what: changed}), now=2060)[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -145,9 +147,9 @@ def test_what_loses_stops_when_it_is_sure_or_where_it_loses_a_lot_and_guards_run
 ) -> None:
     one = spec(depth={"min": 0, "max": 1, "initial": 1})
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
-    kept = Kept(acceptance=chances(0.5), costs=costs)
+    learned = LearnedState(acceptance=chances(0.5), costs=costs)
     guards = {(0, 0)} if held else set()
-    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
+    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
 
 
 @pytest.mark.parametrize(("held", "moves", "depth"), [(False, 0, 3), (True, 0, 1), (True, 12, 3)])
@@ -157,10 +159,10 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     """Unless the hour has no changes left."""
     one = spec(hysteresis={"minDwellSeconds": 600, "maxChangesPerHour": 12})
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.025), cost(1, 3, 0.04))
-    row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
-    kept = Kept(acceptance=chances(0.6), costs=costs, rows=(row,))
+    row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
+    learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
     guards = {(0, 0)} if held else set()
-    chosen = choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
+    chosen = choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
     assert chosen.rows[0].depth == depth
     assert [change.cause for change in chosen.changes] == (["loses"] if depth == 1 else [])
 
@@ -176,34 +178,34 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
 def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[float, float, float], depth: int) -> None:
     one = spec(hysteresis={"minDwellSeconds": 600})
     costs = tuple(cost(1, depth, each) for depth, each in zip((0, 1, 3), seconds, strict=True))
-    row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1990)
-    kept = Kept(acceptance=chances(0.6), costs=costs, rows=(row,))
-    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
+    row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990)
+    learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
+    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
 
 
 def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
     one = spec(hysteresis={"minDwellSeconds": 600})
-    row = RowMemory(concurrency=0, context=0, task="other", depth=1, since=1990)
-    kept = Kept(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
-    assert choose(one, kept, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
+    row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
+    learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
+    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
 
 
 def test_speculation_that_comes_back_untimed_is_on_trial() -> None:
     good = tuple(cell.model_copy(update={"hits": (950.0 if cell.depth <= 2 else 10.0)}) for cell in chances(0.5))
     costs = [cost(1, depth, truth(1, depth)) for depth in (0, 5)]
-    kept = Kept(acceptance=good, costs=tuple(costs), rows=(OFF,), load=LoadMemory(at=2000))
-    back = choose(spec(), kept, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    learned = LearnedState(acceptance=good, costs=tuple(costs), rows=(OFF,), load=LoadState(at=2000))
+    back = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000).rows[0]
     assert (back.depth, back.trial) == (2, True)
-    timed = kept.model_copy(update={"costs": (*costs, cost(1, 2, truth(1, 2)))})
+    timed = learned.model_copy(update={"costs": (*costs, cost(1, 2, truth(1, 2)))})
     back = choose(spec(), timed, buckets(16), max_num_seqs=16, now=2000).rows[0]
     assert (back.depth, back.trial) == (2, False)
 
 
 def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -> None:
-    better = Kept(acceptance=chances(0.95), costs=FULL)
+    better = LearnedState(acceptance=chances(0.95), costs=FULL)
 
     def depth(moves: tuple[float, ...], changed_at: float = 0) -> int:
-        row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
+        row = RowState(concurrency=0, context=0, task="other", depth=2, since=moves[-1], moves=moves)
         cells = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in better.acceptance)
         return depths_of(spec(), better.model_copy(update={"rows": (row,), "acceptance": cells}), now=5000)[0]
 
@@ -230,10 +232,10 @@ def test_every_further_move_of_an_hour_waits_longer_until_acceptance_changes() -
 def test_a_shape_that_a_change_has_outdated_gives_way_to_less_evidence(
     what: str, since: float, changed_at: float, depth: int
 ) -> None:
-    row = RowMemory(concurrency=0, context=0, task="other", depth=2, since=since)
-    kept = Kept(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
-    changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(kept, what))
-    chosen = choose(spec(), kept.model_copy(update={what: changed}), buckets(16), max_num_seqs=16, now=5000)
+    row = RowState(concurrency=0, context=0, task="other", depth=2, since=since)
+    learned = LearnedState(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
+    changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(learned, what))
+    chosen = choose(spec(), learned.model_copy(update={what: changed}), buckets(16), max_num_seqs=16, now=5000)
     assert chosen.rows[0].depth == depth
     assert [OUTDATED in change.reason for change in chosen.changes if change.row.concurrency == 0] == [True] * (
         depth == 4
@@ -247,10 +249,10 @@ def test_of_a_batch_of_two_tasks_all_rows_have_to_be_outdated() -> None:
             for task in ("other", "code")
             for cell in chances(0.72, total=100)
         )
-        rows = [RowMemory(concurrency=0, context=0, task=task, depth=2, since=1000) for task in ("code", "other")]
-        mix = tuple(TrafficMemory(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
-        kept = Kept(acceptance=cells, costs=FULL, rows=tuple(rows), traffic=mix)
-        chosen = choose(spec(tasks=[{"name": "code"}]), kept, buckets(16), max_num_seqs=16, now=5000)
+        rows = [RowState(concurrency=0, context=0, task=task, depth=2, since=1000) for task in ("code", "other")]
+        mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
+        learned = LearnedState(acceptance=cells, costs=FULL, rows=tuple(rows), traffic=mix)
+        chosen = choose(spec(tasks=[{"name": "code"}]), learned, buckets(16), max_num_seqs=16, now=5000)
         return [row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)]
 
     assert depths() == [2, 2]
@@ -259,10 +261,10 @@ def test_of_a_batch_of_two_tasks_all_rows_have_to_be_outdated() -> None:
 
 
 def test_loads_without_traffic_are_looked_at_seldom() -> None:
-    kept = Kept(acceptance=chances(0.95), costs=FULL, load=LoadMemory(sequences=1, at=2000), swept_at=1990)
+    learned = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=2000), swept_at=1990)
 
     def moved(now: float) -> set[int]:
-        found = choose(spec(), kept, buckets(16), max_num_seqs=16, now=now)
+        found = choose(spec(), learned, buckets(16), max_num_seqs=16, now=now)
         return {change.row.concurrency for change in found.changes}
 
     assert moved(2000) == {0}, "the present one at any time"
@@ -273,17 +275,17 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
 def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
     """Without bursts a deeper chain can be known by running it alone; here it always disappoints."""
     quiet = spec(explorePercent=0)
-    kept = Kept(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
+    learned = LearnedState(acceptance=chances(0.93), costs=tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3)))
     begun, now = [], 2000.0
     while now < 2000 + 4 * 3600:
-        at = kept.model_copy(update={"load": LoadMemory(at=now)})
-        trying = next((row for row in kept.rows if row.trial), None)
+        at = learned.model_copy(update={"load": LoadState(at=now)})
+        trying = next((row for row in learned.rows if row.trial), None)
         if trying:
             slow = cost(1, trying.depth, 10 * truth(1, trying.depth), at=now)
-            at = at.model_copy(update={"costs": (*kept.costs, slow)})
+            at = at.model_copy(update={"costs": (*learned.costs, slow)})
         rows = choose(quiet, at, buckets(16), max_num_seqs=16, now=now).rows
         begun += [now] if rows[0].trial and not trying else []
-        kept, now = kept.model_copy(update={"rows": rows}), now + 30
+        learned, now = learned.model_copy(update={"rows": rows}), now + 30
     waits = [after - before for before, after in pairwise(begun)]
     assert len(waits) >= 2
     assert all(wait >= PATIENCE_SECONDS * 2**index for index, wait in enumerate(waits)), waits
@@ -291,10 +293,10 @@ def test_a_trial_in_vain_is_not_repeated_soon_and_each_time_later() -> None:
 
 def test_who_did_not_keep_a_promise_has_to_promise_more() -> None:
     def tries(p: float, patience: float) -> bool:
-        row = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1, trial_patience=patience)
+        row = RowState(concurrency=0, context=0, task="other", depth=3, since=1, trial_patience=patience)
         timed = tuple(cost(1, depth, truth(1, depth)) for depth in (0, 3))
-        kept = Kept(acceptance=chances(p), costs=timed, rows=(row,), load=LoadMemory(at=5000))
-        return choose(spec(explorePercent=0), kept, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
+        learned = LearnedState(acceptance=chances(p), costs=timed, rows=(row,), load=LoadState(at=5000))
+        return choose(spec(explorePercent=0), learned, buckets(16), max_num_seqs=16, now=5000).rows[0].trial
 
     assert tries(0.93, 0)
     assert tries(0.93, 2 * PATIENCE_SECONDS)
@@ -302,10 +304,10 @@ def test_who_did_not_keep_a_promise_has_to_promise_more() -> None:
 
 
 def test_patience_grows_each_time_it_was_in_vain() -> None:
-    row, waits, now = RowMemory(concurrency=0, context=0, task="other", depth=3, since=1), [], 5000.0
+    row, waits, now = RowState(concurrency=0, context=0, task="other", depth=3, since=1), [], 5000.0
     for _ in range(9):
-        kept = Kept(acceptance=chances(0.02), costs=FULL, rows=(row.model_copy(update={"depth": 3}),))
-        stopped = choose(spec(), kept, buckets(16), max_num_seqs=16, now=now).rows[0]
+        learned = LearnedState(acceptance=chances(0.02), costs=FULL, rows=(row.model_copy(update={"depth": 3}),))
+        stopped = choose(spec(), learned, buckets(16), max_num_seqs=16, now=now).rows[0]
         assert stopped.depth == 0
         waits.append(stopped.patience)
         row, now = stopped.model_copy(update={"since": stopped.off_until}), stopped.off_until + 1
@@ -313,8 +315,8 @@ def test_patience_grows_each_time_it_was_in_vain() -> None:
     assert waits[-1] == LONGEST_PATIENCE_SECONDS
 
 
-def off(load_at: float) -> Kept:
-    return Kept(acceptance=chances(0.05), costs=FULL, rows=(OFF,), load=LoadMemory(at=load_at))
+def off(load_at: float) -> LearnedState:
+    return LearnedState(acceptance=chances(0.05), costs=FULL, rows=(OFF,), load=LoadState(at=load_at))
 
 
 def test_a_probe_after_patience_when_nothing_new_is_known() -> None:
@@ -324,13 +326,13 @@ def test_a_probe_after_patience_when_nothing_new_is_known() -> None:
 
 
 def test_a_probe_runs_until_it_was_measured() -> None:
-    kept = off(1500)
-    probing = choose(spec(), kept, buckets(16), max_num_seqs=16, now=1500).rows
-    kept = kept.model_copy(update={"rows": probing})
-    assert depths_of(spec(), kept, now=1505)[0] == probing[0].depth > 0
+    learned = off(1500)
+    probing = choose(spec(), learned, buckets(16), max_num_seqs=16, now=1500).rows
+    learned = learned.model_copy(update={"rows": probing})
+    assert depths_of(spec(), learned, now=1505)[0] == probing[0].depth > 0
     fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=1515)
-    kept = kept.model_copy(update={"costs": (*(c for c in FULL if c.at < 0), cost(1, 0, 0.0204), fresh)})
-    after = choose(spec(), kept, buckets(16), max_num_seqs=16, now=1516).rows[0]
+    learned = learned.model_copy(update={"costs": (*(c for c in FULL if c.at < 0), cost(1, 0, 0.0204), fresh)})
+    after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=1516).rows[0]
     assert (after.depth, after.probing) == (0, False)
     assert after.patience > 60
 
@@ -338,14 +340,14 @@ def test_a_probe_runs_until_it_was_measured() -> None:
 def test_a_task_gets_rows_once_it_was_seen() -> None:
     tasks = spec(tasks=[{"name": "code"}])
     code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
-    mix = tuple(TrafficMemory(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
-    kept = Kept(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix, wander=0)
+    mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
+    learned = LearnedState(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix, wander=0)
     for now in (2000, 2100):
-        seen = choose(tasks, kept, buckets(16), max_num_seqs=16, now=now)
-        kept = kept.model_copy(update={"rows": seen.rows})
+        seen = choose(tasks, learned, buckets(16), max_num_seqs=16, now=now)
+        learned = learned.model_copy(update={"rows": seen.rows})
     first = {row.task: row.depth for row in seen.rows if (row.concurrency, row.context) == (0, 0)}
     assert first == {"other": 0, "code": 5}
-    unseen = choose(tasks, Kept(acceptance=chances(0.5), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
+    unseen = choose(tasks, LearnedState(acceptance=chances(0.5), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
     assert {row.task for row in unseen.rows} == {"other"}
 
 
@@ -366,18 +368,18 @@ def test_within_bounds_for_any_memory_and_then_at_rest(
     """Whatever was measured, rows lie within the bounds; with nothing new measured, they move once and then rest."""
     low, initial, high = bound
     speculation = spec(depth={"min": low, "max": high, "initial": initial}, hysteresis={"minDwellSeconds": 0})
-    kept = Kept(
+    learned = LearnedState(
         acceptance=tuple(
-            DepthMemory(task="other", depth=d, hits=p * n, total=n, at=1) for d, (p, n) in enumerate(rate, start=1)
+            AcceptanceCell(task="other", depth=d, hits=p * n, total=n, at=1) for d, (p, n) in enumerate(rate, start=1)
         ),
         costs=tuple({(c.tokens_bucket, c.draft_passes): c for c in (cost(*t[:3], count=t[3]) for t in timed)}.values()),
-        rows=(RowMemory(concurrency=0, context=0, task="other", depth=depth, since=since),),
+        rows=(RowState(concurrency=0, context=0, task="other", depth=depth, since=since),),
     )
     now = 2e4
     seen = []
     for _ in range(6):
-        chosen = choose(speculation, kept, buckets(16), max_num_seqs=16, now=now)
+        chosen = choose(speculation, learned, buckets(16), max_num_seqs=16, now=now)
         assert all(low <= row.depth <= high for row in chosen.rows)
-        kept, now = kept.model_copy(update={"rows": chosen.rows}), now + 1
+        learned, now = learned.model_copy(update={"rows": chosen.rows}), now + 1
         seen.append([row.depth for row in chosen.rows])
     assert seen[-1] == seen[-2], "constant input must reach a fixed point"

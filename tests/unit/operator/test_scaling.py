@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.kept import ScalingMemory
 from specdecode_operator.scaling import Demand, scale
+from specdecode_operator.state.learned import ScalingState
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
 
 
 def polls(
-    demands: list[float], memory: ScalingMemory | None = None, *, trusted: bool = True, away: Container[int] = ()
+    demands: list[float], memory: ScalingState | None = None, *, trusted: bool = True, away: Container[int] = ()
 ) -> list[int]:
     """Replicas after each poll, five seconds apart, at 10 sequences a worker: one worker carries 8. In the polls
     ``away`` a worker is not there."""
-    memory, found = memory or ScalingMemory(), []
+    memory, found = memory or ScalingState(), []
     for index, demand in enumerate(demands):
         there = trusted and index not in away
         asked = Demand(now=demand, recent=demand, max_num_seqs=10, seconds=5, trusted=there)
@@ -38,34 +38,34 @@ def test_one_poll_is_not_enough() -> None:
 
 
 def test_falls_one_by_one_after_the_window() -> None:
-    found = polls([0.0] * 16, ScalingMemory(replicas=3))
+    found = polls([0.0] * 16, ScalingState(replicas=3))
     assert found[:12] == [3] * 12
     assert found[12:15] == [2, 1, 1]
 
 
 def test_a_peak_within_the_window_starts_it_again() -> None:
-    found = polls([0.0] * 11 + [20.0] + [0.0] * 12, ScalingMemory(replicas=3))
+    found = polls([0.0] * 11 + [20.0] + [0.0] * 12, ScalingState(replicas=3))
     assert set(found) == {3}
 
 
 def test_never_falls_on_doubtful_numbers() -> None:
-    assert polls([0.0] * 30, ScalingMemory(replicas=3), trusted=False)[-1] == 3
+    assert polls([0.0] * 30, ScalingState(replicas=3), trusted=False)[-1] == 3
 
 
 def test_the_window_begins_when_all_workers_are_there() -> None:
     """Else a worker that took as long as the window to start would go in the moment in which it comes."""
-    found = polls([0.0] * 39, ScalingMemory(replicas=3), away=range(4, 30))
+    found = polls([0.0] * 39, ScalingState(replicas=3), away=range(4, 30))
     assert found == [3] * 38 + [2], "of the 12 that the window takes, 3 behind the first one and 9 when all were there"
 
 
 def test_no_new_reading_changes_nothing() -> None:
-    memory = ScalingMemory(replicas=2, above_polls=1, wanted=3)
+    memory = ScalingState(replicas=2, above_polls=1, wanted=3)
     scaled = scale(SPEC, memory, Demand(now=None), start=1, now=0)
     assert (scaled.replicas, scaled.memory) == (2, memory)
 
 
 def test_wanted_tells_what_the_bound_cuts_off() -> None:
-    scaled = scale(SPEC, ScalingMemory(replicas=4), Demand(now=100, recent=100, max_num_seqs=10), start=1, now=0)
+    scaled = scale(SPEC, ScalingState(replicas=4), Demand(now=100, recent=100, max_num_seqs=10), start=1, now=0)
     assert (scaled.replicas, scaled.wanted) == (4, 13)
 
 
@@ -75,7 +75,7 @@ def test_wanted_tells_what_the_bound_cuts_off() -> None:
     st.booleans(),
 )
 def test_within_bounds_for_any_input(demands: list[float], start: int | None, trusted: bool) -> None:
-    assert all(1 <= found <= 4 for found in polls(demands, ScalingMemory(replicas=start), trusted=trusted))
+    assert all(1 <= found <= 4 for found in polls(demands, ScalingState(replicas=start), trusted=trusted))
 
 
 @given(st.floats(0, 200))

@@ -21,9 +21,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_server import Prometheus, Target, prometheus_over
 
 from specdecode_operator import metrics
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Observed, Outcome
-from specdecode_operator.status import status_of
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation, Outcome
 from specdecode_worker.contract import LatencyHistogram, Report
 from specdecode_worker.metrics import ServerCounters, render
 
@@ -45,7 +45,7 @@ def operator() -> Iterator[str]:
         if isinstance(family, MetricWrapperBase) and family._labelnames:
             family.clear()
     loop = loop_over(Truth(chances=[0.98] * 5), explore=0.1)
-    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    observed = Observation(workload=workload_with(), workers=(), session=Session())
     for _ in range(40):
         decision = loop.poll()
         status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)

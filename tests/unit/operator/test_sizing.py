@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
-from specdecode_operator.decide import decide
-from specdecode_operator.memory import Memory
-from specdecode_operator.observe import worker_of
-from specdecode_operator.records import Decision, Observed, Worker
+from specdecode_operator.controller.observation import worker_of
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Observation, Worker
 from specdecode_worker.contract import Plan, Report, TrafficCell, TreeShape
 
 OPERATOR = {"scaling": {"owner": "Operator", "maxReplicas": 6}}
@@ -43,7 +43,7 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
     """One for each poll, after so many requests in all."""
     deployment, found = deployment_with(**spec), []
     worker = SimulatedWorker(Truth(sequences=1), plan=Plan(initial=TreeShape.chain(3)))
-    memory, now = Memory(), 1e6
+    memory, now = Session(), 1e6
     for count in counts:
         worker.run(POLL_SECONDS)
         now += POLL_SECONDS
@@ -52,7 +52,7 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
             Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report),
             *([Worker(name="q", uid="q", address=None, ready=False, trouble=trouble)] if trouble else []),
         )
-        observed = Observed(workload=workload_with(), workers=pods, memory=memory)
+        observed = Observation(workload=workload_with(), workers=pods, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
         found.append(decision)
     return found

@@ -10,8 +10,8 @@ import pytest
 from fleet import DEFAULTS, Loop, Truth, loop_over, workload_with
 from mixed import TaskTruth, mixed_loop
 
-from specdecode_operator.decide import decide
-from specdecode_operator.records import Observed, Worker
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.types import Observation, Worker
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5], [0.05] * 4
 HYSTERESIS = {"minDwellSeconds": 40, "minGainPercent": 1, "maxChangesPerHour": 3}
@@ -25,12 +25,12 @@ def looks(loop: Loop, seconds: float, *, working: bool) -> tuple[bool, bool]:
         loop.worker.clock += seconds
     loop.now += seconds
     pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=loop.worker.report())
-    observed = Observed(workload=workload_with(), workers=(pod,), memory=loop.memory)
+    observed = Observation(workload=workload_with(), workers=(pod,), session=loop.memory)
     decision, memory = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
     forgetful = replace(observed, memory=replace(loop.memory, standing=None))
     assert decide(loop.deployment, forgetful, DEFAULTS, now=loop.now)[0] == decision
     known = loop.memory.standing
-    stood, moved = known is not None and memory.standing is known, memory.kept.rows != loop.memory.kept.rows
+    stood, moved = known is not None and memory.standing is known, memory.learned.rows != loop.memory.learned.rows
     loop.memory = memory
     if decision.pushes:
         loop.worker.plan = decision.plan

@@ -10,10 +10,10 @@ import pytest
 from fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
 
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.decide import decide
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Decision, Deployment, Figures, Observed, Outcome, Speed, Worker, Workload
-from specdecode_operator.status import failed_status, rounded, status_of
+from specdecode_operator.controller.status import failed_status, rounded, status_of
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome, Speed, Worker, Workload
 from specdecode_worker.contract import DraftState, Report
 
 
@@ -26,7 +26,7 @@ def told(
     **spec: Any,
 ) -> Status:
     deployment = deployment_with(before, **spec)
-    observed = Observed(workload=workload, workers=workers, memory=Memory())
+    observed = Observation(workload=workload, workers=workers, session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     return status_of(deployment, observed, decision, outcome or Outcome(), now=now)
 
@@ -92,7 +92,7 @@ def test_a_bad_report_is_told_and_breaks_nothing() -> None:
 def test_one_missed_report_changes_no_verdict() -> None:
     loop = loop_over()
     loop.polls(2)
-    silent = Observed(workload=workload_with(), workers=(pod(report_problem="no answer"),), memory=loop.memory)
+    silent = Observation(workload=workload_with(), workers=(pod(report_problem="no answer"),), session=loop.memory)
     decision, _ = decide(loop.deployment, silent, DEFAULTS, now=loop.now + 5)
     status = status_of(loop.deployment, silent, decision, Outcome(), now=loop.now + 5)
     assert condition(status, "DraftCompatible").status == "True"
@@ -158,7 +158,7 @@ def test_transition_times_move_only_with_the_verdict() -> None:
 
 def with_figures(before: Status, now: float, *, speedup: float | None = None, **speed: float) -> Status:
     deployment = deployment_with(before)
-    observed = Observed(workload=workload_with(), workers=(), memory=Memory())
+    observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     found = Figures(
         running=1,
@@ -211,7 +211,7 @@ def statuses(loop: Loop, count: int) -> list[Status]:
         decision: Decision = loop.poll()
         report = loop.worker.report()
         workers = (pod(report=report),)
-        observed = Observed(workload=workload_with(), workers=workers, memory=loop.memory)
+        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
         status = status_of(before, observed, decision, Outcome(), now=loop.now)
         loop.deployment = replace(before, status=status)
         found.append(status)
@@ -245,7 +245,7 @@ def test_demand_that_jitters_is_written_at_most_every_half_minute() -> None:
 def test_arrivals_are_told_in_two_digits_and_the_last_known_stay() -> None:
     loop = loop_over(scaling={"owner": "Operator", "maxReplicas": 2})
     decision = loop.poll()
-    observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     nothing = Figures(running=0, waiting=0, tokens_per_second=0, synthetic=False)
 
     def arrivals(measured: float | None, before: Deployment) -> tuple[float | None, Deployment]:

@@ -14,11 +14,11 @@ from kube import KubectlError, wait_for
 
 from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from specdecode_operator.cluster import Cluster
-from specdecode_operator.memory_store import MemoryStore
+from specdecode_operator.controller.reconciler import Reconciler
+from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.plugin.cli import main
-from specdecode_operator.reconcile import Reconciler
-from specdecode_operator.worker_client import Workers
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.worker_client import WorkerClient
 
 pytestmark = pytest.mark.cluster
 CHILDREN = "deployments,services,poddisruptionbudgets,configmaps"
@@ -27,9 +27,9 @@ CHILDREN = "deployments,services,poddisruptionbudgets,configmaps"
 class Made:
     """One deployment without pods, reconciled on demand."""
 
-    def __init__(self, cluster: Kubectl, api: Cluster, namespace: str, name: str, **spec: Any) -> None:
+    def __init__(self, cluster: Kubectl, api: KubeClient, namespace: str, name: str, **spec: Any) -> None:
         self.cluster, self.api, self.namespace, self.name = cluster, api, namespace, name
-        self.reconciler = Reconciler(api, Workers(), MemoryStore(api), DEFAULTS, poll_seconds=5)
+        self.reconciler = Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5)
         document = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
@@ -95,13 +95,13 @@ def kind_is_known(cluster: Kubectl) -> None:
 
 
 @pytest.fixture
-async def api(cluster: Kubectl, kind_is_known: None) -> AsyncIterator[Cluster]:
-    connection = await Cluster.connect(cluster.kubeconfig)
+async def api(cluster: Kubectl, kind_is_known: None) -> AsyncIterator[KubeClient]:
+    connection = await KubeClient.connect(cluster.kubeconfig)
     yield connection
     await connection.close()
 
 
-async def test_a_pin_becomes_the_plan_and_goes_again(api: Cluster, cluster: Kubectl, namespace: str) -> None:
+async def test_a_pin_becomes_the_plan_and_goes_again(api: KubeClient, cluster: Kubectl, namespace: str) -> None:
     made = Made(cluster, api, namespace, "pinned")
     await made.looked(2)
     before = made.plan()
@@ -117,7 +117,7 @@ async def test_a_pin_becomes_the_plan_and_goes_again(api: Cluster, cluster: Kube
     assert made.condition("Pinned")["status"] == "absent"
 
 
-async def test_a_slip_changes_nothing_and_is_told_once(api: Cluster, cluster: Kubectl, namespace: str) -> None:
+async def test_a_slip_changes_nothing_and_is_told_once(api: KubeClient, cluster: Kubectl, namespace: str) -> None:
     made = Made(cluster, api, namespace, "slip")
     await made.looked(2)
     before = made.settled()
@@ -130,7 +130,7 @@ async def test_a_slip_changes_nothing_and_is_told_once(api: Cluster, cluster: Ku
     assert "write chain:3" in told[0]
 
 
-async def test_a_pause_leaves_every_child_alone(api: Cluster, cluster: Kubectl, namespace: str) -> None:
+async def test_a_pause_leaves_every_child_alone(api: KubeClient, cluster: Kubectl, namespace: str) -> None:
     made = Made(cluster, api, namespace, "paused")
     await made.looked(2)
     before = made.settled()
@@ -146,7 +146,7 @@ async def test_a_pause_leaves_every_child_alone(api: Cluster, cluster: Kubectl, 
 
 
 async def test_advisory_leaves_the_resource_versions_of_all_children(
-    api: Cluster, cluster: Kubectl, namespace: str
+    api: KubeClient, cluster: Kubectl, namespace: str
 ) -> None:
     made = Made(cluster, api, namespace, "advised", speculation={"mode": "Advisory"})
     await made.looked(2)
@@ -156,7 +156,7 @@ async def test_advisory_leaves_the_resource_versions_of_all_children(
 
 
 async def test_the_plugin_on_a_real_api_server(
-    api: Cluster, cluster: Kubectl, namespace: str, capsys: pytest.CaptureFixture[str]
+    api: KubeClient, cluster: Kubectl, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = Made(cluster, api, namespace, "plugged")
     await made.looked(2)

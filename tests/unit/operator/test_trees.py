@@ -11,7 +11,6 @@ from estimates import FULL, chances, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.kept import DepthMemory, Kept, RowMemory
 from specdecode_operator.planning.acceptance import rates
 from specdecode_operator.planning.bounds import Bounds
 from specdecode_operator.planning.loads import Load
@@ -31,6 +30,7 @@ from specdecode_operator.planning.trees import (
     shape_of,
     slopes,
 )
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_worker.contract import TreeShape
 
 LEVEL = (Chance(0.6, 0.01), Chance(0.2, 0.01), Chance(0.1, 0.01))
@@ -70,9 +70,9 @@ def test_one_choice_a_token_makes_chains() -> None:
 
 def test_ranks_are_learnt_and_never_rise() -> None:
     seen = tuple(
-        DepthMemory(task="other", depth=d, hits=400, total=1000, at=0, ranks=(300.0, 200.0, 250.0)) for d in (1, 2)
+        AcceptanceCell(task="other", depth=d, hits=400, total=1000, at=0, ranks=(300.0, 200.0, 250.0)) for d in (1, 2)
     )
-    found = rates(Kept(acceptance=seen), None, 2, 4)
+    found = rates(LearnedState(acceptance=seen), None, 2, 4)
     assert [chance.p for chance in found.main[0]] == pytest.approx([0.4, 0.3, 0.2, 0.2], abs=0.01)
     assert found.sibling[1][0].p == pytest.approx(0.4, abs=0.05), "what was never seen leans on the main path"
     assert found.sibling[1][0].variance > 10 * found.main[1][0].variance
@@ -118,10 +118,10 @@ def test_the_joint_choice_is_the_best_of_all(
     assert found == pytest.approx(best, rel=1e-9)
 
 
-def situation_of(kept: Kept, **fields: object) -> Situation:
+def situation_of(learned: LearnedState, **fields: object) -> Situation:
     speculation = spec(**{"tree": {"topK": 2, "maxNodes": 12}, **fields})
-    found = situations(speculation, kept, StepTimes.fit(kept.costs), kv_tokens=None, prompt=Prompt())
-    situation = found(Load(4, 500), 0, [RowMemory(concurrency=2, context=0, task="other", depth=3)])
+    found = situations(speculation, learned, StepTimes.fit(learned.costs), kv_tokens=None, prompt=Prompt())
+    situation = found(Load(4, 500), 0, [RowState(concurrency=2, context=0, task="other", depth=3)])
     assert situation is not None
     return situation
 
@@ -129,8 +129,10 @@ def situation_of(kept: Kept, **fields: object) -> Situation:
 def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -> None:
     """A node's price is the time that it takes over the time that a token is worth, (dt/dN) E / t. On a line of step
     times, at the best shape, every node survives at least that, and every other one less."""
-    kept = Kept(acceptance=tuple(cell.model_copy(update={"ranks": (150.0,)}) for cell in chances(0.6)), costs=FULL)
-    situation = situation_of(kept)
+    learned = LearnedState(
+        acceptance=tuple(cell.model_copy(update={"ranks": (150.0,)}) for cell in chances(0.6)), costs=FULL
+    )
+    situation = situation_of(learned)
     options = weigh(situation, situation.best())
     best = min(options.by_shapes, key=lambda shapes: options.by_shapes[shapes].per_token)
     option, shape, task = options.by_shapes[best], best[0][1], situation.tasks[0]
@@ -146,9 +148,9 @@ def test_what_the_best_shape_has_is_worth_its_price_and_what_it_lacks_is_not() -
 
 def test_the_cache_bounds_the_nodes() -> None:
     speculation = spec(tree={"topK": 2, "maxNodes": 12})
-    kept = Kept(acceptance=chances(0.9), costs=FULL)
-    rows = [RowMemory(concurrency=2, context=0, task="other", depth=1)]
-    at = situations(speculation, kept, StepTimes.fit(FULL), kv_tokens=4 * (500 + 2 * 3), prompt=Prompt())
+    learned = LearnedState(acceptance=chances(0.9), costs=FULL)
+    rows = [RowState(concurrency=2, context=0, task="other", depth=1)]
+    at = situations(speculation, learned, StepTimes.fit(FULL), kv_tokens=4 * (500 + 2 * 3), prompt=Prompt())
     situation = at(Load(4, 500), 0, rows)
     assert situation is not None
     assert max(shapes[0][1].nodes for shapes in situation.best()) == 3

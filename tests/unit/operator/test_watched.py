@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.cluster import PODS, Cluster
+from specdecode_operator.controller.handlers import watch_children
 from specdecode_operator.errors import Unavailable
-from specdecode_operator.handlers import watch_children
-from specdecode_operator.records import Key, Worker
-from specdecode_operator.watched import WatchedPods
+from specdecode_operator.kube.client import PODS, KubeClient
+from specdecode_operator.kube.pod_cache import PodCache
+from specdecode_operator.types import Key, Worker
 
 A, B = ("ns", "a"), ("other", "b")
 FOUND = (Worker(name="p", uid="p", address="10.0.0.1", ready=True),)
 
 
-def read(pods: WatchedPods, key: Key) -> bool:
+def read(pods: PodCache, key: Key) -> bool:
     """Whether the pods had to be listed."""
     if pods.known(key) is not None:
         return False
@@ -26,7 +26,7 @@ def read(pods: WatchedPods, key: Key) -> bool:
 
 
 def test_nothing_is_kept_that_nobody_watches() -> None:
-    pods = WatchedPods()
+    pods = PodCache()
     assert [read(pods, A), read(pods, A)] == [True, True]
     pods.begins("ns")
     assert [read(pods, A), read(pods, A)] == [True, False]
@@ -36,7 +36,7 @@ def test_nothing_is_kept_that_nobody_watches() -> None:
 
 
 def test_a_change_ends_what_is_known_and_what_is_being_listed() -> None:
-    pods = WatchedPods()
+    pods = PodCache()
     pods.begins(None)
     assert [read(pods, A), read(pods, B)] == [True, True]
     pods.changed(A)
@@ -49,7 +49,7 @@ def test_a_change_ends_what_is_known_and_what_is_being_listed() -> None:
 
 
 def test_a_list_from_before_the_watch_is_not_kept() -> None:
-    pods = WatchedPods()
+    pods = PodCache()
     assert pods.known(A) is None
     pods.begins(None)
     pods.listed(A, FOUND)
@@ -59,7 +59,7 @@ def test_a_list_from_before_the_watch_is_not_kept() -> None:
 class Scripted:
     """A cluster with one list and one watch, after which it is away."""
 
-    def __init__(self, pods: WatchedPods) -> None:
+    def __init__(self, pods: PodCache) -> None:
         self.pods = pods
         self.before: list[bool] = []
 
@@ -77,9 +77,9 @@ class Scripted:
 
 
 async def test_the_watch_tells_and_its_end_is_the_end() -> None:
-    pods, added = WatchedPods(), list[Key]()
+    pods, added = PodCache(), list[Key]()
     scripted = Scripted(pods)
     with contextlib.suppress(RuntimeError):
-        await watch_children(cast("Cluster", scripted), PODS, None, added.append, pods)
+        await watch_children(cast("KubeClient", scripted), PODS, None, added.append, pods)
     assert added == [A]
     assert scripted.before == [True, True], "between two watches everything is listed"

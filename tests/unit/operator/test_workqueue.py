@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specdecode_operator.workqueue import Pace, Schedule, WorkQueue
+from specdecode_operator.controller.workqueue import Pace, Schedule, WorkQueue
 
 A, B = ("ns", "a"), ("ns", "b")
 PACE = Pace(debounce=0.2, first_retry=1, last_retry=60)

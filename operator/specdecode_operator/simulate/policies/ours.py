@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status
-from specdecode_operator.decide import decide
-from specdecode_operator.kept import Kept, kept_of, state_data
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Decision, Defaults, Deployment, Observed, Workload
-from specdecode_operator.records import Worker as Seen
+from specdecode_operator.decision.decide import decide
 from specdecode_operator.simulate.pilot import PlanPilot
 from specdecode_operator.simulate.traces import Trace
 from specdecode_operator.simulate.worker import CALIBRATION_CONTEXT
 from specdecode_operator.simulate.world import Fleet, Pod
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
+from specdecode_operator.types import Worker as Seen
 from specdecode_worker.contract import Plan
 
 START = 1_800_000_000.0
@@ -69,7 +69,7 @@ class Ours:
     seed: int
     scaled: bool
     given: Mapping[str, Any] | None = None
-    memory: Memory = field(default_factory=lambda: Memory(kept=Kept(uid="simulated")))
+    memory: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="simulated")))
     versions: int = 0
     log: list[tuple[float, Any]] = field(default_factory=list)
     depths: list[tuple[float, int | None, int]] = field(default_factory=list)
@@ -121,20 +121,20 @@ class Ours:
 
     def _plan(self) -> Plan:
         """The plan that is out. The first is written before the first pod is: it says depth.initial."""
-        if self.memory.kept.plan is None:
+        if self.memory.learned.plan is None:
             assert self._deployment is not None
-            observed = Observed(workload=None, workers=(), memory=self.memory)
+            observed = Observation(workload=None, workers=(), session=self.memory)
             self.decision, self.memory = decide(self._deployment, observed, DEFAULTS, now=START)
-        assert self.memory.kept.plan is not None
-        return self.memory.kept.plan
+        assert self.memory.learned.plan is not None
+        return self.memory.learned.plan
 
     def _restarted(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""
         self._was_away = False
-        kept = kept_of(state_data(self.memory.kept), "simulated")
-        self.memory = Memory(kept=kept or Kept(uid="simulated"))
+        learned = parse_state(render_state(self.memory.learned), "simulated")
+        self.memory = Session(learned=learned or LearnedState(uid="simulated"))
 
-    def _observed(self, fleet: Fleet, now: float) -> Observed:
+    def _observed(self, fleet: Fleet, now: float) -> Observation:
         ready = len(fleet.ready)
         count = len(fleet.staying)
         workload = Workload(
@@ -146,8 +146,8 @@ class Ours:
             ready=ready,
             available=ready,
         )
-        return Observed(
-            workload=workload, workers=tuple(self._seen(pod, now) for pod in fleet.pods), memory=self.memory
+        return Observation(
+            workload=workload, workers=tuple(self._seen(pod, now) for pod in fleet.pods), session=self.memory
         )
 
     def _seen(self, pod: Pod, now: float) -> Seen:

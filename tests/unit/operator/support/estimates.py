@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.kept import CostMemory, DepthMemory, RowMemory
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.steptime import features
-from specdecode_operator.sums import PAIRS, Moments
+from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
+from specdecode_operator.telemetry.counters import PAIRS, Moments
 
 
 def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02) -> Moments:
@@ -21,10 +21,10 @@ def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: fl
     return Moments((*values, *sums))
 
 
-def cost(sequences: float, depth: int, seconds: float, *, count: float = 100, at: float = 1000) -> CostMemory:
+def cost(sequences: float, depth: int, seconds: float, *, count: float = 100, at: float = 1000) -> StepTimeCell:
     x = features(Load(sequences, 500), depth)
     bucket = 1 << max(0, math.ceil(math.log2(x[2])))
-    return CostMemory(
+    return StepTimeCell(
         tokens_bucket=bucket,
         draft_passes=depth,
         prefill=False,
@@ -38,8 +38,10 @@ def truth(sequences: float, depth: int) -> float:
     return 0.02 + 0.002 * depth + 0.0004 * sequences * (depth + 1)
 
 
-def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[DepthMemory, ...]:
-    return tuple(DepthMemory(task="other", depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1))
+def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[AcceptanceCell, ...]:
+    return tuple(
+        AcceptanceCell(task="other", depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1)
+    )
 
 
 def spec(**fields: Any) -> SpeculationSpec:
@@ -49,5 +51,5 @@ def spec(**fields: Any) -> SpeculationSpec:
 FULL = tuple(cost(n, d, truth(n, d)) for n in (1, 4, 16) for d in range(6))
 """Every depth timed at 1, 4 and 16 sequences."""
 
-OFF = RowMemory(concurrency=0, context=0, task="other", depth=0, since=1000, off_until=1060, patience=60)
+OFF = RowState(concurrency=0, context=0, task="other", depth=0, since=1000, off_until=1060, patience=60)
 """Speculation lost here at 1000 and may come back after 1060."""

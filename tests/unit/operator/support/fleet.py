@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.decide import decide
-from specdecode_operator.kept import Kept, kept_of, state_data
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Decision, Defaults, Deployment, Observed, Worker, Workload
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Worker, Workload
 from specdecode_worker.contract import (
     AcceptanceCell,
     DraftState,
@@ -239,7 +239,7 @@ class Loop:
     deployment: Deployment
     worker: SimulatedWorker
     now: float = 1_000_000.0
-    memory: Memory = field(default_factory=Memory)
+    memory: Session = field(default_factory=Session)
     decision: Decision | None = None
     versions: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -248,7 +248,7 @@ class Loop:
         self.worker.run(seconds)
         self.now += seconds
         pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=self.worker.report())
-        observed = Observed(workload=workload_with(), workers=(pod,), memory=self.memory)
+        observed = Observation(workload=workload_with(), workers=(pod,), session=self.memory)
         self.decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
         if self.decision.pushes:
             self.worker.plan = self.decision.plan
@@ -264,8 +264,8 @@ class Loop:
 
     def restart_operator(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""
-        kept = kept_of(state_data(self.memory.kept), "u1")
-        self.memory = Memory(kept=kept or Kept(uid="u1"))
+        learned = parse_state(render_state(self.memory.learned), "u1")
+        self.memory = Session(learned=learned or LearnedState(uid="u1"))
 
 
 def loop_over(truth: Truth | None = None, *, explore: float = 0.05, seed: int = 0, **spec: Any) -> Loop:

@@ -7,9 +7,9 @@ from typing import Any
 
 from fleet import Loop, workload_with
 
-from specdecode_operator.kept import Kept
-from specdecode_operator.records import Observed, Outcome
-from specdecode_operator.status import status_of
+from specdecode_operator.controller.status import status_of
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.types import Observation, Outcome
 
 Resource = dict[str, Any]
 
@@ -18,7 +18,7 @@ def polled(loop: Loop, count: int) -> None:
     """Polls, with every status built on the one before."""
     for _ in range(count):
         decision = loop.poll()
-        observed = Observed(workload=workload_with(), workers=(), memory=loop.memory)
+        observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
         status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
         loop.deployment = replace(loop.deployment, status=status)
 
@@ -35,5 +35,5 @@ def resource_of(loop: Loop, **annotations: str) -> Resource:
     }
 
 
-def remembered(loop: Loop) -> Kept:
-    return loop.memory.kept
+def remembered(loop: Loop) -> LearnedState:
+    return loop.memory.learned

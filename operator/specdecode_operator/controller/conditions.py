@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.records import Decision, Deployment, Observed, Outcome
+from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 
 NAMED_PODS = 4
 """How many a message names, so that it stays one line."""
@@ -23,7 +23,9 @@ class Verdict(NamedTuple):
     """Worth the REASON column."""
 
 
-def verdicts(deployment: Deployment, observed: Observed, decision: Decision, outcome: Outcome) -> tuple[Verdict, ...]:
+def verdicts(
+    deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome
+) -> tuple[Verdict, ...]:
     """All conditions whose feature is in use, the gravest first."""
     found = [reconciled(deployment, outcome), ready(observed, decision), progressing(observed), memory_fits(observed)]
     speculation = deployment.spec.speculation
@@ -48,7 +50,7 @@ def reconciled(deployment: Deployment, outcome: Outcome) -> Verdict:
     return Verdict(kind, "True", "Applied", "all children are as they should be")
 
 
-def ready(observed: Observed, decision: Decision) -> Verdict:
+def ready(observed: Observation, decision: Decision) -> Verdict:
     kind = ConditionType.ready
     workload = observed.workload
     if workload and workload.available > 0:
@@ -61,7 +63,7 @@ def ready(observed: Observed, decision: Decision) -> Verdict:
     return Verdict(kind, "False", "WorkersStarting", "no worker is available yet", True)
 
 
-def progressing(observed: Observed) -> Verdict:
+def progressing(observed: Observation) -> Verdict:
     """True while a rollout or scaling is under way; a stalled one says why."""
     kind = ConditionType.progressing
     workload = observed.workload
@@ -76,7 +78,7 @@ def progressing(observed: Observed) -> Verdict:
     return Verdict(kind, "True", "RollingOut", counts)
 
 
-def memory_fits(observed: Observed) -> Verdict:
+def memory_fits(observed: Observation) -> Verdict:
     """Found out by a worker before it loads anything. One that cannot fit never replaces one that serves."""
     kind = ConditionType.memory_fits
     refusal = next((verdict for verdict in observed.refusals if not verdict.fits), None)
@@ -89,7 +91,7 @@ def memory_fits(observed: Observed) -> Verdict:
     return Verdict(kind, "Unknown", "NotCheckedYet", "no worker has told yet")
 
 
-def draft_compatible(observed: Observed) -> Verdict:
+def draft_compatible(observed: Observation) -> Verdict:
     """A draft that does not fit never takes the endpoint down: the workers serve plainly."""
     kind = ConditionType.draft_compatible
     refused = next((verdict.draft_problem for verdict in observed.refusals if verdict.draft_problem), None)
@@ -150,7 +152,7 @@ def pinned(decision: Decision) -> Verdict:
     return Verdict(kind, "True", "PinnedByAnnotation", f"{decision.pinned} runs at every load; the guard stays on")
 
 
-def reports_fresh(observed: Observed, decision: Decision) -> Verdict:
+def reports_fresh(observed: Observation, decision: Decision) -> Verdict:
     """Without reports a worker goes on serving its last plan; nothing is learnt of it, and no worker is removed."""
     kind = ConditionType.reports_fresh
     if decision.silent:
@@ -163,9 +165,9 @@ def reports_fresh(observed: Observed, decision: Decision) -> Verdict:
     return Verdict(kind, "True", "Reporting", "every ready worker reports")
 
 
-def _troubles(observed: Observed) -> Iterator[str]:
+def _troubles(observed: Observation) -> Iterator[str]:
     return (f"pod {worker.name}: {worker.trouble}" for worker in observed.workers if worker.trouble)
 
 
-def _report_problems(observed: Observed) -> Iterator[str]:
+def _report_problems(observed: Observation) -> Iterator[str]:
     return (f"pod {worker.name}: {worker.report_problem}" for worker in observed.workers if worker.report_problem)

@@ -24,7 +24,7 @@ BAD = {
 _REASONS = {"Plan": "PlanChanged", "Replicas": "Scaled", "Steering": "SteeringChanged"}
 
 
-class Notice(NamedTuple):
+class EventNotice(NamedTuple):
     """What an Event says."""
 
     type: Literal["Normal", "Warning"]
@@ -32,25 +32,25 @@ class Notice(NamedTuple):
     message: str
 
 
-def notices(before: Status, after: Status, changes: Iterable[Decision]) -> tuple[Notice, ...]:
+def notices(before: Status, after: Status, changes: Iterable[Decision]) -> tuple[EventNotice, ...]:
     """``before`` is what stood in the API server, so that an Event comes once."""
     return (*map(_decided, changes), *_turned(before, after))
 
 
-def _decided(change: Decision) -> Notice:
+def _decided(change: Decision) -> EventNotice:
     message = f"{change.load}: {change.before} -> {change.after}: {change.reason}"
-    return Notice("Normal", _REASONS[change.kind], message)
+    return EventNotice("Normal", _REASONS[change.kind], message)
 
 
-def _turned(before: Status, after: Status) -> Iterator[Notice]:
+def _turned(before: Status, after: Status) -> Iterator[EventNotice]:
     known = {condition.type: condition for condition in before.conditions}
     for kind, bad in BAD.items():
         new = next((condition for condition in after.conditions if condition.type == kind), None)
         old = known.get(kind)
         if new is not None and new.status == bad and not _same(old, new):
-            yield Notice("Warning", new.reason, new.message)
+            yield EventNotice("Warning", new.reason, new.message)
         elif old is not None and old.status == bad and (new is None or new.status != bad):
-            yield Notice("Normal", new.reason if new else "Resolved", new.message if new else f"{kind} is over")
+            yield EventNotice("Normal", new.reason if new else "Resolved", new.message if new else f"{kind} is over")
 
 
 def _same(old: Condition | None, new: Condition) -> bool:

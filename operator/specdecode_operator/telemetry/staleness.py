@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator.memory import Memory, Silence
-from specdecode_operator.records import Observed, Worker
+from specdecode_operator.state.session import Session, Silence
+from specdecode_operator.types import Observation, Worker
 
 STALE_SECONDS, STALE_LOOKS = 30.0, 3
 """A worker without a report for so long and so often is stale; one missed report is nothing."""
 
 
-def counted(observed: Observed, now: float) -> dict[str, Silence]:
+def counted(observed: Observation, now: float) -> dict[str, Silence]:
     """Ready workers that say nothing in this look, by uid, with how long that has been so."""
-    known = observed.memory.silent
+    known = observed.session.silent
     quiet = [worker for worker in observed.workers if worker.ready and not worker.leaving and worker.report is None]
     return {worker.uid: _longer(known.get(worker.uid), worker, now) for worker in quiet}
 
 
-def stale(observed: Observed, memory: Memory, now: float) -> dict[str, str]:
+def stale(observed: Observation, memory: Session, now: float) -> dict[str, str]:
     """Names of workers whose reports are stale, and why."""
     return {
         worker.name: silence.problem

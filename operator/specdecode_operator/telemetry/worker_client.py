@@ -39,7 +39,7 @@ class Unchanged:
     clock_seconds: float
 
 
-class Workers:
+class WorkerClient:
     """A client of all workers' admin ports, through ``proxy`` where pods cannot be reached directly.
 
     Made on the event loop. It keeps no connection: most workers are asked once a minute, ten thousand open sockets

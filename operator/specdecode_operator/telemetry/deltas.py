@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdecode_operator.sums import CellKey, Hits, Key, Moments, RequestSums, Sum, TrafficSums, merged, summed
+from specdecode_operator.telemetry.counters import (
+    CellKey,
+    Hits,
+    Key,
+    Moments,
+    RequestSums,
+    Sum,
+    TrafficSums,
+    merged,
+    summed,
+)
 from specdecode_worker.contract import Buckets, Report, StepCell
 
 

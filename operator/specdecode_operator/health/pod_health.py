@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from statistics import median
 
-from specdecode_operator.kept import Kept, PodMemory, PodTask
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.acceptance import effect_of
-from specdecode_operator.sums import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
+from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
+from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
+from specdecode_operator.telemetry.deltas import Delta
 
 HALF_LIFE_FRESH_DRAFTS, HALF_LIFE_PAST_DRAFTS = 100.0, 5000.0
 """What a worker does now, and what it used to do: a collapse is found long before it has become the past."""
@@ -43,31 +43,31 @@ MOST_PACE = math.log(8)
 FORGET_SECONDS = 900.0
 """A pod that was not seen for so long does not come back."""
 
-PodDelta = tuple[str, str, Delta]
+WorkerDelta = tuple[str, str, Delta]
 """(uid, boot id, what it did since the last poll)."""
 
 
 def learn_pods(
-    kept: Kept, found: Iterable[PodDelta], *, present: Collection[str] = (), now: float
-) -> tuple[PodMemory, ...]:
+    learned: LearnedState, found: Iterable[WorkerDelta], *, present: Collection[str] = (), now: float
+) -> tuple[PodState, ...]:
     """What is known of every pod, moved by one poll. What was done with another draft is not looked at.
 
     Those that are ``present`` are not forgotten, however long they were idle.
     """
-    pods = {pod.uid: pod for pod in kept.pods if pod.uid in present or now - pod.at < FORGET_SECONDS}
+    pods = {pod.uid: pod for pod in learned.pods if pod.uid in present or now - pod.at < FORGET_SECONDS}
     for uid, boot, delta in found:
-        if delta.draft == kept.draft:
-            known = pods.get(uid, PodMemory(uid=uid, draft=kept.draft))
-            pods[uid] = _learnt(_of_boot(known, boot, kept.draft), delta, kept, now)
+        if delta.draft == learned.draft:
+            known = pods.get(uid, PodState(uid=uid, draft=learned.draft))
+            pods[uid] = _learnt(_of_boot(known, boot, learned.draft), delta, learned, now)
     return tuple(_judged(pods[uid], [pods[other] for other in pods if other != uid], now) for uid in sorted(pods))
 
 
-def suspected(kept: Kept) -> frozenset[str]:
+def suspected(learned: LearnedState) -> frozenset[str]:
     """Uids of the pods whose acceptance collapsed."""
-    return frozenset(pod.uid for pod in kept.pods if pod.collapsed_since is not None)
+    return frozenset(pod.uid for pod in learned.pods if pod.collapsed_since is not None)
 
 
-def expectation(pod: PodMemory) -> tuple[float, float] | None:
+def expectation(pod: PodState) -> tuple[float, float] | None:
     """(acceptance of the first token now, what it used to be for the same tasks); None before both are known."""
     fresh = [task for task in pod.tasks if task.past_total >= LEAST_PAST_DRAFTS]
     total = sum(task.total for task in fresh)
@@ -77,13 +77,13 @@ def expectation(pod: PodMemory) -> tuple[float, float] | None:
     return sum(task.hits for task in fresh) / total, usual / total
 
 
-def relative_pace(pod: PodMemory, pods: Iterable[PodMemory]) -> float | None:
+def relative_pace(pod: PodState, pods: Iterable[PodState]) -> float | None:
     """Seconds of this pod's steps over those of its peers' median, for steps of the same kind; None without peers."""
     others = [other.pace for other in pods if other.uid != pod.uid and other.pace is not None]
     return None if pod.pace is None or not others else math.exp(pod.pace - median(others))
 
 
-def evened(pods: Iterable[PodMemory], found: Iterable[PodDelta]) -> list[PodDelta]:
+def evened(pods: Iterable[PodState], found: Iterable[WorkerDelta]) -> list[WorkerDelta]:
     """``found`` with steps as long as the median pod would have taken for them. What a step costs is told by several
     pods together: were they of different devices, or had one a noisy neighbour, shapes would differ by who ran them."""
     paces = {pod.uid: pod.pace for pod in pods if pod.pace is not None}
@@ -94,23 +94,23 @@ def evened(pods: Iterable[PodMemory], found: Iterable[PodDelta]) -> list[PodDelt
     return [(uid, boot, delta.taking(factors[uid]) if uid in factors else delta) for uid, boot, delta in deltas]
 
 
-def _of_boot(pod: PodMemory, boot: str, draft: str) -> PodMemory:
+def _of_boot(pod: PodState, boot: str, draft: str) -> PodState:
     """Another draft makes another pod of it; another boot a fresh start with the same past."""
     if pod.draft != draft:
-        return PodMemory(uid=pod.uid, boot=boot, draft=draft)
+        return PodState(uid=pod.uid, boot=boot, draft=draft)
     if pod.boot == boot:
         return pod
     tasks = tuple(task.model_copy(update={"hits": 0.0, "total": 0.0}) for task in pod.tasks)
     return pod.model_copy(update={"boot": boot, "tasks": tasks, "collapsed_since": None, "doubts": 0})
 
 
-def _learnt(pod: PodMemory, delta: Delta, kept: Kept, now: float) -> PodMemory:
+def _learnt(pod: PodState, delta: Delta, learned: LearnedState, now: float) -> PodState:
     tasks = {task.task: task for task in pod.tasks}
     for (name, depth), hits in delta.acceptance.items():
         if depth == 1 and hits.total > 0:
             trusted = pod.collapsed_since is None and not pod.noticed
-            tasks[name] = _task(tasks.get(name, PodTask(task=name)), hits, trusted)
-    pace = _pace(delta.steps, kept)
+            tasks[name] = _task(tasks.get(name, PodTaskState(task=name)), hits, trusted)
+    pace = _pace(delta.steps, learned)
     if pace is not None and pod.pace is not None:
         pace = pod.pace + (1 - 0.5 ** (delta.seconds / HALF_LIFE_PACE_SECONDS)) * (pace - pod.pace)
     return pod.model_copy(
@@ -123,7 +123,7 @@ def _learnt(pod: PodMemory, delta: Delta, kept: Kept, now: float) -> PodMemory:
     )
 
 
-def _task(known: PodTask, fresh: Hits, trusted: bool) -> PodTask:
+def _task(known: PodTaskState, fresh: Hits, trusted: bool) -> PodTaskState:
     """What is fresh no more becomes the past, and not sooner: it takes some drafts to notice a collapse."""
     keep = 0.5 ** (fresh.total / HALF_LIFE_FRESH_DRAFTS)
     update = {"hits": _short(known.hits * keep + fresh.hits), "total": _short(known.total * keep + fresh.total)}
@@ -137,13 +137,15 @@ def _task(known: PodTask, fresh: Hits, trusted: bool) -> PodTask:
 
 def _requests(known: RequestSums, delta: Delta) -> tuple[float, ...]:
     fresh = reduce(RequestSums.plus, delta.requests.values(), NO_REQUESTS)
-    kept = known.times(0.5 ** (fresh.n / HALF_LIFE_REQUESTS)).plus(fresh)
-    return tuple(map(_short, kept))
+    learned = known.times(0.5 ** (fresh.n / HALF_LIFE_REQUESTS)).plus(fresh)
+    return tuple(map(_short, learned))
 
 
-def _pace(steps: Mapping[CellKey, Moments], kept: Kept) -> float | None:
+def _pace(steps: Mapping[CellKey, Moments], learned: LearnedState) -> float | None:
     """Logarithm of the time that steps took, over what the fleet takes for steps of the same kinds."""
-    known = {(cell.tokens_bucket, cell.draft_passes, cell.context_bucket): Moments(cell.values) for cell in kept.costs}
+    known = {
+        (cell.tokens_bucket, cell.draft_passes, cell.context_bucket): Moments(cell.values) for cell in learned.costs
+    }
     took = usual = 0.0
     for key, moments in steps.items():
         kind = known.get((key.tokens_bucket, key.draft_passes, key.context_bucket))
@@ -156,7 +158,7 @@ def _pace(steps: Mapping[CellKey, Moments], kept: Kept) -> float | None:
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
-def _judged(pod: PodMemory, peers: Sequence[PodMemory], now: float) -> PodMemory:
+def _judged(pod: PodState, peers: Sequence[PodState], now: float) -> PodState:
     """By the peers' requests one knows how much requests differ: those of a worker that collapses differ from what
     they were, and would excuse it."""
     if pod.at != now:
@@ -195,12 +197,12 @@ def _well(own: tuple[float, float] | None, others: tuple[float, float] | None) -
     return any(found is not None and found[0] > HEALED for found in (own, others))
 
 
-def _own(pod: PodMemory, effect: float) -> tuple[float, float] | None:
+def _own(pod: PodState, effect: float) -> tuple[float, float] | None:
     rates = {task.task: task.past_hits / task.past_total for task in pod.tasks if task.past_total >= LEAST_PAST_DRAFTS}
     return _against(pod, rates, effect)
 
 
-def _by_peers(pod: PodMemory, peers: Iterable[PodMemory], effect: float) -> tuple[float, float] | None:
+def _by_peers(pod: PodState, peers: Iterable[PodState], effect: float) -> tuple[float, float] | None:
     sums: dict[str, Hits] = {}
     for peer in peers:
         for task in peer.tasks:
@@ -209,7 +211,7 @@ def _by_peers(pod: PodMemory, peers: Iterable[PodMemory], effect: float) -> tupl
     return _against(pod, rates, effect)
 
 
-def _against(pod: PodMemory, rates: Mapping[str, float], effect: float) -> tuple[float, float] | None:
+def _against(pod: PodState, rates: Mapping[str, float], effect: float) -> tuple[float, float] | None:
     """(hits over those that ``rates`` let expect, standard errors that are missing); None when too little was seen."""
     seen = [task for task in pod.tasks if task.task in rates]
     total, expected = sum(task.total for task in seen), sum(task.total * rates[task.task] for task in seen)

@@ -8,44 +8,52 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from specdecode_operator import history, manifests, planned, planning, readings, silence, steering
-from specdecode_operator.kept import Kept, TemplateMemory
-from specdecode_operator.measurements import Delta
-from specdecode_operator.memory import Memory
-from specdecode_operator.records import Decision, Defaults, Deployment, Figures, Manifest, Observed
-from specdecode_operator.sizing import size
-from specdecode_operator.suspects import verdicts
+from specdecode_operator import manifests, planning
+from specdecode_operator.decision import history
+from specdecode_operator.decision import ingest as readings
+from specdecode_operator.decision import overrides as steering
+from specdecode_operator.decision import plan_stage as planned
+from specdecode_operator.decision.size_stage import size
+from specdecode_operator.health import pod_health
+from specdecode_operator.health.remediation import verdicts
+from specdecode_operator.state.learned import LearnedState, TemplateState
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry import staleness as silence
+from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.types import Decision, Defaults, Deployment, Figures, Manifest, Observation
 from specdecode_worker.contract import Buckets, Plan
 
 PUBLISH_SECONDS = 30.0
 
 
-def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, now: float) -> tuple[Decision, Memory]:
+def decide(
+    deployment: Deployment, observed: Observation, defaults: Defaults, *, now: float
+) -> tuple[Decision, Session]:
     """Raises SpecError when the spec asks for what cannot be."""
     found = planning.buckets(deployment.spec.workers.max_num_seqs)
     memory, deltas = readings.read(observed, found, now)
-    kept = steering.remembered(deployment, memory.kept)
+    learned = steering.remembered(deployment, memory.learned)
     present = {worker.uid for worker in observed.workers}
-    kept = kept.model_copy(update={"pods": planning.learn_pods(kept, deltas, present=present, now=now)})
-    memory, delta = readings.together(observed, replace(memory, kept=kept), deltas, now)
-    kept = planning.learn(kept, delta, now=now) if delta else _new_draft(kept, observed)
-    kept = planning.meet(kept, readings.met(observed, observed.memory), found, now=now)
-    kept = history.realised(kept, delta, found) if delta else kept
-    before = kept
-    kept, pin, problem = steering.pinned(deployment, kept)
-    chosen, standing = planned.chosen_of(deployment, observed, kept, found, now)
-    kept, plan, changes, recommended = planned.plan_of(deployment, observed, kept, chosen, pin, found, now)
-    watched, kept = verdicts(deployment, observed, kept, plan, now=now)
-    sized, kept = size(deployment, observed, kept, memory, delta, now=now)
-    sized, kept = steering.advised(deployment, sized, before, kept)
-    kept, steps = steering.recorded(deployment, before, kept, sized.wanted, now)
+    learned = learned.model_copy(update={"pods": pod_health.learn_pods(learned, deltas, present=present, now=now)})
+    memory, delta = readings.together(observed, replace(memory, learned=learned), deltas, now)
+    learned = planning.learn(learned, delta, now=now) if delta else _new_draft(learned, observed)
+    learned = planning.meet(learned, readings.met(observed, observed.session), found, now=now)
+    learned = history.realised(learned, delta, found) if delta else learned
+    before = learned
+    learned, pin, problem = steering.pinned(deployment, learned)
+    chosen, standing = planned.chosen_of(deployment, observed, learned, found, now)
+    learned, plan, changes, recommended = planned.plan_of(deployment, observed, learned, chosen, pin, found, now)
+    watched, learned = verdicts(deployment, observed, learned, plan, now=now)
+    sized, learned = size(deployment, observed, learned, memory, delta, now=now)
+    sized, learned = steering.advised(deployment, sized, before, learned)
+    learned, steps = steering.recorded(deployment, before, learned, sized.wanted, now)
     changes = (*steps, *changes)
-    kept = history.recorded(kept, changes, before.plan)
-    template = _template(deployment, observed, kept, defaults)
-    kept = kept.model_copy(update={"template": template})
-    memory = replace(memory, kept=kept, standing=standing)
+    learned = history.recorded(learned, changes, before.plan)
+    template = _template(deployment, observed, learned, defaults)
+    learned = learned.model_copy(update={"template": template})
+    memory = replace(memory, learned=learned, standing=standing)
     figures, memory = _published(deployment, observed, memory, plan, found, now)
-    depth = planned.depth_in_use(deployment, observed, kept, plan, found)
+    depth = planned.depth_in_use(deployment, observed, learned, plan, found)
     decision = Decision(
         plan=plan,
         replicas=sized.replicas,
@@ -66,15 +74,15 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
         changes=changes,
         recommended=recommended,
         depth=depth,
-        nodes=planned.nodes_in_use(plan, kept, found, depth),
-        task_depths=planned.task_depths(deployment, plan, kept, found),
+        nodes=planned.nodes_in_use(plan, learned, found, depth),
+        task_depths=planned.task_depths(deployment, plan, learned, found),
         figures=figures,
-        first_acceptance=planning.first_acceptance(kept.acceptance),
-        history=kept.history,
-        pinned=kept.pin,
+        first_acceptance=planning.first_acceptance(learned.acceptance),
+        history=learned.history,
+        pinned=learned.pin,
         pin_problem=problem,
         silent=silence.stale(observed, memory, now),
-        urgent=_is_decision(observed.memory.kept, kept),
+        urgent=_is_decision(observed.session.learned, learned),
         learnt=delta is not None and not delta.idle,
     )
     return decision, memory
@@ -83,12 +91,12 @@ def decide(deployment: Deployment, observed: Observed, defaults: Defaults, *, no
 # --- what goes out -------------------------------------------------------------------------------------------------
 
 
-def _new_draft(kept: Kept, observed: Observed) -> Kept:
+def _new_draft(learned: LearnedState, observed: Observation) -> LearnedState:
     """A draft is known as soon as a worker names it, long before its first token."""
-    return planning.learn(kept, Delta(draft=readings.draft_of(observed, kept)), now=0)
+    return planning.learn(learned, Delta(draft=readings.draft_of(observed, learned)), now=0)
 
 
-def _pushes(observed: Observed, plan: Plan, uid: str, own: Collection[str]) -> tuple[str, ...]:
+def _pushes(observed: Observation, plan: Plan, uid: str, own: Collection[str]) -> tuple[str, ...]:
     """Addresses of workers whose report shows a lower version, or another plan than theirs; what a report says is
     what runs. Those in ``own`` get their own."""
     return tuple(
@@ -105,26 +113,26 @@ def _pushes(observed: Observed, plan: Plan, uid: str, own: Collection[str]) -> t
 # --- replicas, template, children ---------------------------------------------------------------------------------
 
 
-def _template(deployment: Deployment, observed: Observed, kept: Kept, defaults: Defaults) -> TemplateMemory:
+def _template(
+    deployment: Deployment, observed: Observation, learned: LearnedState, defaults: Defaults
+) -> TemplateState:
     """The remembered template while the rolling part of the spec is the same: an upgrade of the operator rolls nothing.
 
     When the memory was lost, the live workload says what it was made of.
     """
     spec_hash = manifests.rolling_hash(deployment.spec)
-    known = kept.template
+    known = learned.template
     workload = observed.workload
-    if known is None and not observed.memory.found and workload and workload.spec_hash:
+    if known is None and not observed.session.found and workload and workload.spec_hash:
         template = dict(workload.template)
-        known = TemplateMemory(
-            spec_hash=workload.spec_hash, template=template, image=manifests.resolved_image(template)
-        )
+        known = TemplateState(spec_hash=workload.spec_hash, template=template, image=manifests.resolved_image(template))
     if known and known.spec_hash == spec_hash and deployment.spec.workers.update_policy == "OnSpecChange":
         return known
     template = manifests.pod_template(deployment, defaults)
-    return TemplateMemory(spec_hash=spec_hash, template=template, image=manifests.resolved_image(template))
+    return TemplateState(spec_hash=spec_hash, template=template, image=manifests.resolved_image(template))
 
 
-def _children(deployment: Deployment, plan: Plan, template: TemplateMemory, replicas: int) -> tuple[Manifest, ...]:
+def _children(deployment: Deployment, plan: Plan, template: TemplateState, replicas: int) -> tuple[Manifest, ...]:
     return (
         manifests.plan_config_map(deployment, plan),
         manifests.service(deployment),
@@ -137,8 +145,8 @@ def _children(deployment: Deployment, plan: Plan, template: TemplateMemory, repl
 
 
 def _published(
-    deployment: Deployment, observed: Observed, memory: Memory, plan: Plan, found: Buckets, now: float
-) -> tuple[Figures | None, Memory]:
+    deployment: Deployment, observed: Observation, memory: Session, plan: Plan, found: Buckets, now: float
+) -> tuple[Figures | None, Session]:
     """Figures for status, at most every half minute; at once when knobs were turned on or off, which says how to
     read them."""
     if not memory.window:
@@ -150,14 +158,14 @@ def _published(
         return None, memory
     figures = planning.figures(
         memory.window,
-        memory.kept.costs,
-        planned.task_depths(deployment, plan, memory.kept, found),
+        memory.learned.costs,
+        planned.task_depths(deployment, plan, memory.learned, found),
         synthetic=synthetic,
     )
     return figures, replace(memory, published_at=now)
 
 
-def _is_decision(before: Kept, after: Kept) -> bool:
+def _is_decision(before: LearnedState, after: LearnedState) -> bool:
     """Whether something changed that must not be lost, rather than estimates that moved."""
     return (
         before.plan != after.plan
@@ -167,5 +175,5 @@ def _is_decision(before: Kept, after: Kept) -> bool:
         or before.history != after.history
         or before.uid != after.uid
         or before.recycled_at != after.recycled_at
-        or planning.suspected(before) != planning.suspected(after)
+        or pod_health.suspected(before) != pod_health.suspected(after)
     )

@@ -30,7 +30,7 @@ class Applied:
     """When that was seen last; before all times for what an operator before this one wrote down."""
 
 
-class AppliedChildren:
+class ApplyCache:
     """By child. ``told`` and ``recall`` carry it over a restart."""
 
     def __init__(self) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 from specdecode_operator import manifests, metrics
 from specdecode_operator.api.v1alpha1 import KIND, Status
-from specdecode_operator.cluster import DEPLOYMENTS, EVENTS, PODS, Cluster
-from specdecode_operator.decide import decide
+from specdecode_operator.controller.events import EventNotice, notices
+from specdecode_operator.controller.observation import deployment_of, find, observe, status_of_resource
+from specdecode_operator.controller.status import failed_status, iso, status_of
+from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import ClusterError, Refused, SpecError, WorkerError
-from specdecode_operator.events import Notice, notices
-from specdecode_operator.memory import Memory
-from specdecode_operator.memory_store import MemoryStore
-from specdecode_operator.observe import deployment_of, find, observe, status_of_resource
-from specdecode_operator.records import Decision, Defaults, Deployment, Key, Outcome
-from specdecode_operator.status import failed_status, iso, status_of
-from specdecode_operator.watched import WatchedPods
-from specdecode_operator.worker_client import Workers
+from specdecode_operator.kube.client import DEPLOYMENTS, EVENTS, PODS, KubeClient
+from specdecode_operator.kube.pod_cache import PodCache
+from specdecode_operator.state.session import Session
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.types import Decision, Defaults, Deployment, Key, Outcome
 from specdecode_worker.contract import Plan
 
 SPEC_ERROR_SECONDS = 300.0
@@ -34,20 +34,20 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: Cluster,
-        workers: Workers,
-        memories: MemoryStore,
+        cluster: KubeClient,
+        workers: WorkerClient,
+        memories: StateStore,
         defaults: Defaults,
         *,
         poll_seconds: float,
-        pods: WatchedPods | None = None,
+        pods: PodCache | None = None,
     ) -> None:
         self.cluster = cluster
         self.workers = workers
         self.memories = memories
         self.defaults = defaults
         self.poll_seconds = poll_seconds
-        self.pods = pods or WatchedPods()
+        self.pods = pods or PodCache()
         self._uids: dict[Key, str] = {}
 
     async def handle(self, key: Key) -> float | None:
@@ -94,7 +94,7 @@ class Reconciler:
         return status
 
     async def _apply(
-        self, deployment: Deployment, decision: Decision, memory: Memory, token: str, *, now: float
+        self, deployment: Deployment, decision: Decision, memory: Session, token: str, *, now: float
     ) -> Outcome:
         """The memory of a decision first, the plan before the pods that mount it, live workers last."""
         if deployment.paused:
@@ -130,7 +130,7 @@ class Reconciler:
         except ClusterError as error:
             log.warning("%s/%s: %s", *deployment.key, error)
 
-    async def _tell(self, key: Key, uid: str, found: Iterable[Notice], now: float) -> None:
+    async def _tell(self, key: Key, uid: str, found: Iterable[EventNotice], now: float) -> None:
         for index, notice in enumerate(found):
             try:
                 await self.cluster.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))
@@ -154,7 +154,7 @@ class Reconciler:
             self.cluster.forget(namespace, child)
 
 
-def _event(key: Key, uid: str, suffix: str, notice: Notice, now: float) -> dict[str, Any]:
+def _event(key: Key, uid: str, suffix: str, notice: EventNotice, now: float) -> dict[str, Any]:
     namespace, name = key
     return {
         "apiVersion": "v1",

@@ -12,12 +12,12 @@ import json
 import logging
 from dataclasses import replace
 
-from specdecode_operator.applied import text_digest
-from specdecode_operator.cluster import CONFIG_MAPS, Cluster
-from specdecode_operator.kept import Kept, kept_of, state_data
+from specdecode_operator.kube.applied import text_digest
+from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.manifests import child_names, state_config_map, state_name
-from specdecode_operator.memory import Memory, Resting
-from specdecode_operator.records import Deployment
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import PackedSession, Session
+from specdecode_operator.types import Deployment
 
 WRITE_SECONDS = 60.0
 APPLIED_KEY = "applied.json"
@@ -26,38 +26,38 @@ APPLIED_KEY = "applied.json"
 log = logging.getLogger(__name__)
 
 
-class MemoryStore:
+class StateStore:
     """Memories by the uid of their deployment."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KubeClient) -> None:
         self._cluster = cluster
-        self._memories: dict[str, Resting] = {}
+        self._memories: dict[str, PackedSession] = {}
         self._written: dict[str, tuple[str, float]] = {}
         """Digest and time of the last write; a thousand whole texts would be most of the process."""
         self._learnt: set[str] = set()
         """Who measured something since then."""
 
-    async def load(self, deployment: Deployment) -> Memory:
+    async def load(self, deployment: Deployment) -> Session:
         """From the process, else from the ConfigMap, else a blank one."""
         known = self._memories.get(deployment.uid)
         if known is not None:
             return known.memory
         memory = await self._read(deployment)
-        self._memories[deployment.uid] = Resting.of(memory)
+        self._memories[deployment.uid] = PackedSession.of(memory)
         return memory
 
     async def save(
-        self, deployment: Deployment, memory: Memory, *, urgent: bool, learnt: bool = True, now: float
+        self, deployment: Deployment, memory: Session, *, urgent: bool, learnt: bool = True, now: float
     ) -> None:
         """Keeps ``memory``; writes it when it holds a decision, or something new and the last write is a minute ago."""
         uid = deployment.uid
-        self._memories[uid] = Resting.of(replace(memory, found=True))
+        self._memories[uid] = PackedSession.of(replace(memory, found=True))
         if learnt:
             self._learnt.add(uid)
         before, when = self._written.get(uid, ("", 0.0))
         if not urgent and (uid not in self._learnt or now - when < WRITE_SECONDS):
             return
-        data = state_data(memory.kept)
+        data = render_state(memory.learned)
         digest = text_digest(data)
         if digest != before:
             told = self._cluster.applied.told(deployment.namespace, child_names(deployment.name))
@@ -71,18 +71,18 @@ class MemoryStore:
         self._written.pop(uid, None)
         self._learnt.discard(uid)
 
-    async def _read(self, deployment: Deployment) -> Memory:
+    async def _read(self, deployment: Deployment) -> Session:
         found = await self._cluster.get(CONFIG_MAPS, deployment.namespace, state_name(deployment.name))
         if found is None:
-            return Memory(kept=Kept(uid=deployment.uid), found=False)
+            return Session(learned=LearnedState(uid=deployment.uid), found=False)
         try:
-            kept = kept_of(found.get("data") or {}, deployment.uid)
+            learned = parse_state(found.get("data") or {}, deployment.uid)
         except ValueError as error:
             log.warning("%s/%s: its memory cannot be read: %s", deployment.namespace, deployment.name, error)
-            kept = None
-        if kept is not None:
+            learned = None
+        if learned is not None:
             self._recall(deployment, dict(found["data"]))
-        return Memory(kept=kept or Kept(uid=deployment.uid), found=kept is not None)
+        return Session(learned=learned or LearnedState(uid=deployment.uid), found=learned is not None)
 
     def _recall(self, deployment: Deployment, data: dict[str, str]) -> None:
         """What stands in the ConfigMap was written, and need not be again."""

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from specdecode_operator.records import Key
+from specdecode_operator.types import Key
 
 log = logging.getLogger(__name__)
 

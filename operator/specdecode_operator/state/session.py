@@ -1,7 +1,7 @@
 """What the operator remembers of one deployment between two looks at it. Pure.
 
-``Kept`` outlives the operator. The rest of ``Memory`` (the last reading of every worker, a minute of differences) lives
-in the process and is learnt anew after a restart.
+``LearnedState`` outlives the operator. The rest of ``Session`` (the last reading of every worker, a minute of
+differences) lives in the process and is learnt anew after a restart.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from specdecode_operator.kept import Kept, TemplateMemory
-from specdecode_operator.measurements import Delta
+from specdecode_operator.state.learned import LearnedState, TemplateState
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Report
 
 WINDOW_SECONDS = 60.0
@@ -72,10 +72,10 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Session:
     """Everything remembered."""
 
-    kept: Kept = field(default_factory=Kept)
+    learned: LearnedState = field(default_factory=LearnedState)
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
     """Last reading by pod uid."""
     window: tuple[Delta, ...] = ()
@@ -90,7 +90,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class PackedSession:
     """A memory between two looks, nine tenths of it packed: a thousand are kept, and one is looked at once a poll.
 
     Estimates, rows and differences are hundreds of small objects, each with its names and its numbers.
@@ -99,26 +99,26 @@ class Resting:
     packed: bytes
     template: bytes
     window: bytes
-    rest: Memory
+    rest: Session
     """All else."""
 
     @classmethod
-    def of(cls, memory: Memory) -> Resting:
-        template = memory.kept.template
+    def of(cls, memory: Session) -> PackedSession:
+        template = memory.learned.template
         return cls(
-            zlib.compress(memory.kept.model_dump_json(by_alias=True).encode(), 1),
+            zlib.compress(memory.learned.model_dump_json(by_alias=True).encode(), 1),
             zlib.compress(template.model_dump_json().encode(), 1) if template else b"",
             zlib.compress(pickle.dumps(memory.window), 1),
-            replace(memory, kept=_NOTHING, window=()),
+            replace(memory, learned=_NOTHING, window=()),
         )
 
     @property
-    def memory(self) -> Memory:
-        kept = Kept.model_validate_json(zlib.decompress(self.packed))
+    def memory(self) -> Session:
+        learned = LearnedState.model_validate_json(zlib.decompress(self.packed))
         if self.template:
-            template = TemplateMemory.model_validate_json(zlib.decompress(self.template))
-            kept = kept.model_copy(update={"template": template})
-        return replace(self.rest, kept=kept, window=pickle.loads(zlib.decompress(self.window)))
+            template = TemplateState.model_validate_json(zlib.decompress(self.template))
+            learned = learned.model_copy(update={"template": template})
+        return replace(self.rest, learned=learned, window=pickle.loads(zlib.decompress(self.window)))
 
 
-_NOTHING = Kept()
+_NOTHING = LearnedState()

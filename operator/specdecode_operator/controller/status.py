@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import chain
 
+from specdecode_operator.api.pins import Pin, read_pin
 from specdecode_operator.api.v1alpha1 import (
     CapacityStatus,
     Condition,
@@ -22,9 +23,8 @@ from specdecode_operator.api.v1alpha1 import (
     TaskStatus,
     TrafficStatus,
 )
-from specdecode_operator.conditions import Verdict, verdicts
-from specdecode_operator.pins import Pin, read_pin
-from specdecode_operator.records import Decision, Deployment, Figures, Observed, Outcome
+from specdecode_operator.controller.conditions import Verdict, verdicts
+from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome
 
 ROUNDING = 0.05
 WITH_FIGURES = (ConditionType.scaling_limited, ConditionType.workers_alike)
@@ -32,7 +32,7 @@ WITH_FIGURES = (ConditionType.scaling_limited, ConditionType.workers_alike)
 
 
 def status_of(
-    deployment: Deployment, observed: Observed, decision: Decision, outcome: Outcome, *, now: float
+    deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome, *, now: float
 ) -> Status:
     """The whole status. Equal inputs give equal status: nothing but ``now`` in a new condition tells the time."""
     before = deployment.status
@@ -189,7 +189,7 @@ def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
     return before.model_copy(update=update)
 
 
-def _draft(deployment: Deployment, observed: Observed) -> DraftStatus | None:
+def _draft(deployment: Deployment, observed: Observation) -> DraftStatus | None:
     if deployment.spec.speculation.draft is None:
         return None
     hashes = list(_hashes(observed))
@@ -198,7 +198,7 @@ def _draft(deployment: Deployment, observed: Observed) -> DraftStatus | None:
     return DraftStatus(hash=known, uri=deployment.spec.speculation.draft.uri)
 
 
-def _memory(before: MemoryStatus | None, observed: Observed) -> MemoryStatus | None:
+def _memory(before: MemoryStatus | None, observed: Observation) -> MemoryStatus | None:
     """Of a worker that serves; while none does, what one found that could not."""
     served = ((report.memory, report.kv_tokens_total) for report in observed.last_reports if report.memory)
     refused = ((verdict.memory, verdict.kv_tokens) for verdict in observed.refusals)
@@ -220,7 +220,7 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f}Gi"
 
 
-def _hashes(observed: Observed) -> Iterator[str]:
+def _hashes(observed: Observation) -> Iterator[str]:
     return (report.draft.hash for report in observed.last_reports if report.draft.hash)
 
 

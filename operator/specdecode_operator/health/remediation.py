@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdecode_operator import planning
-from specdecode_operator.kept import Kept, PodMemory
-from specdecode_operator.records import Deployment, Observed, Suspect, Worker
-from specdecode_operator.sizing import trusted
+from specdecode_operator.decision.size_stage import trusted
+from specdecode_operator.health import pod_health
+from specdecode_operator.state.learned import LearnedState, PodState
+from specdecode_operator.types import Deployment, Observation, UnhealthyWorker, Worker
 from specdecode_worker.contract import Plan, TreeShape
 
 RECYCLE_SECONDS = 60.0
@@ -18,7 +19,7 @@ RECYCLES_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
-    suspects: tuple[Suspect, ...]
+    suspects: tuple[UnhealthyWorker, ...]
     own: frozenset[str]
     """Addresses of workers that shall not run the common plan."""
     own_plans: dict[str, Plan]
@@ -27,21 +28,21 @@ class Verdicts:
 
 
 def verdicts(
-    deployment: Deployment, observed: Observed, kept: Kept, plan: Plan, *, now: float
-) -> tuple[Verdicts, Kept]:
+    deployment: Deployment, observed: Observation, learned: LearnedState, plan: Plan, *, now: float
+) -> tuple[Verdicts, LearnedState]:
     """What to do about each pod, and the memory of a replacement."""
-    pods = {pod.uid: pod for pod in kept.pods}
+    pods = {pod.uid: pod for pod in learned.pods}
     known = [(worker, pods[worker.uid]) for worker in observed.workers if worker.uid in pods and not worker.leaving]
     collapsed = [(worker, pod) for worker, pod in known if pod.collapsed_since is not None]
-    recycle = _recycle(deployment, observed, kept, collapsed, now)
+    recycle = _recycle(deployment, observed, learned, collapsed, now)
     own = _quieted(deployment, collapsed)
     found = Verdicts(
-        suspects=tuple(suspect for worker, pod in known for suspect in _suspects(worker, pod, kept, now)),
+        suspects=tuple(suspect for worker, pod in known for suspect in _suspects(worker, pod, learned, now)),
         own=frozenset(worker.address for worker in own if worker.address),
         own_plans={worker.address: quiet(plan) for worker in own if worker.address and not _runs(worker, plan)},
         recycle=recycle,
     )
-    return found, kept.model_copy(update={"recycled_at": now}) if recycle else kept
+    return found, learned.model_copy(update={"recycled_at": now}) if recycle else learned
 
 
 def quiet(plan: Plan) -> Plan:
@@ -49,7 +50,7 @@ def quiet(plan: Plan) -> Plan:
     return plan.model_copy(update={"rows": (), "initial": TreeShape(()), "quiet": True})
 
 
-def _quieted(deployment: Deployment, collapsed: list[tuple[Worker, PodMemory]]) -> list[Worker]:
+def _quieted(deployment: Deployment, collapsed: list[tuple[Worker, PodState]]) -> list[Worker]:
     """Speculation is off for the pods whose acceptance collapsed, where the spec allows depth 0."""
     speculation = deployment.spec.speculation
     if deployment.paused or not planning.follows(speculation) or speculation.depth.min > 0:
@@ -64,12 +65,16 @@ def _runs(worker: Worker, plan: Plan) -> bool:
 
 
 def _recycle(
-    deployment: Deployment, observed: Observed, kept: Kept, collapsed: list[tuple[Worker, PodMemory]], now: float
+    deployment: Deployment,
+    observed: Observation,
+    learned: LearnedState,
+    collapsed: list[tuple[Worker, PodState]],
+    now: float,
 ) -> tuple[str, ...]:
     """One at a time, the longest collapsed first, while others serve."""
     if deployment.spec.workers.recycle != "OnCollapse" or deployment.paused or not trusted(observed):
         return ()
-    if kept.recycled_at is not None and now - kept.recycled_at < RECYCLES_SECONDS:
+    if learned.recycled_at is not None and now - learned.recycled_at < RECYCLES_SECONDS:
         return ()
     staying = sum(not worker.leaving for worker in observed.workers)
     lasting = [
@@ -80,15 +85,15 @@ def _recycle(
     return (min(lasting)[1],) if lasting and staying > 1 else ()
 
 
-def _suspects(worker: Worker, pod: PodMemory, kept: Kept, now: float) -> list[Suspect]:
+def _suspects(worker: Worker, pod: PodState, learned: LearnedState, now: float) -> list[UnhealthyWorker]:
     found = []
-    figures = planning.expectation(pod)
-    pace = planning.relative_pace(pod, kept.pods)
+    figures = pod_health.expectation(pod)
+    pace = pod_health.relative_pace(pod, learned.pods)
     acceptance, usual = figures or (None, None)
     if pod.collapsed_since is not None:
         told = f"first token accepted {acceptance:.2f}, usually {usual:.2f}" if figures else "far below its peers"
         found.append(
-            Suspect(
+            UnhealthyWorker(
                 pod=worker.name,
                 uid=worker.uid,
                 reason="AcceptanceCollapsed",
@@ -99,10 +104,10 @@ def _suspects(worker: Worker, pod: PodMemory, kept: Kept, now: float) -> list[Su
                 pace=pace,
             )
         )
-    if pod.slow_since is not None and pace is not None and now - pod.slow_since >= planning.SLOW_SECONDS:
+    if pod.slow_since is not None and pace is not None and now - pod.slow_since >= pod_health.SLOW_SECONDS:
         message = f"its steps take {pace:.1f} times those of its peers"
         found.append(
-            Suspect(
+            UnhealthyWorker(
                 pod=worker.name, uid=worker.uid, reason="SlowSteps", message=message, since=pod.slow_since, pace=pace
             )
         )

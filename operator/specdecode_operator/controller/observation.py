@@ -14,19 +14,19 @@ from pydantic import ValidationError
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import KIND, PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
-from specdecode_operator.cluster import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, Cluster
 from specdecode_operator.errors import Conflict, SpecError, Unavailable, WorkerError
-from specdecode_operator.last_words import last_words, verdict_of
-from specdecode_operator.measurements import went_backwards
-from specdecode_operator.memory import Baseline
-from specdecode_operator.memory_store import MemoryStore
-from specdecode_operator.records import Deployment, Observed, Worker, Workload
-from specdecode_operator.watched import WatchedPods
-from specdecode_operator.worker_client import Unchanged, Workers
+from specdecode_operator.kube.client import DEPLOYMENTS, PODS, SECRETS, WORKLOADS, KubeClient
+from specdecode_operator.kube.pod_cache import PodCache
+from specdecode_operator.kube.termination_message import last_words, verdict_of
+from specdecode_operator.state.session import Baseline
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.deltas import went_backwards
+from specdecode_operator.telemetry.worker_client import Unchanged, WorkerClient
+from specdecode_operator.types import Deployment, Observation, Worker, Workload
 from specdecode_worker.contract import Report
 
 
-async def find(cluster: Cluster, namespace: str, name: str) -> Mapping[str, Any] | None:
+async def find(cluster: KubeClient, namespace: str, name: str) -> Mapping[str, Any] | None:
     """The resource as the API server has it; None when it is gone or going."""
     found = await cluster.get(DEPLOYMENTS, namespace, name)
     return None if found is None or "deletionTimestamp" in found["metadata"] else found
@@ -62,27 +62,31 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
 
 
 async def observe(
-    deployment: Deployment, cluster: Cluster, workers: Workers, memories: MemoryStore, pods: WatchedPods | None = None
-) -> Observed:
+    deployment: Deployment,
+    cluster: KubeClient,
+    workers: WorkerClient,
+    memories: StateStore,
+    pods: PodCache | None = None,
+) -> Observation:
     """Reads the children, then all reports at once. A worker without a report carries the reason. ``pods`` spares the
     list of those that nothing happened to."""
     # The memory first: it says what was applied, so that a workload which stands is known to stand.
     memory = await memories.load(deployment)
     workload, found, token = await asyncio.gather(
         cluster.get(WORKLOADS, deployment.namespace, manifests.worker_name(deployment.name)),
-        _workers(deployment, cluster, pods or WatchedPods()),
+        _workers(deployment, cluster, pods or PodCache()),
         _admin_token(deployment, cluster),
     )
     asked = (_reported(worker, workers, token, memory.baselines.get(worker.uid)) for worker in found)
-    return Observed(
+    return Observation(
         workload=workload_of(workload) if workload else None,
         workers=tuple(await asyncio.gather(*asked)),
-        memory=memory,
+        session=memory,
         token=token,
     )
 
 
-async def _workers(deployment: Deployment, cluster: Cluster, pods: WatchedPods) -> tuple[Worker, ...]:
+async def _workers(deployment: Deployment, cluster: KubeClient, pods: PodCache) -> tuple[Worker, ...]:
     known = pods.known(deployment.key)
     if known is not None:
         return known
@@ -93,7 +97,7 @@ async def _workers(deployment: Deployment, cluster: Cluster, pods: WatchedPods) 
     return found
 
 
-async def _admin_token(deployment: Deployment, cluster: Cluster) -> str:
+async def _admin_token(deployment: Deployment, cluster: KubeClient) -> str:
     """The token of the admin ports; makes the Secret when there is none yet."""
     name = manifests.admin_secret_name(deployment.name)
     found = await cluster.get(SECRETS, deployment.namespace, name)
@@ -120,7 +124,7 @@ def _is_of_a_predecessor(secret: Mapping[str, Any], deployment: Deployment) -> b
     return bool(owners) and all(owner["uid"] != deployment.uid for owner in owners)
 
 
-async def _reported(worker: Worker, workers: Workers, token: str, known: Baseline | None) -> Worker:
+async def _reported(worker: Worker, workers: WorkerClient, token: str, known: Baseline | None) -> Worker:
     if worker.leaving or worker.address is None:
         return worker
     try:

@@ -20,15 +20,15 @@ import prometheus_client
 
 from specdecode_operator import metrics
 from specdecode_operator.api.v1alpha1 import GROUP, PAUSED_ANNOTATION, PIN_ANNOTATION, PLURAL, VERSION
-from specdecode_operator.cluster import PODS, WORKLOADS, Cluster, Kind
+from specdecode_operator.controller.reconciler import Reconciler
+from specdecode_operator.controller.workqueue import WorkQueue
 from specdecode_operator.errors import ClusterError
-from specdecode_operator.memory_store import MemoryStore
-from specdecode_operator.reconcile import Reconciler
-from specdecode_operator.records import Defaults, Key
+from specdecode_operator.kube.client import PODS, WORKLOADS, Kind, KubeClient
+from specdecode_operator.kube.pod_cache import PodCache
 from specdecode_operator.settings import Settings
-from specdecode_operator.watched import WatchedPods
-from specdecode_operator.worker_client import Workers
-from specdecode_operator.workqueue import WorkQueue
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.types import Defaults, Key
 
 CHILD_LABELS = f"{GROUP}/role=worker"
 LONGEST_PAUSE_SECONDS = 30.0
@@ -49,17 +49,17 @@ class Process:
 
     async def start(self) -> None:
         """Connects, and starts the queue and a watch for every kind of child in every namespace."""
-        cluster = await Cluster.connect()
+        cluster = await KubeClient.connect()
         self.stack.push_async_callback(cluster.close)
-        workers = Workers(proxy=self.settings.worker_proxy or None)
+        workers = WorkerClient(proxy=self.settings.worker_proxy or None)
         self.stack.push_async_callback(workers.close)
         defaults = Defaults(
             worker_image=self.settings.worker_image,
             worker_image_pull_policy=self.settings.worker_image_pull_policy,
         )
-        pods = WatchedPods()
+        pods = PodCache()
         reconciler = Reconciler(
-            cluster, workers, MemoryStore(cluster), defaults, poll_seconds=self.settings.poll_seconds, pods=pods
+            cluster, workers, StateStore(cluster), defaults, poll_seconds=self.settings.poll_seconds, pods=pods
         )
         self.queue = WorkQueue(reconciler.handle, concurrency=self.settings.concurrency)
         metrics.QUEUE_DEPTH.set_function(self.queue.depth)
@@ -114,11 +114,11 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 async def watch_children(
-    cluster: Cluster, kind: Kind, namespace: str | None, add: Callable[[Key], None], pods: WatchedPods | None = None
+    cluster: KubeClient, kind: Kind, namespace: str | None, add: Callable[[Key], None], pods: PodCache | None = None
 ) -> None:
     """Lists, then watches, for ever; after an error it lists again, with growing pauses while the API is away. ``pods``
     is told while a watch is on, and of what it sees."""
-    pods = pods or WatchedPods()
+    pods = pods or PodCache()
     pause = 1.0
     while True:
         try:
@@ -142,7 +142,7 @@ async def watch_children(
             pause = min(LONGEST_PAUSE_SECONDS, pause * 2)
 
 
-def _add_parent(cluster: Cluster, event: str, child: dict[str, Any], add: Callable[[Key], None]) -> Key | None:
+def _add_parent(cluster: KubeClient, event: str, child: dict[str, Any], add: Callable[[Key], None]) -> Key | None:
     """The parent, which is added."""
     metadata = child["metadata"]
     if event == "DELETED":

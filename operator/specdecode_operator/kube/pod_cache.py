@@ -6,10 +6,10 @@ ten that it wants. Pods change seldom, and the watch that makes a look of every 
 
 from __future__ import annotations
 
-from specdecode_operator.records import Key, Worker
+from specdecode_operator.types import Key, Worker
 
 
-class WatchedPods:
+class PodCache:
     """Workers without reports, by deployment. Nothing is kept of a namespace that is not watched from before the list
     was asked for, and nothing beyond a change that came meanwhile."""
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import Cause, Decision
-from specdecode_operator.kept import CostMemory, FollowMemory, Kept, LoadMemory
-from specdecode_operator.measurements import Delta
 from specdecode_operator.planning.figures import Point, interpolated
 from specdecode_operator.planning.loads import bucket_of, present_row
-from specdecode_operator.sums import CellKey, Moments
+from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
+from specdecode_operator.telemetry.counters import CellKey, Moments
+from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
 
 HISTORY = 10
@@ -50,43 +50,43 @@ def scaled(before: int | None, after: int | None, measured: str, reason: str, no
     return Decision(time=when(now), kind="Replicas", load="replicas", cause="up" if after > before else "down", **words)
 
 
-def measured(kept: Kept, task: str) -> str:
+def measured(learned: LearnedState, task: str) -> str:
     """What a change of the plan goes by, in a line: acceptance by depth and the load."""
-    main = [cell for cell in kept.acceptance if cell.task == task and cell.total and cell.parent == "main"]
+    main = [cell for cell in learned.acceptance if cell.task == task and cell.total and cell.parent == "main"]
     cells = sorted((cell.depth, cell.hits / cell.total) for cell in main)
     rates = ", ".join(f"{rate:.2f}" for _, rate in cells) or "not measured"
-    return f"{kept.load.sequences:.1f} sequences a step, acceptance by depth {rates}"
+    return f"{learned.load.sequences:.1f} sequences a step, acceptance by depth {rates}"
 
 
-def recorded(kept: Kept, decisions: Iterable[Decision], before: Plan | None) -> Kept:
-    """``kept`` with new decisions (oldest first) in its history, and the moved rows of its plan followed."""
+def recorded(learned: LearnedState, decisions: Iterable[Decision], before: Plan | None) -> LearnedState:
+    """``learned`` with new decisions (oldest first) in its history, and the moved rows of its plan followed."""
     found = tuple(decisions)
     if not found:
-        return kept
-    following = kept.following
-    if before is not None and kept.plan is not None:
-        following = (*_followed_from_now(found, before, kept.plan, kept.load), *following)[:FOLLOWED]
-    return kept.model_copy(
-        update={"history": (*reversed(found), *kept.history)[:HISTORY], "following": following},
+        return learned
+    following = learned.following
+    if before is not None and learned.plan is not None:
+        following = (*_followed_from_now(found, before, learned.plan, learned.load), *following)[:FOLLOWED]
+    return learned.model_copy(
+        update={"history": (*reversed(found), *learned.history)[:HISTORY], "following": following},
     )
 
 
-def realised(kept: Kept, delta: Delta, buckets: Buckets) -> Kept:
-    """``kept`` with what this poll says about changes that are being followed."""
-    if not kept.following or kept.plan is None:
-        return kept
-    known = {(decision.time, decision.before, decision.after) for decision in kept.history}
-    alive = [follow for follow in kept.following if (follow.time, follow.before, follow.after) in known]
-    moved = [_with_steps(follow, kept, delta, buckets) for follow in alive]
+def realised(learned: LearnedState, delta: Delta, buckets: Buckets) -> LearnedState:
+    """``learned`` with what this poll says about changes that are being followed."""
+    if not learned.following or learned.plan is None:
+        return learned
+    known = {(decision.time, decision.before, decision.after) for decision in learned.history}
+    alive = [follow for follow in learned.following if (follow.time, follow.before, follow.after) in known]
+    moved = [_with_steps(follow, learned, delta, buckets) for follow in alive]
     done = {
         (follow.time, follow.before, follow.after): round(100 * (follow.before_seconds / follow.seconds - 1), 1)
         for follow in moved
         if follow.drafts >= LEAST_DRAFTS
     }
-    return kept.model_copy(
+    return learned.model_copy(
         update={
             "following": tuple(follow for follow in moved if follow.drafts < LEAST_DRAFTS),
-            "history": tuple(_told(decision, done) for decision in kept.history),
+            "history": tuple(_told(decision, done) for decision in learned.history),
         }
     )
 
@@ -97,8 +97,8 @@ def _told(decision: Decision, done: dict[tuple[str, str, str], float]) -> Decisi
 
 
 def _followed_from_now(
-    decisions: Iterable[Decision], before: Plan, after: Plan, load: LoadMemory
-) -> Iterator[FollowMemory]:
+    decisions: Iterable[Decision], before: Plan, after: Plan, load: LoadState
+) -> Iterator[GainMeasurement]:
     """One per (before, after): rows of several tasks that moved alike are measured together.
 
     Of many rows those near the present load are kept: the others would hardly see 500 drafts.
@@ -115,19 +115,19 @@ def _followed_from_now(
             seen.add(shapes)
             concurrency, context = present_row(load, after.buckets)
             near = sorted(rows[shapes], key=lambda row: (abs(row[1] - context), abs(row[0] - concurrency), row))
-            yield FollowMemory(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(near[:ROWS]))
+            yield GainMeasurement(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(near[:ROWS]))
 
 
-def _with_steps(follow: FollowMemory, kept: Kept, delta: Delta, buckets: Buckets) -> FollowMemory:
+def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, buckets: Buckets) -> GainMeasurement:
     """Adds the steps of this poll that ran the new shape in rows that still do."""
-    assert kept.plan is not None, "a change that is followed is one of a plan"
+    assert learned.plan is not None, "a change that is followed is one of a plan"
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
-    loads = {(concurrency, context) for concurrency, context, task in _standing(follow, kept.plan, after)}
+    loads = {(concurrency, context) for concurrency, context, task in _standing(follow, learned.plan, after)}
     for key, moments in delta.steps.items():
         if not _runs(key, moments, after):
             continue
         sequences = moments.mean_of(_SEQUENCES)
-        old = _per_token(kept.costs, before, key.context_bucket, sequences)
+        old = _per_token(learned.costs, before, key.context_bucket, sequences)
         if old is None or (bucket_of(buckets.concurrency, sequences), key.context_bucket) not in loads:
             continue
         follow = follow.model_copy(
@@ -140,7 +140,7 @@ def _with_steps(follow: FollowMemory, kept: Kept, delta: Delta, buckets: Buckets
     return follow
 
 
-def _standing(follow: FollowMemory, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
+def _standing(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
     for concurrency, context, task in follow.rows:
         row = plan.row(concurrency, context, task)
         if row is not None and row.shape == after:
@@ -155,7 +155,7 @@ def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
     return abs(moments.x[_VERIFY_TOKENS] - verified) <= SAME_SHAPE * verified
 
 
-def _per_token(costs: Iterable[CostMemory], shape: TreeShape, context: int, sequences: float) -> float | None:
+def _per_token(costs: Iterable[StepTimeCell], shape: TreeShape, context: int, sequences: float) -> float | None:
     """Seconds per token of one sequence with ``shape``; None where it was never timed near this load."""
     points = []
     for cell in costs:

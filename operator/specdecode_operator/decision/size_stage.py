@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from specdecode_operator import planning, scaling
-from specdecode_operator.kept import Kept, ScalingMemory
-from specdecode_operator.measurements import Delta, over
-from specdecode_operator.memory import WINDOW_SECONDS, Memory
-from specdecode_operator.records import Capacity, Deployment, Limited, Observed
+from specdecode_operator.health import pod_health
+from specdecode_operator.state.learned import LearnedState, ScalingState
+from specdecode_operator.state.session import WINDOW_SECONDS, Session
+from specdecode_operator.telemetry.deltas import Delta, over
+from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit
 
 DOUBT = 1.28
 """Standard errors of a lower bound: nine times in ten a worker carries more, and more requests come in."""
@@ -22,7 +23,7 @@ LAST_START_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sized:
+class ReplicaDecision:
     """``replicas`` is what is set, ``desired`` what should be: they differ where somebody else owns the replicas."""
 
     replicas: int
@@ -31,79 +32,85 @@ class Sized:
     arrivals: float | None
     """Requests a second, whole fleet, over the last minute; None while they are not known."""
     capacity: Capacity | None
-    limited: Limited | None
+    limited: ScalingLimit | None
     deletion_costs: dict[str, int]
 
 
 def size(
-    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, delta: Delta | None, *, now: float
-) -> tuple[Sized, Kept]:
+    deployment: Deployment,
+    observed: Observation,
+    learned: LearnedState,
+    memory: Session,
+    delta: Delta | None,
+    *,
+    now: float,
+) -> tuple[ReplicaDecision, LearnedState]:
     """The replicas, and the memory with demand's recent past."""
     spec = deployment.spec.scaling
-    kept = _learnt(kept, observed, delta, now)
+    learned = _learnt(learned, observed, delta, now)
     if spec is None:
         count = deployment.spec.replicas
-        nothing = Sized(
+        nothing = ReplicaDecision(
             replicas=count, desired=count, wanted=None, arrivals=None, capacity=None, limited=None, deletion_costs={}
         )
-        return nothing, kept.model_copy(update={"scaling": ScalingMemory()})
+        return nothing, learned.model_copy(update={"scaling": ScalingState()})
     ours = spec.owner == "Operator"
-    carried = _carried(deployment, observed, kept, memory, now) if delta is not None else None
-    before = kept.scaling if ours else kept.scaling.model_copy(update={"replicas": deployment.spec.replicas})
+    carried = _carried(deployment, observed, learned, memory, now) if delta is not None else None
+    before = learned.scaling if ours else learned.scaling.model_copy(update={"replicas": deployment.spec.replicas})
     start = observed.workload.wanted if observed.workload else deployment.spec.replicas
     scaled = scaling.scale(spec, before, _demand(deployment, observed, memory, delta, carried), start=start, now=now)
     capacity = carried.mean if carried else None
-    sized = Sized(
+    sized = ReplicaDecision(
         replicas=scaled.replicas if ours else deployment.spec.replicas,
         desired=scaled.replicas,
         wanted=scaled.wanted,
         arrivals=carried.recent_rate if carried else None,
         capacity=capacity,
         limited=scaling.limited(spec, scaled.wanted, _troubles(observed), capacity) if ours else None,
-        deletion_costs=_deletion_costs(deployment, observed, kept, scaled.memory, now),
+        deletion_costs=_deletion_costs(deployment, observed, learned, scaled.memory, now),
     )
-    return sized, kept.model_copy(update={"scaling": scaled.memory})
+    return sized, learned.model_copy(update={"scaling": scaled.memory})
 
 
-def max_num_seqs(deployment: Deployment, observed: Observed) -> int:
+def max_num_seqs(deployment: Deployment, observed: Observation) -> int:
     """What one worker runs at most: by its report, else by the spec."""
     return min((report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs)
 
 
-def kv_tokens(observed: Observed) -> float | None:
+def kv_tokens(observed: Observation) -> float | None:
     """What the smallest cache of all workers holds; None while none says."""
     found = [float(report.kv_tokens_total) for report in observed.last_reports if report.kv_tokens_total > 0]
     return min(found, default=None)
 
 
-def _learnt(kept: Kept, observed: Observed, delta: Delta | None, now: float) -> Kept:
+def _learnt(learned: LearnedState, observed: Observation, delta: Delta | None, now: float) -> LearnedState:
     """Arrivals for the forecast, and how long a worker takes to start."""
-    forecast = kept.forecast
+    forecast = learned.forecast
     if delta is not None:
         forecast = scaling.observed(forecast, scaling.arrivals([delta]), delta.seconds, now=now)
     started = [worker.startup_seconds for worker in observed.workers if worker.startup_seconds is not None]
-    startup = kept.startup_seconds
+    startup = learned.startup_seconds
     if started:
         # The quickest of those that stand: a readiness that was lost and came back looks like a slow start.
         seen = min(started)
         startup = seen if startup is None else startup + LAST_START_SHARE * (seen - startup)
-    return kept.model_copy(update={"forecast": forecast, "startup_seconds": startup and float(f"{startup:.3g}")})
+    return learned.model_copy(update={"forecast": forecast, "startup_seconds": startup and float(f"{startup:.3g}")})
 
 
 def _carried(
-    deployment: Deployment, observed: Observed, kept: Kept, memory: Memory, now: float
+    deployment: Deployment, observed: Observation, learned: LearnedState, memory: Session, now: float
 ) -> scaling.Carried | None:
     """What one worker carries of the mix that comes in; None while requests or steps are not known."""
-    request = planning.request_of(kept)
+    request = planning.request_of(learned)
     if request is None:
         return None
     speculation = deployment.spec.speculation
     most, cache = max_num_seqs(deployment, observed), kv_tokens(observed)
     found = planning.buckets(deployment.spec.workers.max_num_seqs)
-    pace = planning.pace(speculation, kept, found, request, kv_tokens=cache)
+    pace = planning.pace(speculation, learned, found, request, kv_tokens=cache)
     if pace is None:
         return None
-    prompt = planning.prompt_of(kept)
+    prompt = planning.prompt_of(learned)
     mix = scaling.Mix(
         prompt_tokens=request.prompt,
         output_tokens=request.output,
@@ -118,7 +125,7 @@ def _carried(
         ttit_seconds=None if objective.ttit_milliseconds is None else objective.ttit_milliseconds / 1000,
         ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
     )
-    ahead = kept.startup_seconds or STARTUP_SECONDS
+    ahead = learned.startup_seconds or STARTUP_SECONDS
     lately = partial(scaling.arrival_rate, memory.window, now=now, within=scaling.RECENT_SECONDS)
     return scaling.Carried(
         mean=scaling.capacity(mix, pace, limits),
@@ -126,15 +133,15 @@ def _carried(
         rate=lately(),
         least_rate=lately(doubt=DOUBT),
         recent_rate=scaling.arrival_rate(memory.window, now=now, within=WINDOW_SECONDS),
-        forecast_rate=scaling.expected_rate(kept.forecast, now=now, ahead_seconds=ahead),
+        forecast_rate=scaling.expected_rate(learned.forecast, now=now, ahead_seconds=ahead),
         ttft_seconds=limits.ttft_seconds,
     )
 
 
 def _demand(
     deployment: Deployment,
-    observed: Observed,
-    memory: Memory,
+    observed: Observation,
+    memory: Session,
     delta: Delta | None,
     carried: scaling.Carried | None,
 ) -> scaling.Demand:
@@ -151,7 +158,7 @@ def _demand(
     return replace(demand, recent=recent.running, waiting=delta.waiting if delta else 0.0) if carried else demand
 
 
-def trusted(observed: Observed) -> bool:
+def trusted(observed: Observation) -> bool:
     """Every worker is ready and reported, and no rollout is under way."""
     workload = observed.workload
     return (
@@ -161,12 +168,12 @@ def trusted(observed: Observed) -> bool:
     )
 
 
-def _troubles(observed: Observed) -> list[str]:
+def _troubles(observed: Observation) -> list[str]:
     return [worker.trouble for worker in observed.workers if worker.trouble and not worker.leaving]
 
 
 def _deletion_costs(
-    deployment: Deployment, observed: Observed, kept: Kept, memory: ScalingMemory, now: float
+    deployment: Deployment, observed: Observation, learned: LearnedState, memory: ScalingState, now: float
 ) -> dict[str, int]:
     """Shortly before a worker goes: who has least to lose goes first. At other times nobody needs to know."""
     spec = deployment.spec.scaling
@@ -176,6 +183,6 @@ def _deletion_costs(
         return {}
     staying = [worker for worker in observed.workers if worker.report and not worker.leaving]
     running = {worker.name: float(worker.report.running + worker.report.waiting) for worker in staying if worker.report}
-    strange = planning.suspected(kept)
+    strange = pod_health.suspected(learned)
     costs = scaling.deletion_costs(running, (worker.name for worker in staying if worker.uid in strange))
     return {worker.name: costs[worker.name] for worker in staying if worker.deletion_cost != costs[worker.name]}

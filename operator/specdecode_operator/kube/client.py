@@ -21,8 +21,8 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from kubernetes.aio.dynamic import DynamicClient
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from specdecode_operator.applied import FIELD_MANAGER, Applied, AppliedChildren, ours_digest, text_digest
 from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
+from specdecode_operator.kube.applied import FIELD_MANAGER, Applied, ApplyCache, ours_digest, text_digest
 
 PAGE = 500
 _METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
@@ -73,17 +73,17 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
 """All that the operator may do, kopf's watch of our kind included: the chart's Role is compared with this."""
 
 
-class Cluster:
+class KubeClient:
     """One connection to one API server."""
 
     def __init__(self, api: ApiClient, *, timeout_seconds: float = 10) -> None:
         self._api = api
         self._client = DynamicClient(api)
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        self.applied = AppliedChildren()
+        self.applied = ApplyCache()
 
     @classmethod
-    async def connect(cls, kubeconfig: str | None = None) -> Cluster:
+    async def connect(cls, kubeconfig: str | None = None) -> KubeClient:
         """With the pod's service account, else with ``kubeconfig`` (default: the user's own)."""
         configuration = Configuration()
         try:

@@ -13,16 +13,16 @@ from specdecode_worker.contract import Plan, TreeShape
 
 MAX_STATE_BYTES = 64 * 1024
 MAX_TEMPLATE_BYTES = 20 * 1024
-MAX_KEPT_BYTES = 40 * 1024
+MAX_LEARNED_BYTES = 40 * 1024
 
 
-class Lasting(BaseModel):
+class Stored(BaseModel):
     """Base of what is written down: fields of a newer operator are ignored, so that a downgrade keeps its memory."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class DepthMemory(Lasting):
+class AcceptanceCell(Stored):
     """Acceptance of one task at one depth: decayed hits and totals. ``at`` is the operator's clock.
 
     The newest of them are also kept apart, until there are enough to say whether they contradict the others.
@@ -43,21 +43,21 @@ class DepthMemory(Lasting):
     """How often the target's token had rank 1, 2, ...; trailing zeros are left out."""
 
 
-class TrafficMemory(Lasting):
+class TrafficCell(Stored):
     """Decayed sums of one task's traffic, in the order of TrafficSums."""
 
     task: str
     sums: tuple[float, float, float, float, float]
 
 
-class RequestMemory(Lasting):
+class RequestCell(Stored):
     """Decayed sums of one task's finished requests, in the order of RequestSums."""
 
     task: str
     sums: tuple[float, float, float, float, float, float]
 
 
-class CostMemory(Lasting):
+class StepTimeCell(Stored):
     """Decayed moments of one kind of step; ``values`` as in sums.Moments, the newest of them also apart."""
 
     tokens_bucket: int
@@ -79,7 +79,7 @@ class CostMemory(Lasting):
     """Decayed number of the steps that a worker made up to time them: what they emitted is no answer, and left out."""
 
 
-class RowMemory(Lasting):
+class RowState(Stored):
     """One row of the plan: what it runs, since when, and how patient to be with speculation that lost there."""
 
     concurrency: int
@@ -107,7 +107,7 @@ class RowMemory(Lasting):
     def shape(self) -> TreeShape:
         return _shape(self.parents, self.depth)
 
-    def running(self, shape: TreeShape, **more: Any) -> RowMemory:
+    def running(self, shape: TreeShape, **more: Any) -> RowState:
         """This row with another shape."""
         parents = () if shape.is_chain else shape.parents
         return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
@@ -119,7 +119,7 @@ def _shape(parents: tuple[int, ...], depth: int) -> TreeShape:
     return TreeShape(parents) if parents else TreeShape.chain(depth)
 
 
-class LoadMemory(Lasting):
+class LoadState(Stored):
     """The load that was last seen: it names the row that status shows while the deployment idles."""
 
     sequences: float = 1
@@ -128,7 +128,7 @@ class LoadMemory(Lasting):
     at: float = 0
 
 
-class FollowMemory(Lasting):
+class GainMeasurement(Stored):
     """A change of the plan whose gain is still being measured; time, before and after name its decisions."""
 
     time: str
@@ -144,7 +144,7 @@ class FollowMemory(Lasting):
     """Steps of a sequence since."""
 
 
-class ScalingMemory(Lasting):
+class ScalingState(Stored):
     """Demand's recent past, for 'up on two polls' and 'down only after the window'."""
 
     replicas: int | None = None
@@ -154,7 +154,7 @@ class ScalingMemory(Lasting):
     """Moved on by polls that cannot be trusted."""
 
 
-class ForecastMemory(Lasting):
+class ForecastState(Stored):
     """Arrivals a second: of the last minutes, their trend, and by time of day."""
 
     level: float = 0
@@ -170,7 +170,7 @@ class ForecastMemory(Lasting):
     seconds: float = 0
 
 
-class PodTask(Lasting):
+class PodTaskState(Stored):
     """How often the first drafted token of one task was right on one pod: now, and in the past."""
 
     task: str
@@ -180,13 +180,13 @@ class PodTask(Lasting):
     past_total: float = 0
 
 
-class PodMemory(Lasting):
+class PodState(Stored):
     """One pod against its own past. Times are the operator's clock."""
 
     uid: str
     boot: str = ""
     draft: str = ""
-    tasks: tuple[PodTask, ...] = ()
+    tasks: tuple[PodTaskState, ...] = ()
     requests: tuple[float, float, float, float, float, float] = (0, 0, 0, 0, 0, 0)
     """Decayed sums of its finished requests, all tasks together, in the order of RequestSums."""
     pace: float | None = None
@@ -200,7 +200,7 @@ class PodMemory(Lasting):
     at: float = 0
 
 
-class TemplateMemory(Lasting):
+class TemplateState(Stored):
     """The pod template that is applied, and the hash of the part of the spec that it was made of."""
 
     spec_hash: str
@@ -208,7 +208,7 @@ class TemplateMemory(Lasting):
     image: str
 
 
-class Kept(Lasting):
+class LearnedState(Stored):
     """What survives a restart of the operator."""
 
     format: int = 1
@@ -217,57 +217,57 @@ class Kept(Lasting):
     """Hash of the draft that the estimates are of."""
     plan: Plan | None = None
     """The plan that is out; its version only rises."""
-    rows: tuple[RowMemory, ...] = ()
+    rows: tuple[RowState, ...] = ()
     swept_at: float = 0
     """When the rows of all loads were looked at last."""
-    acceptance: tuple[DepthMemory, ...] = ()
-    requests: tuple[RequestMemory, ...] = ()
-    traffic: tuple[TrafficMemory, ...] = ()
+    acceptance: tuple[AcceptanceCell, ...] = ()
+    requests: tuple[RequestCell, ...] = ()
+    traffic: tuple[TrafficCell, ...] = ()
     prefill: tuple[float, ...] = ()
     """Decayed moments of the steps with prefill, all kinds together; values as in sums.Moments."""
-    costs: tuple[CostMemory, ...] = ()
+    costs: tuple[StepTimeCell, ...] = ()
     wander: float = 0.0025
     """Relative variance of a kind of step's mean from poll to poll, beyond noise: neighbours, clocks, temperature.
 
     Until it was seen, five percent are taken for granted.
     """
-    load: LoadMemory = LoadMemory()
-    scaling: ScalingMemory = ScalingMemory()
-    forecast: ForecastMemory = ForecastMemory()
-    pods: tuple[PodMemory, ...] = ()
+    load: LoadState = LoadState()
+    scaling: ScalingState = ScalingState()
+    forecast: ForecastState = ForecastState()
+    pods: tuple[PodState, ...] = ()
     recycled_at: float | None = None
     """When a pod was last replaced for its acceptance."""
     startup_seconds: float | None = None
     """From a pod's making to its being ready, as seen last."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
-    following: tuple[FollowMemory, ...] = Field(default=(), max_length=10)
+    following: tuple[GainMeasurement, ...] = Field(default=(), max_length=10)
     pin: str = ""
     """The pin in force: the last one that read."""
     steering: str = ""
     """Mode or pin that the plan followed last, in words."""
-    template: TemplateMemory | None = Field(default=None, exclude=True)
+    template: TemplateState | None = Field(default=None, exclude=True)
     """Stored under a key of its own."""
 
 
-def state_data(kept: Kept) -> dict[str, str]:
+def render_state(learned: LearnedState) -> dict[str, str]:
     """The data of the state ConfigMap, within its bound: the least visited cost cells go first, then pods."""
-    text = kept.model_dump_json(by_alias=True)
-    while len(text.encode()) > MAX_KEPT_BYTES and kept.costs:
-        heaviest = sorted(kept.costs, key=lambda cell: -cell.values[0])
-        kept = kept.model_copy(update={"costs": tuple(heaviest[: len(heaviest) * 3 // 4])})
-        text = kept.model_dump_json(by_alias=True)
-    if len(text.encode()) > MAX_KEPT_BYTES:
+    text = learned.model_dump_json(by_alias=True)
+    while len(text.encode()) > MAX_LEARNED_BYTES and learned.costs:
+        heaviest = sorted(learned.costs, key=lambda cell: -cell.values[0])
+        learned = learned.model_copy(update={"costs": tuple(heaviest[: len(heaviest) * 3 // 4])})
+        text = learned.model_dump_json(by_alias=True)
+    if len(text.encode()) > MAX_LEARNED_BYTES:
         # Hundreds of pods: only those under suspicion have a past that matters to others than themselves.
-        pods = tuple(pod for pod in kept.pods if pod.collapsed_since is not None)[:64]
-        text = kept.model_copy(update={"pods": pods}).model_dump_json(by_alias=True)
-    template = kept.template.model_dump_json() if kept.template else ""
+        pods = tuple(pod for pod in learned.pods if pod.collapsed_since is not None)[:64]
+        text = learned.model_copy(update={"pods": pods}).model_dump_json(by_alias=True)
+    template = learned.template.model_dump_json() if learned.template else ""
     return {"memory.json": text, "template.json": template}
 
 
-def kept_of(data: Mapping[str, str], uid: str) -> Kept | None:
+def parse_state(data: Mapping[str, str], uid: str) -> LearnedState | None:
     """Reads ``state_data`` back; None when it is another deployment's or of no use. Raises ValueError on garbage."""
-    kept = Kept.model_validate_json(data.get("memory.json", ""))
-    if kept.uid != uid:
+    learned = LearnedState.model_validate_json(data.get("memory.json", ""))
+    if learned.uid != uid:
         return None
     template = data.get("template.json")
-    return kept.model_copy(update={"template": TemplateMemory.model_validate_json(template) if template else None})
+    return learned.model_copy(update={"template": TemplateState.model_validate_json(template) if template else None})

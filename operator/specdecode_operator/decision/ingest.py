@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdecode_operator import planning, silence
-from specdecode_operator.kept import Kept
-from specdecode_operator.measurements import Delta, difference, fleet
-from specdecode_operator.memory import WINDOW_SECONDS, Baseline, Memory
-from specdecode_operator.records import Observed, Worker
+from specdecode_operator.health import pod_health
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Session
+from specdecode_operator.telemetry import staleness as silence
+from specdecode_operator.telemetry.deltas import Delta, difference, fleet
+from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import Buckets, Report
 
 LEAST_READING_SECONDS = 2.0
 """Readings closer together than this wait for the next: events cause looks at any time."""
 
 
-def read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[planning.PodDelta]]:
+def read(observed: Observation, found: Buckets, now: float) -> tuple[Session, list[pod_health.WorkerDelta]]:
     """Moves the baselines; a worker without a new reading has no delta."""
-    memory = observed.memory
+    memory = observed.session
     baselines: dict[str, Baseline] = {}
-    deltas: list[planning.PodDelta] = []
+    deltas: list[pod_health.WorkerDelta] = []
     for worker in observed.workers:
         baseline, delta = _one(memory.baselines.get(worker.uid), worker, found, now)
         if baseline is not None:
@@ -29,7 +30,7 @@ def read(observed: Observed, found: Buckets, now: float) -> tuple[Memory, list[p
     return replace(memory, baselines=baselines), deltas
 
 
-def met(observed: Observed, memory: Memory) -> tuple[Report, ...]:
+def met(observed: Observation, memory: Session) -> tuple[Report, ...]:
     """Reports of workers of which none was read before; ``memory`` as it was before this look."""
     return tuple(
         worker.report
@@ -39,14 +40,14 @@ def met(observed: Observed, memory: Memory) -> tuple[Report, ...]:
 
 
 def together(
-    observed: Observed, memory: Memory, deltas: list[planning.PodDelta], now: float
-) -> tuple[Memory, Delta | None]:
+    observed: Observation, memory: Session, deltas: list[pod_health.WorkerDelta], now: float
+) -> tuple[Session, Delta | None]:
     """The fleet's delta, None when nobody has a new reading, and the window with it; steps are those of the median
     pod. What drafts of a suspected pod bring says nothing about the others'."""
-    strange = planning.suspected(memory.kept)
-    evened = planning.evened(memory.kept.pods, deltas)
+    strange = pod_health.suspected(memory.learned)
+    evened = pod_health.evened(memory.learned.pods, deltas)
     counted = [delta.without_acceptance() if uid in strange else delta for uid, _, delta in evened]
-    total = fleet(counted, at=now, draft=draft_of(observed, memory.kept)) if counted else None
+    total = fleet(counted, at=now, draft=draft_of(observed, memory.learned)) if counted else None
     window = (*memory.window, *([total] if total else []))
     recent = tuple(delta for delta in window if delta.at > now - WINDOW_SECONDS)
     return replace(memory, window=recent, silent=silence.counted(observed, now)), total
@@ -67,7 +68,7 @@ def _one(known: Baseline | None, worker: Worker, found: Buckets, now: float) -> 
     return baseline, difference(before, after, at=now, buckets=found)
 
 
-def draft_of(observed: Observed, kept: Kept) -> str:
+def draft_of(observed: Observation, learned: LearnedState) -> str:
     """Hash of the draft that most workers run; the remembered one while none says."""
     hashes = [report.draft.hash for report in observed.reports if report.draft.hash]
-    return max(sorted(set(hashes)), key=hashes.count, default=kept.draft)
+    return max(sorted(set(hashes)), key=hashes.count, default=learned.draft)

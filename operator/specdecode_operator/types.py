@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.memory import Memory
+from specdecode_operator.state.session import Session
 from specdecode_worker.contract import CheckVerdict, Plan, Report
 
 Manifest = Mapping[str, Any]
@@ -92,12 +92,12 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observation:
     """All that one reconcile knows about the world."""
 
     workload: Workload | None
     workers: tuple[Worker, ...]
-    memory: Memory
+    session: Session
     token: str = field(default="", repr=False)
     """Of the workers' admin ports."""
 
@@ -118,7 +118,7 @@ class Observed:
         return tuple(report for report in found if report)
 
     def _last(self, worker: Worker) -> Report | None:
-        baseline = self.memory.baselines.get(worker.uid)
+        baseline = self.session.baselines.get(worker.uid)
         return baseline.report if baseline else None
 
 
@@ -159,7 +159,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Limited:
+class ScalingLimit:
     """Why demand is not met."""
 
     reason: Literal["Unschedulable", "AtMaximum", "ObjectiveOutOfReach"]
@@ -167,7 +167,7 @@ class Limited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
+class UnhealthyWorker:
     """A pod that differs from what it was, and from its peers."""
 
     pod: str
@@ -222,11 +222,11 @@ class Decision:
     arrivals: float | None = None
     """Requests a second, whole fleet."""
     capacity: Capacity | None = None
-    limited: Limited | None = None
+    limited: ScalingLimit | None = None
     """What keeps replicas from following demand."""
     deletion_costs: Mapping[str, int] = field(default_factory=dict)
     """By pod, where it is not annotated so yet, shortly before a worker goes: the lowest first."""
-    suspects: tuple[Suspect, ...] = ()
+    suspects: tuple[UnhealthyWorker, ...] = ()
     own_plans: Mapping[str, Plan] = field(default_factory=dict)
     """By address: the plan of workers that shall not run ``plan``."""
     recycle: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""The control loop: from events to children and status."""

@@ -1,0 +1,1 @@
+"""The pure decision about one deployment, in stages."""

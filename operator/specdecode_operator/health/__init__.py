@@ -1,0 +1,1 @@
+"""Workers that differ from their peers, and the remedy."""

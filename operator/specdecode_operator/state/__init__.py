@@ -1,0 +1,1 @@
+"""The state of one deployment: what is stored and what lives in the process."""

@@ -1,0 +1,1 @@
+"""Reports of workers: fetched, validated, and turned into differences."""
