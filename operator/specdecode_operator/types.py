@@ -56,6 +56,8 @@ class Workload:
     available: int
     stalled: str | None = None
     """Message of a rollout that passed its deadline."""
+    replica_failure: str | None = None
+    """Message of the condition ReplicaFailure: pods that the ReplicaSet cannot create (quota, admission)."""
     template: Mapping[str, Any] = field(default_factory=dict)
     spec_hash: str = ""
 
@@ -77,8 +79,12 @@ class Worker:
     address: str | None
     ready: bool
     leaving: bool = False
+    placed: bool = True
+    """The scheduler found a node for it."""
+    created_at: float | None = None
+    """Creation time of the pod, in seconds since the epoch."""
     trouble: str | None = None
-    """What the kubelet says keeps it from starting."""
+    """What the kubelet or the scheduler says keeps it from starting."""
     verdict: CheckVerdict | None = None
     """Why it ended before it loaded anything, in its own words."""
     report: Report | None = None
@@ -239,11 +245,24 @@ class Decision:
     """Something was measured: what moved in the memory is worth a write, at leisure."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChildProblem:
+    """A child object that could not be made equal to the desired one."""
+
+    kind: str
+    name: str
+    reason: Literal["NotOwned", "Refused", "Unavailable"]
+    """NotOwned: an object of this name belongs to another controller or user. Refused: the API server rejected the
+    request; it is repeated with back-off. Unavailable: the API server or a webhook did not answer."""
+    message: str
+    """The API server's own sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.message}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How applying went."""
+    """Result of applying the desired children."""
 
-    problems: tuple[str, ...] = ()
-    """Messages of what the API server refused."""
-    retry: bool = False
-    """Trying again may help."""
+    problems: tuple[ChildProblem, ...] = ()

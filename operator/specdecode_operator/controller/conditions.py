@@ -46,7 +46,7 @@ def reconciled(deployment: Deployment, outcome: Outcome) -> Verdict:
     if deployment.paused:
         return Verdict(kind, "Unknown", "Paused", "the annotation specdecode.io/paused is set; only status is written")
     if outcome.problems:
-        return Verdict(kind, "False", "ApplyRefused", "; ".join(outcome.problems), True)
+        return Verdict(kind, "False", "ApplyRefused", "; ".join(map(str, outcome.problems)), True)
     return Verdict(kind, "True", "Applied", "all children are as they should be")
 
 

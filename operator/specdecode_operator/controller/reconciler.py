@@ -20,7 +20,7 @@ from specdecode_operator.kube.pod_cache import PodCache
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.types import Decision, Defaults, Deployment, Key, Outcome
+from specdecode_operator.types import ChildProblem, Decision, Defaults, Deployment, Key, Outcome
 from specdecode_worker.contract import Plan
 
 SPEC_ERROR_SECONDS = 300.0
@@ -105,7 +105,8 @@ class Reconciler:
             try:
                 await self.cluster.apply(manifest)
             except Refused as error:
-                problems.append(f"{manifest['kind']} {manifest['metadata']['name']}: {error}")
+                name = manifest["metadata"]["name"]
+                problems.append(ChildProblem(manifest["kind"], name, "Refused", str(error)))
         plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.own_plans}
         await asyncio.gather(*(self._push(address, token, plan) for address, plan in plans.items()))
         await self._replace(deployment, decision)

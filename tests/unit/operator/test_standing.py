@@ -27,7 +27,7 @@ def looks(loop: Loop, seconds: float, *, working: bool) -> tuple[bool, bool]:
     pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=loop.worker.report())
     observed = Observation(workload=workload_with(), workers=(pod,), session=loop.memory)
     decision, memory = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
-    forgetful = replace(observed, memory=replace(loop.memory, standing=None))
+    forgetful = replace(observed, session=replace(loop.memory, standing=None))
     assert decide(loop.deployment, forgetful, DEFAULTS, now=loop.now)[0] == decision
     known = loop.memory.standing
     stood, moved = known is not None and memory.standing is known, memory.learned.rows != loop.memory.learned.rows

@@ -13,7 +13,17 @@ from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import failed_status, rounded, status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
-from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome, Speed, Worker, Workload
+from specdecode_operator.types import (
+    ChildProblem,
+    Decision,
+    Deployment,
+    Figures,
+    Observation,
+    Outcome,
+    Speed,
+    Worker,
+    Workload,
+)
 from specdecode_worker.contract import DraftState, Report
 
 
@@ -122,7 +132,9 @@ def test_a_pod_that_cannot_start_says_why() -> None:
 
 
 def test_what_the_api_server_refused_is_a_condition() -> None:
-    found = condition(told(outcome=Outcome(problems=("Deployment x: exceeded quota",))), "Reconciled")
+    found = condition(
+        told(outcome=Outcome(problems=(ChildProblem("Deployment", "x", "Refused", "exceeded quota"),))), "Reconciled"
+    )
     assert (found.status, found.reason) == ("False", "ApplyRefused")
 
 
