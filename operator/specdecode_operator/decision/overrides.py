@@ -1,78 +1,67 @@
-"""What people say beyond the spec's bounds, mode and pin, laid over what was measured. Pure; used by decide."""
+"""Pins and mode Advisory: what the user prescribes, laid over what was measured. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specdecode_operator.api.pins import Pin, read_pin
-from specdecode_operator.api.v1alpha1 import Decision
-from specdecode_operator.decision import history
 from specdecode_operator.decision.size_stage import ReplicaDecision
 from specdecode_operator.errors import SpecError
-from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_operator.state.learned import RowState, ScalingState
 from specdecode_operator.types import Deployment
 
 
-def remembered(deployment: Deployment, learned: LearnedState) -> LearnedState:
-    """The memory; one that was lost takes the history back from the status."""
-    told = deployment.status.speculation.history if deployment.status.speculation else ()
-    return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or told})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinState:
+    """The pin in force."""
+
+    pin: Pin | None
+    text: str
+    """The annotation that the pin was read from; empty without a pin."""
+    problem: str | None = None
+    """Reason why the present annotation cannot be used. The last valid pin stays in force."""
 
 
-def pinned(deployment: Deployment, learned: LearnedState) -> tuple[LearnedState, Pin | None, str | None]:
-    """The pin in force: what the annotation says if it reads, else what was in force, and why it does not read."""
+def read_pin_state(deployment: Deployment, last: str) -> PinState:
+    """Read the annotation specdecode.io/pin.
+
+    Args:
+        deployment: The deployment with its annotation.
+        last: Text of the pin that was in force so far.
+    """
     speculation = deployment.spec.speculation
     if deployment.paused:
-        return learned, None, None
+        return PinState(pin=None, text=last)
     try:
-        pin = read_pin(deployment.pin, speculation)
-        return learned.model_copy(update={"pin": deployment.pin.strip()}), pin, None
+        return PinState(pin=read_pin(deployment.pin, speculation), text=deployment.pin.strip())
     except SpecError as error:
         problem = str(error)
     try:
-        return learned, read_pin(learned.pin, speculation), problem
-    except SpecError:
-        return learned.model_copy(update={"pin": ""}), None, problem  # the spec has changed under it
+        return PinState(pin=read_pin(last, speculation), text=last, problem=problem)
+    except SpecError:  # the spec has changed since the pin was valid
+        return PinState(pin=None, text="", problem=problem)
 
 
-def unpinned(chosen: Iterable[RowState], learned: Iterable[RowState], pin: Pin | None) -> tuple[RowState, ...]:
-    """The rows to remember: those of pinned tasks wait as they are, nothing is learnt from what they do not run."""
+def without_pinned(chosen: Iterable[RowState], known: Iterable[RowState], pin: Pin | None) -> tuple[RowState, ...]:
+    """Return the rows to persist: those of pinned tasks as they were, because what does not run teaches nothing."""
     if pin is None:
         return tuple(chosen)
-    known = {(row.task, row.concurrency, row.context): row for row in learned}
+    before = {(row.task, row.concurrency, row.context): row for row in known}
     return tuple(
-        row if pin.shape_of(row.task) is None else known.get((row.task, row.concurrency, row.context), row)
+        row if pin.shape_of(row.task) is None else before.get((row.task, row.concurrency, row.context), row)
         for row in chosen
     )
 
 
-def advised(
-    deployment: Deployment, sized: ReplicaDecision, before: LearnedState, learned: LearnedState
-) -> tuple[ReplicaDecision, LearnedState]:
-    """Mode Advisory: what demand asks for is told, and replicas and pods stay as they are."""
+def advise_replicas(
+    deployment: Deployment, sized: ReplicaDecision, before: ScalingState, after: ScalingState
+) -> tuple[ReplicaDecision, ScalingState]:
+    """In mode Advisory keep replicas and pods as they are, and only report what demand asks for."""
     scaling = deployment.spec.scaling
     if scaling is None or scaling.owner != "Operator" or deployment.spec.speculation.mode != "Advisory":
-        return sized, learned
-    start = deployment.spec.replicas if before.scaling.replicas is None else before.scaling.replicas
+        return sized, after
+    start = deployment.spec.replicas if before.replicas is None else before.replicas
     replicas = max(scaling.min_replicas, min(scaling.max_replicas, start))
-    memory = learned.scaling.model_copy(update={"replicas": replicas})
-    return replace(sized, replicas=replicas, deletion_costs={}), learned.model_copy(update={"scaling": memory})
-
-
-def recorded(
-    deployment: Deployment, before: LearnedState, learned: LearnedState, wanted: int | None, now: float
-) -> tuple[LearnedState, tuple[Decision, ...]]:
-    """Decisions other than rows that moved: a mode or a pin that somebody set, workers that come or go."""
-    if deployment.paused:
-        return learned, ()
-    steering = f"pin {learned.pin}" if learned.pin else f"mode {deployment.spec.speculation.mode}"
-    by_pin = learned.pin != before.pin
-    reason = "annotation specdecode.io/pin" if by_pin else "spec.speculation.mode"
-    found = [history.steered(before.steering, steering, "pin" if by_pin else "mode", reason, now)]
-    scaling = deployment.spec.scaling
-    if scaling is not None and scaling.owner == "Operator":
-        moved = before.scaling.replicas, learned.scaling.replicas
-        why = f"demand asks for {wanted} workers"
-        found.append(history.scaled(*moved, history.measured(learned, learned.load.task), why, now))
-    return learned.model_copy(update={"steering": steering}), tuple(step for step in found if step)
+    advised = replace(sized, replicas=replicas, deletion_costs={})
+    return advised, after.model_copy(update={"replicas": replicas})

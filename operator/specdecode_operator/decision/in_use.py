@@ -1,0 +1,79 @@
+"""The shapes that workers run at the present load, as status and metrics show them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from specdecode_operator import planning
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.types import Deployment, Observation
+from specdecode_worker.contract import Buckets, Plan
+
+
+def held_back_loads(observed: Observation, plan: Plan | None) -> set[tuple[int, int]]:
+    """Return the loads (concurrency, context) where every guard with a verdict on this plan suppresses speculation."""
+    verdicts: dict[tuple[int, int], bool] = {}
+    for report in observed.reports:
+        if plan is not None and report.plan.version == plan.version:
+            for cell in report.guard:
+                load = (cell.concurrency, cell.context)
+                verdicts[load] = verdicts.get(load, True) and cell.suppressed
+    return {load for load, suppressed in verdicts.items() if suppressed}
+
+
+def depth_in_use(
+    deployment: Deployment, observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets
+) -> int | None:
+    """Return the draft depth at the present load, or None while no worker reports that it runs this plan."""
+    if deployment.spec.speculation.method == "none":
+        return None
+    running = [report for report in observed.reports if report.plan.version == plan.version]
+    if not running:
+        return None
+    if all(report.draft.problem for report in running):
+        return 0
+    concurrency, context = planning.present_row(learned.load, buckets)
+    if (concurrency, context) in held_back_loads(observed, plan):
+        return 0
+    if not any(report.plan.matches_draft for report in running):
+        return plan.initial.depth
+    row = plan.row(concurrency, context, learned.load.task)
+    return row.shape.depth if row else plan.initial.depth
+
+
+def nodes_in_use(plan: Plan, learned: LearnedState, buckets: Buckets, depth: int | None) -> int | None:
+    """Return the number of draft tokens of the shape in use; 0 for plain decoding, None where the depth is unknown."""
+    if not depth:
+        return depth
+    row = plan.row(*planning.present_row(learned.load, buckets), learned.load.task)
+    return (row.shape if row else plan.initial).nodes
+
+
+def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, buckets: Buckets) -> dict[str, int]:
+    """Return the draft depth of every task of the spec at the present load."""
+    concurrency, context = planning.present_row(learned.load, buckets)
+    depths = {}
+    for name in [task.name for task in deployment.spec.speculation.tasks]:
+        row = plan.row(concurrency, context, name)
+        depths[name] = row.shape.depth if row else plan.initial.depth
+    return depths
+
+
+def workers_to_push(observed: Observation, plan: Plan, uid: str, excluded: Collection[str]) -> tuple[str, ...]:
+    """Return the addresses of workers that report a lower plan version, or the plan of another deployment.
+
+    Args:
+        observed: Workers with their reports.
+        plan: The plan that all workers should run.
+        uid: uid of the deployment.
+        excluded: Addresses of workers that run a plan of their own.
+    """
+    return tuple(
+        worker.address
+        for worker in observed.workers
+        if worker.address
+        and worker.report
+        and not worker.leaving
+        and worker.address not in excluded
+        and (worker.report.plan.uid != uid or worker.report.plan.version < plan.version or worker.report.plan.quiet)
+    )

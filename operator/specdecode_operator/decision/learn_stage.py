@@ -1,0 +1,136 @@
+"""Stage 1, learn: reports become differences, and differences move the estimates. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specdecode_operator import planning
+from specdecode_operator.decision import history
+from specdecode_operator.health import pod_health
+from specdecode_operator.health.pod_health import WorkerDelta
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Silence
+from specdecode_operator.telemetry import staleness
+from specdecode_operator.telemetry.deltas import Delta, difference, fleet
+from specdecode_operator.types import Deployment, Observation, Worker
+from specdecode_worker.contract import Buckets, Report
+
+MIN_INTERVAL_SECONDS = 2.0
+"""Least time between two readings that are subtracted; a shorter interval is merged into the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """Result of the stage."""
+
+    learned: LearnedState
+    """Estimates after this poll."""
+    delta: Delta | None
+    """Difference of the whole fleet. None if no worker has a new reading."""
+    baselines: Mapping[str, Baseline]
+    """Latest reading by pod uid, subtracted from the next one."""
+    window: tuple[Delta, ...]
+    """Differences of the last minute, oldest first."""
+    silent: Mapping[str, Silence]
+    """Ready workers without a report, by pod uid."""
+
+
+def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, now: float) -> Learnt:
+    """Move all estimates by what the workers did since their last readings.
+
+    Args:
+        deployment: The deployment; its status supplies the history after a loss of state.
+        observed: Workers with their reports, and the state before this poll.
+        buckets: Buckets of concurrency and context that plan rows use.
+        now: Operator's clock, in seconds.
+    """
+    recalled = _recalled(deployment, observed.session.learned)
+    baselines, deltas = read_deltas(observed, buckets, now)
+    present = {worker.uid for worker in observed.workers}
+    judged = recalled.model_copy(
+        update={"pods": pod_health.learn_pods(recalled, deltas, present=present, now=now)},
+    )
+    delta = _fleet_delta(judged, observed, deltas, now)
+    window = (*observed.session.window, *([delta] if delta else []))
+    return Learnt(
+        learned=_moved(judged, observed, delta, buckets, now),
+        delta=delta,
+        baselines=baselines,
+        window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
+        silent=staleness.counted(observed, now),
+    )
+
+
+def read_deltas(
+    observed: Observation, buckets: Buckets, now: float
+) -> tuple[Mapping[str, Baseline], Sequence[WorkerDelta]]:
+    """Return the next baselines, and the difference of every worker that has a new reading."""
+    baselines: dict[str, Baseline] = {}
+    deltas: list[WorkerDelta] = []
+    for worker in observed.workers:
+        baseline, delta = _read(observed.session.baselines.get(worker.uid), worker, buckets, now)
+        if baseline is not None:
+            baselines[worker.uid] = baseline
+            if delta is not None and worker.report is not None:
+                deltas.append((worker.uid, worker.report.boot_id, delta))
+    return baselines, deltas
+
+
+def draft_of(observed: Observation, learned: LearnedState) -> str:
+    """Return the hash of the draft that most workers run, or the last known one if no report names a draft."""
+    hashes = [report.draft.hash for report in observed.reports if report.draft.hash]
+    return max(sorted(set(hashes)), key=hashes.count, default=learned.draft)
+
+
+def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
+    """Return the state of this deployment. A lost state takes the history back from the status."""
+    shown = deployment.status.speculation.history if deployment.status.speculation else ()
+    return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
+
+
+def _fleet_delta(
+    learned: LearnedState, observed: Observation, deltas: Sequence[WorkerDelta], now: float
+) -> Delta | None:
+    """Add up all workers' differences, with step times evened to those of the median worker.
+
+    The acceptance of an unhealthy worker is left out: it says nothing about the others.
+    """
+    unhealthy = pod_health.suspected(learned)
+    evened = pod_health.evened(learned.pods, list(deltas))
+    counted = [delta.without_acceptance() if uid in unhealthy else delta for uid, _, delta in evened]
+    return fleet(counted, at=now, draft=draft_of(observed, learned)) if counted else None
+
+
+def _moved(
+    learned: LearnedState, observed: Observation, delta: Delta | None, buckets: Buckets, now: float
+) -> LearnedState:
+    # A draft is known as soon as a worker names it, long before its first token.
+    named = Delta(draft=draft_of(observed, learned))
+    moved = planning.learn(learned, delta, now=now) if delta else planning.learn(learned, named, now=0)
+    seeded = planning.meet(moved, _first_reports(observed), buckets, now=now)
+    return history.realised(seeded, delta, buckets) if delta else seeded
+
+
+def _first_reports(observed: Observation) -> tuple[Report, ...]:
+    """Return the reports of workers that were not read before."""
+    return tuple(
+        worker.report
+        for worker in observed.workers
+        if worker.report and not worker.leaving and worker.uid not in observed.session.baselines
+    )
+
+
+def _read(known: Baseline | None, worker: Worker, buckets: Buckets, now: float) -> tuple[Baseline | None, Delta | None]:
+    """Return the next baseline of one worker, and its difference to the last one."""
+    after = worker.report
+    if after is None:
+        return known, None
+    if known is None:
+        return Baseline.of(after, worker.report_tag), None
+    before = known.report
+    if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < MIN_INTERVAL_SECONDS:
+        return known, None
+    same = worker.report_tag and worker.report_tag == known.tag
+    baseline = known.at(after.clock_seconds) if same else Baseline.of(after, worker.report_tag)
+    return baseline, difference(before, after, at=now, buckets=buckets)

@@ -1,0 +1,54 @@
+"""Stage 6, materialise: the pod template and the child objects. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdecode_operator import manifests
+from specdecode_operator.state.learned import TemplateState
+from specdecode_operator.types import Defaults, Deployment, Manifest, Observation
+from specdecode_worker.contract import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materialised:
+    """Result of the stage."""
+
+    template: TemplateState
+    children: tuple[Manifest, ...]
+    """In the order in which they are applied: the plan before the pods that mount it."""
+
+
+def materialise(
+    deployment: Deployment, observed: Observation, plan: Plan, replicas: int, defaults: Defaults
+) -> Materialised:
+    """Make the manifests of all children. Raises SpecError if the spec cannot be turned into a pod template."""
+    template = _template(deployment, observed, defaults)
+    children = (
+        manifests.plan_config_map(deployment, plan),
+        manifests.service(deployment),
+        manifests.budget(deployment),
+        manifests.workload(deployment, template.template, template.spec_hash, replicas),
+    )
+    return Materialised(template=template, children=children)
+
+
+def _template(deployment: Deployment, observed: Observation, defaults: Defaults) -> TemplateState:
+    """Return the last template while the rolling part of the spec is unchanged: an operator upgrade rolls no pods.
+
+    After a loss of state the running workload tells which template it was made of.
+    """
+    spec_hash = manifests.rolling_hash(deployment.spec)
+    known = observed.session.learned.template or _running_template(observed)
+    if known and known.spec_hash == spec_hash and deployment.spec.workers.update_policy == "OnSpecChange":
+        return known
+    template = manifests.pod_template(deployment, defaults)
+    return TemplateState(spec_hash=spec_hash, template=template, image=manifests.resolved_image(template))
+
+
+def _running_template(observed: Observation) -> TemplateState | None:
+    workload = observed.workload
+    if observed.session.found or workload is None or not workload.spec_hash:
+        return None
+    template = dict(workload.template)
+    return TemplateState(spec_hash=workload.spec_hash, template=template, image=manifests.resolved_image(template))
