@@ -1,7 +1,4 @@
-"""``specdecode-operator run``: reads the settings and runs kopf with our handlers until it is told to stop.
-
-``simulate`` runs the same decisions against modelled workers; it needs no cluster.
-"""
+"""Command line of the operator: ``run`` serves a cluster, ``simulate`` runs the same decisions on modelled workers."""
 
 from __future__ import annotations
 
@@ -20,12 +17,14 @@ from specdecode_operator.simulate import command as simulate
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 after a stop, 2 for wrong settings or flags."""
-    parser = argparse.ArgumentParser("specdecode-operator", description="Keeps SpecDecodeDeployments as they should be")
+    """Run a command. Return the exit code: 0 after a stop, 2 for wrong settings or flags."""
+    parser = argparse.ArgumentParser("specdecode-operator", description="Operator of SpecDecodeDeployments")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="serve the cluster of the pod's service account, or of the current kubeconfig")
     simulate.add_arguments(
-        commands.add_parser("simulate", help="this operator, other systems' rules and oracles against modelled workers")
+        commands.add_parser(
+            "simulate", help="compare this operator with other rules and with oracles on modelled workers"
+        )
     )
     args = parser.parse_args(argv)
     if args.command == "simulate":
@@ -40,28 +39,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(settings: Settings) -> None:
-    """Blocks until SIGINT or SIGTERM."""
+    """Serve the cluster until SIGINT or SIGTERM."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr
     )
-    _collect_seldom()
+    _collect_garbage_rarely()
     for chatty in ("kopf.objects", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     kopf.run(
         registry=register(settings),
         settings=kopf_settings(),
         standalone=True,
-        # Given, because kopf would look the user up in /etc/passwd, and a container's uid need not be there.
-        identity=os.environ.get("HOSTNAME", "specdecode-operator"),
+        # Set, because kopf would look up the user in /etc/passwd, which need not list the uid of a container.
+        identity=settings.identity,
         clusterwide=not settings.watch_namespaces,
         namespaces=settings.watch_namespaces,
         liveness_endpoint=f"http://{settings.listen_address}:{settings.port_health}/healthz",
     )
 
 
-def _collect_seldom() -> None:
-    """Nearly all that a look makes goes by reference counts, and several looks in flight are a growing heap to the
-    collector: it would go through every imported module again and again, a fifth of a busy operator's time."""
+def _collect_garbage_rarely() -> None:
+    """Make the cyclic collector run rarely.
+
+    Nearly all objects of a reconcile are freed by reference counts. With default thresholds the collector would visit
+    every imported module again and again: a fifth of a busy operator's time.
+    """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -1,7 +1,9 @@
-"""Settings of the operator process: read from the environment once, by __main__."""
+"""Settings of the operator process, read once from the environment."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -12,22 +14,32 @@ PREFIX = "SPECDECODE_OPERATOR_"
 
 
 class Settings(BaseModel):
-    """Every field is the variable SPECDECODE_OPERATOR_<FIELD>; lists are separated by commas."""
+    """Each field is the variable SPECDECODE_OPERATOR_<FIELD>. Lists are separated by commas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_image: str = Field(default="localhost/specdecode-worker:dev", min_length=1)
-    """Image of workers whose spec names none."""
+    """Image of workers whose spec has none."""
     worker_image_pull_policy: str = Field(default="IfNotPresent", pattern="^(Always|IfNotPresent|Never)$")
     watch_namespaces: tuple[str, ...] = ()
-    """Namespaces to serve; all of them when empty."""
+    """Namespaces to serve. Empty serves all of them."""
     poll_seconds: float = Field(default=5, ge=0.5, le=60)
-    """Time between two looks at one deployment and its workers' reports."""
+    """Time between two readings of a deployment's workers, in seconds."""
     concurrency: int = Field(default=4, ge=1, le=64)
-    """Deployments that are reconciled at the same time."""
+    """Number of deployments that are reconciled at the same time."""
     worker_proxy: str = Field(default="", pattern="^(https?://.+)?$")
-    """HTTP proxy through which workers' admin ports are asked, where pods cannot be reached directly."""
-    # Named back to front: a Service called specdecode-operator-metrics would set SPECDECODE_OPERATOR_METRICS_PORT.
+    """HTTP proxy to the workers' admin ports, where pods cannot be reached directly."""
+    worker_ca: str = ""
+    """PEM file with the certificate authority of workers that serve TLS. Empty accepts any certificate."""
+    leader_election: bool = False
+    """Take part in a leader election, so that several replicas can run. The chart turns it on."""
+    lease_name: str = Field(default="specdecode-operator", min_length=1)
+    """Name of the Lease."""
+    namespace: str = Field(default="default", min_length=1)
+    """The operator's own namespace, which holds the Lease and the key of the admin tokens."""
+    identity: str = Field(default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(4)}")
+    """Name of this replica in the Lease."""
+    # Words in this order: a Service named specdecode-operator-metrics would set SPECDECODE_OPERATOR_METRICS_PORT.
     port_health: int = Field(default=8080, ge=1, le=65535)
     port_metrics: int = Field(default=9090, ge=1, le=65535)
     listen_address: str = "0.0.0.0"
@@ -42,7 +54,7 @@ class Settings(BaseModel):
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Raises SettingsError that names the variable. Empty variables count as absent."""
+    """Read the settings. Empty variables count as absent. Raises SettingsError, which names the variable."""
     fields = {name: environ.get(PREFIX + name.upper(), "") for name in Settings.model_fields}
     try:
         return Settings.model_validate({name: value for name, value in fields.items() if value})

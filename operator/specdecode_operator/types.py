@@ -104,8 +104,6 @@ class Observation:
     workload: Workload | None
     workers: tuple[Worker, ...]
     session: Session
-    token: str = field(default="", repr=False)
-    """Of the workers' admin ports."""
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -235,8 +233,10 @@ class Decision:
     suspects: tuple[UnhealthyWorker, ...] = ()
     own_plans: Mapping[str, Plan] = field(default_factory=dict)
     """By address: the plan of workers that shall not run ``plan``."""
+    excluded: frozenset[str] = frozenset()
+    """Addresses of workers that do not run the common plan."""
     recycle: tuple[str, ...] = ()
-    """Pods to be deleted, so that others take their place."""
+    """Pods to be evicted, so that others take their place."""
     nodes: int | None = None
     """Draft tokens of the shape that runs at the present load."""
     urgent: bool = False

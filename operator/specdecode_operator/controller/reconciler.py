@@ -1,178 +1,253 @@
-"""Observe -> decide -> apply -> status, for one deployment. The file to read first."""
+"""The reconciler loop: children become what was decided, and status says how it went. Level-triggered.
+
+Everything is read from informer caches; only a deployment that is seen for the first time costs a read of its stored
+state, and each is compared with the API server once in five minutes. No worker is asked for anything here.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specdecode_operator import manifests, metrics
-from specdecode_operator.api.v1alpha1 import KIND, Status
-from specdecode_operator.controller.events import EventNotice, notices
-from specdecode_operator.controller.observation import deployment_of, find, observe, status_of_resource
-from specdecode_operator.controller.status import failed_status, iso, status_of
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.errors import ClusterError, Refused, SpecError, WorkerError
-from specdecode_operator.kube.client import DEPLOYMENTS, EVENTS, PODS, KubeClient
-from specdecode_operator.kube.pod_cache import PodCache
-from specdecode_operator.state.session import Session
+from specdecode_operator.api.v1alpha1 import Status
+from specdecode_operator.controller.admin_tokens import AdminTokens
+from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.event_recorder import record_events
+from specdecode_operator.controller.events import notices
+from specdecode_operator.controller.mount_problems import add_mount_problems
+from specdecode_operator.controller.observation import observe
+from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
+from specdecode_operator.controller.status import failed_status, status_of
+from specdecode_operator.errors import ClusterError, EvictionBlocked, NotLeader, Refused
+from specdecode_operator.kube.apply import ChildApplier
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS, WORKLOADS
+from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
+from specdecode_operator.state.packed import Packed
+from specdecode_operator.state.session import PackedSession
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.types import ChildProblem, Decision, Defaults, Deployment, Key, Outcome
-from specdecode_worker.contract import Plan
+from specdecode_operator.types import ChildProblem, Decision, Deployment, Key, Observation, Outcome
 
-SPEC_ERROR_SECONDS = 300.0
-"""A spec that cannot be carried out is looked at when it changes, and now and then in case the world did."""
+VERIFY_SECONDS = 300.0
+"""Time between two comparisons of a deployment with the API server, in case a watch event was lost."""
+PROBLEM_SECONDS = 2.0
+"""Time between two attempts while a child is refused; the applier has a longer back-off for each child."""
 
 log = logging.getLogger(__name__)
 
 
-class Reconciler:
-    """What every reconcile needs, and the way from a key to a written status."""
+@dataclass(slots=True)
+class Parts:
+    """What the reconciler works with."""
 
-    def __init__(
-        self,
-        cluster: KubeClient,
-        workers: WorkerClient,
-        memories: StateStore,
-        defaults: Defaults,
-        *,
-        poll_seconds: float,
-        pods: PodCache | None = None,
-    ) -> None:
-        self.cluster = cluster
-        self.workers = workers
-        self.memories = memories
-        self.defaults = defaults
-        self.poll_seconds = poll_seconds
-        self.pods = pods or PodCache()
-        self._uids: dict[Key, str] = {}
+    client: KubeClient
+    caches: Caches
+    table: StateTable
+    applier: ChildApplier
+    store: StateStore
+    tokens: AdminTokens
+    plan: Callable[[Key], None]
+    """Asks the planner for a decision."""
+    published: Callable[[Key], None]
+    """Tells the telemetry loop that a plan may be pushed."""
+    clock: Callable[[], float] = time.time
+
+
+class Reconciler:
+    """Handler of the work queue of deployments."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._verified: dict[Key, float] = {}
 
     async def handle(self, key: Key) -> float | None:
-        """Seconds until the next look; None when the deployment is gone. Raises ClusterError to be tried again."""
+        """Reconcile one deployment.
+
+        Returns:
+            Seconds until the next reconcile without an event. None if the deployment is gone.
+
+        Raises:
+            ClusterError: To be tried again with back-off; only this deployment waits.
+        """
         with metrics.RECONCILE_SECONDS.time():
             try:
-                return await self._look(key)
+                return await self._reconcile(key)
             except Exception:
                 metrics.RECONCILES.labels("error").inc()
                 raise
 
-    async def _look(self, key: Key) -> float | None:
-        resource = await find(self.cluster, *key)
-        if resource is None:
-            self._forget(key)
+    async def _reconcile(self, key: Key) -> float | None:
+        state = await self._verify(key)
+        if state is None:
             return None
-        if self._uids.get(key) != resource["metadata"]["uid"]:
-            self._forget(key)
-            self._uids[key] = resource["metadata"]["uid"]
-        try:
-            deployment = deployment_of(resource)
-            status = await self.reconcile(deployment, now=time.time())
-        except SpecError as error:
-            before, generation = status_of_resource(resource), resource["metadata"]["generation"]
-            status = failed_status(before, generation, "SpecRefused", str(error), now=time.time())
-            await self._write(key, resource, status)
-            await self._tell(key, resource["metadata"]["uid"], notices(before, status, ()), time.time())
-            metrics.RECONCILES.labels("refused").inc()
-            return SPEC_ERROR_SECONDS
-        await self._write(key, resource, status)
+        if state.session is None:
+            await self._load(key, state)
+            self._parts.plan(key)
+            return VERIFY_SECONDS
+        resource = state.resource.value
+        if state.failure is not None and state.failure.generation == state.generation:
+            await self._write_failure(key, resource, state.failure)
+            return VERIFY_SECONDS
+        if state.decision is None or state.decided != identity_of(resource["metadata"]):
+            self._parts.plan(key)
+            return VERIFY_SECONDS
+        outcome = await self._carry_out(key, state, resource, state.decision.value)
         metrics.RECONCILES.labels("success").inc()
-        return self.poll_seconds
+        return PROBLEM_SECONDS if outcome.problems else VERIFY_SECONDS
 
-    async def reconcile(self, deployment: Deployment, *, now: float) -> Status:
-        """The whole loop of one deployment. Raises SpecError, or ClusterError worth another try."""
-        observed = await observe(deployment, self.cluster, self.workers, self.memories, self.pods)
-        decision, memory = decide(deployment, observed, self.defaults, now=now)
-        outcome = await self._apply(deployment, decision, memory, observed.token, now=now)
+    async def _verify(self, key: Key) -> DeploymentState | None:
+        """Return the state, compared with the API server now and then. A deployment that is gone is forgotten."""
+        parts, state = self._parts, self._parts.table.get(key)
+        if state is None:
+            self._verified.pop(key, None)
+            return None
+        if parts.clock() - self._verified.setdefault(key, parts.clock()) < VERIFY_SECONDS:
+            return state
+        resource = await parts.client.get(DEPLOYMENTS, *key)
+        self._verified[key] = parts.clock()
+        if resource is None or "deletionTimestamp" in resource["metadata"]:
+            parts.table.remove(key)
+            return None
+        generation = resource["metadata"]["generation"]
+        return parts.table.update(key, resource=Packed.of(resource), generation=generation)
+
+    async def _load(self, key: Key, state: DeploymentState) -> None:
+        """Read the stored state. After a loss of it, the running workload supplies the pod template."""
+        parts, resource = self._parts, state.resource.value
+        session = await parts.store.load_for(key, resource["metadata"]["uid"])
+        if not session.found:
+            workload = await parts.client.get(WORKLOADS, key[0], manifests.worker_name(key[1]))
+            session = manifests.recover_template(session, workload)
+        parts.table.update(key, session=PackedSession.of(session))
+
+    async def _carry_out(
+        self, key: Key, state: DeploymentState, resource: Mapping[str, Any], decision: Decision
+    ) -> Outcome:
+        parts, now = self._parts, self._parts.clock()
+        assert state.session is not None, "a decision was made from a state"
+        deployment = deployment_of(resource)
+        observed = observe(key, parts.caches, state.readings, state.session.session)
+        pending = state.pending
+        outcome = await self._apply(deployment, observed, decision, pending, now)
+        observed = await add_mount_problems(parts.client, deployment.namespace, observed, now)
         status = status_of(deployment, observed, decision, outcome, now=now)
         metrics.record(deployment, observed, decision, status)
+        await self._write_status(key, resource, status)
         if not deployment.paused:
-            told = notices(deployment.status, status, decision.changes)
-            await self._tell(deployment.key, deployment.uid, told, now)
-        return status
+            new_events = notices(deployment.status, status, pending.changes)
+            await record_events(parts.client, key, deployment.uid, new_events, now)
+        known = parts.table.get(key)
+        if known is not None and known.pending is pending:
+            parts.table.update(key, pending=Pending())
+        return outcome
+
+    # --- children ---------------------------------------------------------------------------------------------------
 
     async def _apply(
-        self, deployment: Deployment, decision: Decision, memory: Session, token: str, *, now: float
+        self, deployment: Deployment, observed: Observation, decision: Decision, pending: Pending, now: float
     ) -> Outcome:
-        """The memory of a decision first, the plan before the pods that mount it, live workers last."""
+        """Apply in order: the stored state of a decision, the plan before the pods that mount it, pushes last."""
         if deployment.paused:
             return Outcome()
-        await self.memories.save(deployment, memory, urgent=decision.urgent, learnt=decision.learnt, now=now)
-        problems = []
+        problems = [
+            problem
+            for problem in (
+                await self._save(deployment, observed, pending, now),
+                await self._ensure_tokens(deployment, observed),
+            )
+            if problem
+        ]
+        stored = not problems
         for manifest in decision.children:
-            try:
-                await self.cluster.apply(manifest)
-            except Refused as error:
-                name = manifest["metadata"]["name"]
-                problems.append(ChildProblem(manifest["kind"], name, "Refused", str(error)))
-        plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.own_plans}
-        await asyncio.gather(*(self._push(address, token, plan) for address, plan in plans.items()))
-        await self._replace(deployment, decision)
+            problem = await self._parts.applier.apply(manifest, deployment.uid)
+            if problem is not None:
+                problems.append(problem)
+        if stored:
+            self._publish(deployment, decision)
+        await self._mark_and_evict(deployment, observed, decision)
         return Outcome(problems=tuple(problems))
 
-    async def _push(self, address: str, token: str, plan: Plan) -> None:
-        """Best effort: the next report tells whether it arrived, and it is pushed again if not."""
+    async def _save(
+        self, deployment: Deployment, observed: Observation, pending: Pending, now: float
+    ) -> ChildProblem | None:
+        """Persist the state. Until that works, no plan is published."""
         try:
-            await self.workers.push(address, token, plan)
-        except WorkerError as error:
-            log.info("plan %d was not taken: %s", plan.version, error)
+            await self._parts.store.save(
+                deployment, observed.session, urgent=pending.urgent, learnt=pending.learnt, now=now
+            )
+        except NotLeader:
+            raise
+        except ClusterError as error:
+            return _problem("ConfigMap", manifests.state_name(deployment.name), error)
+        return None
 
-    async def _replace(self, deployment: Deployment, decision: Decision) -> None:
-        """Marks who goes first when workers go, and deletes those that shall be replaced. Best effort, as pushes."""
+    async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
+        suspicious = any(not worker.leaving and not worker.ready for worker in observed.workers)
+        try:
+            await self._parts.tokens.ensure(deployment, suspicious=suspicious)
+        except NotLeader:
+            raise
+        except ClusterError as error:
+            return _problem("Secret", manifests.tokens_secret_name(deployment.name), error)
+        return None
+
+    def _publish(self, deployment: Deployment, decision: Decision) -> None:
+        """Hand the plans to the telemetry loop, which pushes them."""
+        known = self._parts.table.get(deployment.key)
+        before = known.published if known else None
+        published = Published(
+            uid=deployment.uid,
+            version=decision.plan.version,
+            plan=Packed.of(decision.plan),
+            own={address: Packed.of(plan) for address, plan in decision.own_plans.items()},
+            excluded=decision.excluded,
+        )
+        if published != before:
+            self._parts.table.update(deployment.key, published=published)
+            self._parts.published(deployment.key)
+
+    async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
+        """Annotate the order of removal, and evict workers that are to be replaced. Best effort; repeated later."""
+        client = self._parts.client
         try:
             for name, cost in decision.deletion_costs.items():
                 change = {"metadata": {"annotations": {manifests.DELETION_COST_ANNOTATION: str(cost)}}}
-                await self.cluster.patch(PODS, deployment.namespace, name, change)
-            for name in decision.recycle:
-                log.warning("%s/%s: pod %s is replaced: its acceptance collapsed", *deployment.key, name)
-                await self.cluster.delete(PODS, deployment.namespace, name)
+                await client.patch(PODS, deployment.namespace, name, change)
+            for worker in observed.workers:
+                if worker.name in decision.recycle and not worker.leaving:
+                    log.warning("%s/%s: evicting pod %s: its acceptance collapsed", *deployment.key, worker.name)
+                    await client.evict(deployment.namespace, worker.name, worker.uid)
+        except EvictionBlocked as error:
+            log.info("%s/%s: %s", *deployment.key, error)
+        except NotLeader:
+            raise
         except ClusterError as error:
             log.warning("%s/%s: %s", *deployment.key, error)
 
-    async def _tell(self, key: Key, uid: str, found: Iterable[EventNotice], now: float) -> None:
-        for index, notice in enumerate(found):
-            try:
-                await self.cluster.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))
-            except ClusterError as error:
-                log.warning("%s/%s: no event was written: %s", *key, error)
+    # --- status -----------------------------------------------------------------------------------------------------
 
-    async def _write(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
+    async def _write_failure(self, key: Key, resource: Mapping[str, Any], failure: Failure) -> None:
+        now, before = self._parts.clock(), status_of_resource(resource)
+        status = failed_status(before, failure.generation, failure.reason, failure.message, now=now)
+        metrics.record_failure(key, status)
+        await self._write_status(key, resource, status)
+        await record_events(self._parts.client, key, resource["metadata"]["uid"], notices(before, status, ()), now)
+        metrics.RECONCILES.labels("refused").inc()
+
+    async def _write_status(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
+        """Write the status if it differs, and keep what was written, so that no later reconcile sees an older one."""
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        if written != resource.get("status"):
-            await self.cluster.apply_status(*key, written)
-
-    def _forget(self, key: Key) -> None:
-        uid = self._uids.pop(key, None)
-        if uid is None:
+        if written == resource.get("status"):
             return
-        self.memories.forget(uid)
-        self.pods.changed(key)
-        metrics.forget(*key)
-        namespace, name = key
-        for child in manifests.child_names(name):
-            self.cluster.forget(namespace, child)
+        after = await self._parts.client.apply_status(*key, written)
+        state = self._parts.table.get(key)
+        if state is not None and after["metadata"]["generation"] >= state.generation:
+            self._parts.table.update(key, resource=Packed.of(after), generation=after["metadata"]["generation"])
 
 
-def _event(key: Key, uid: str, suffix: str, notice: EventNotice, now: float) -> dict[str, Any]:
-    namespace, name = key
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": f"{name}.{suffix}", "namespace": namespace},
-        "involvedObject": {
-            "apiVersion": DEPLOYMENTS.api_version,
-            "kind": KIND,
-            "namespace": namespace,
-            "name": name,
-            "uid": uid,
-        },
-        "type": notice.type,
-        "reason": notice.reason,
-        "message": notice.message[:1024],
-        "source": {"component": "specdecode-operator"},
-        "firstTimestamp": iso(now),
-        "lastTimestamp": iso(now),
-        "count": 1,
-    }
+def _problem(kind: str, name: str, error: ClusterError) -> ChildProblem:
+    return ChildProblem(kind, name, "Refused" if isinstance(error, Refused) else "Unavailable", str(error))

@@ -1,7 +1,7 @@
-"""Which deployment is looked at when: one reconcile per key at a time, back-off, periodic resync.
+"""Work queue of deployments: one run per key at a time, back-off per key, periodic resync.
 
-``Schedule`` is the rule, without a clock of its own; ``WorkQueue`` runs it on the event loop. Handlers add keys from
-any event, as often as they like: events that come while a key runs, or close together, become one more run.
+``Schedule`` holds the rules and takes the time as an argument; ``WorkQueue`` runs it on the event loop. Events may add
+a key as often as they like: additions during a run, or close together, become one more run.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class QueueTimes:
     """Times of the schedule, in seconds."""
 
     debounce: float = 0.2
-    """Least time between the ends of one run and the start of the next of the same key."""
+    """Least time from the end of a run to the start of the next run of the same key."""
     head_start: float = 30.0
-    """What happened goes before resyncs that are due for less than this: thousands of them may be late at once."""
+    """An event goes before resyncs that have been due for less than this: thousands of them may be late at once."""
     change_head_start: float = 600.0
-    """The same of what somebody changed and waits for, which goes before what merely happened too."""
+    """The same for a change by a user, which goes before other events."""
     first_retry: float = 1.0
     last_retry: float = 60.0
 
     def retry(self, failures: int) -> float:
-        """Back-off after that many failures in a row."""
+        """Return the back-off after this number of failures in a row."""
         return min(self.last_retry, self.first_retry * 2.0 ** min(failures - 1, 30))
 
 
 @dataclass(slots=True)
 class Schedule:
-    """Due times of keys. Every method takes the time as an argument."""
+    """Due times of keys."""
 
-    pace: Pace = field(default_factory=Pace)
+    times: QueueTimes = field(default_factory=QueueTimes)
     _due: dict[Key, float] = field(default_factory=dict)
     _asked: dict[Key, float] = field(default_factory=dict)
-    """Due for something that happened, not for a resync or a retry; with the head start that it has."""
+    """Head start of keys that are due for an event, not for a resync or a retry."""
     _running: set[Key] = field(default_factory=set)
     _failures: dict[Key, int] = field(default_factory=dict)
     _ended: dict[Key, float] = field(default_factory=dict)
 
     def add(self, key: Key, now: float, *, changed: bool = False) -> None:
-        """The key wants a look as soon as may be; ``changed`` by somebody, who waits."""
-        earliest = max(now, self._ended.get(key, now) + self.pace.debounce if key in self._ended else now)
+        """Make a key due now. ``changed`` gives it the head start of a change by a user."""
+        earliest = max(now, self._ended.get(key, now) + self.times.debounce if key in self._ended else now)
         self._due[key] = min(earliest, self._due.get(key, earliest))
-        head_start = self.pace.change_head_start if changed else self.pace.head_start
+        head_start = self.times.change_head_start if changed else self.times.head_start
         self._asked[key] = max(head_start, self._asked.get(key, 0.0))
 
     def take(self, now: float) -> Key | None:
-        """The key that has been due longest, where what happened has a head start; it runs from now on."""
+        """Return the key that has been due longest, with head starts, and mark it as running. None if no key is due."""
         ready = [
             (due - self._asked.get(key, 0.0), key)
             for key, due in self._due.items()
@@ -73,28 +73,28 @@ class Schedule:
         return key
 
     def done(self, key: Key, now: float, *, again_in: float | None) -> None:
-        """The run went well; ``again_in`` seconds is the period of the resync, None forgets the key."""
+        """End a successful run. ``again_in`` is the period of the resync in seconds; None forgets the key."""
         self._ends(key, now)
         self._failures.pop(key, None)
         if again_in is not None:
-            self._at(key, turn(key, again_in, now), now)
+            self._at(key, next_turn(key, again_in, now), now)
         elif key not in self._due:
             self._ended.pop(key, None)
 
     def failed(self, key: Key, now: float) -> float:
-        """The run failed. Returns the back-off; an event that came meanwhile shortens it to the first retry's."""
+        """End a failed run and return the back-off. An event during the run shortens it to that of the first retry."""
         self._ends(key, now)
         self._failures[key] = self._failures.get(key, 0) + 1
-        wait = self.pace.first_retry if key in self._due else self.pace.retry(self._failures[key])
+        wait = self.times.first_retry if key in self._due else self.times.retry(self._failures[key])
         self._due[key] = now + wait
         return wait
 
     def waiting(self, now: float) -> int:
-        """Keys that are due and do not run."""
+        """Return the number of keys that are due and do not run."""
         return sum(due <= now and key not in self._running for key, due in self._due.items())
 
     def next_due(self) -> float | None:
-        """When the next key that does not run is due."""
+        """Return the earliest due time of the keys that do not run."""
         waiting = [due for key, due in self._due.items() if key not in self._running]
         return min(waiting, default=None)
 
@@ -104,14 +104,13 @@ class Schedule:
 
     def _at(self, key: Key, due: float, now: float) -> None:
         asked = self._due.get(key)
-        self._due[key] = due if asked is None else min(due, max(asked, now + self.pace.debounce))
+        self._due[key] = due if asked is None else min(due, max(asked, now + self.times.debounce))
 
 
-def turn(key: Key, period: float, now: float) -> float:
-    """When a key is next looked at every ``period``: in about one from now, at its own place within each.
+def next_turn(key: Key, period: float, now: float) -> float:
+    """Return the next due time of a periodic key: about one period from now, at a fixed offset of its own.
 
-    All keys start together. Left as they are they would stay so, and whatever happened would come into the midst of
-    them once a period.
+    Without the offset all keys would stay due together, as they are after a start, and delay every event once a period.
     """
     if period <= 0:
         return now
@@ -120,22 +119,22 @@ def turn(key: Key, period: float, now: float) -> float:
 
 
 Handle = Callable[[Key], Awaitable[float | None]]
-"""Reconciles a key; returns the seconds until the next look, None when the key is gone."""
+"""Handles a key; returns the seconds until its next run without an event, or None to forget it."""
 
 
 class WorkQueue:
-    """Runs ``handle`` for every key that is due, at most ``concurrency`` at a time."""
+    """Runs a handler for every key that is due, at most ``concurrency`` at a time."""
 
     def __init__(
         self,
         handle: Handle,
         *,
         concurrency: int = 4,
-        pace: Pace | None = None,
+        times: QueueTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle = handle
-        self._schedule = Schedule(pace or Pace())
+        self._schedule = Schedule(times or QueueTimes())
         self._slots = asyncio.Semaphore(concurrency)
         self._clock = clock
         self._woken = asyncio.Event()
@@ -146,11 +145,11 @@ class WorkQueue:
         self._woken.set()
 
     def depth(self) -> int:
-        """Deployments that are due for a look and wait for it."""
+        """Return the number of keys that are due and wait."""
         return self._schedule.waiting(self._clock())
 
     async def run(self) -> None:
-        """Until cancelled; then what runs is cancelled too."""
+        """Run until cancelled; then the running handlers are cancelled too."""
         try:
             while True:
                 await self._slots.acquire()

@@ -129,6 +129,7 @@ def _decision(
         pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),
         suspects=healed.suspects,
         own_plans=healed.own_plans,
+        excluded=healed.own,
         recycle=healed.recycle,
         changes=recorded.changes,
         recommended=planned.recommended,

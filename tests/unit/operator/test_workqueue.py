@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from specdecode_operator.controller.workqueue import Pace, Schedule, WorkQueue
+from specdecode_operator.controller.workqueue import QueueTimes, Schedule, WorkQueue
 
 A, B = ("ns", "a"), ("ns", "b")
-PACE = Pace(debounce=0.2, first_retry=1, last_retry=60)
+PACE = QueueTimes(debounce=0.2, first_retry=1, last_retry=60)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ async def test_keys_run_side_by_side_but_never_with_themselves() -> None:
             raise RuntimeError("now and then it fails")
         return 0.01
 
-    queue = WorkQueue(handle, concurrency=2, pace=Pace(debounce=0.001, first_retry=0.01))
+    queue = WorkQueue(handle, concurrency=2, times=QueueTimes(debounce=0.001, first_retry=0.01))
     task = asyncio.create_task(queue.run())
     for name in ("a", "b", "c"):
         queue.add(("ns", name))

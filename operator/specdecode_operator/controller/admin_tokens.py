@@ -1,0 +1,108 @@
+"""Tokens of the workers' admin ports. They are derived from one key, so that no Secret of a user's namespace is read.
+
+The key is a Secret in the operator's own namespace. A deployment's tokens are written into a Secret that its workers
+mount, and read again by the workers when it changes. If the Secret is deleted, the same tokens are written again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from specdecode_operator import manifests
+from specdecode_operator.errors import ClusterError, Conflict
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import SECRETS
+from specdecode_operator.types import Deployment
+
+KEY_SECRET = "specdecode-operator-token-key"
+SCOPES = ("operator", "router", "capture")
+ENSURE_SECONDS = 10.0
+"""Least time between two attempts to create the Secret of a deployment whose pods do not start."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenKeys:
+    """Keys of the token derivation: the current one, and the previous one during a rotation."""
+
+    current: bytes
+    previous: bytes | None = None
+
+    def tokens(self, uid: str, scope: str) -> tuple[str, ...]:
+        """Return the tokens of one deployment and scope, the current one first."""
+        return tuple(derive_token(key, uid, scope) for key in (self.current, self.previous) if key)
+
+
+def derive_token(key: bytes, uid: str, scope: str) -> str:
+    """Derive a token by HMAC-SHA256."""
+    digest = hmac.new(key, f"{scope}:{uid}".encode(), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+async def load_keys(client: KubeClient, namespace: str) -> TokenKeys:
+    """Read the keys, and create the Secret if there is none. Raises ClusterError."""
+    secret = await client.get(SECRETS, namespace, KEY_SECRET)
+    if secret is None:
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "Opaque",
+            "metadata": {"name": KEY_SECRET, "namespace": namespace},
+            "stringData": {"current": secrets.token_urlsafe(32)},
+        }
+        try:
+            secret = await client.create(SECRETS, manifest)
+        except Conflict:
+            secret = await client.get(SECRETS, namespace, KEY_SECRET)
+    data: Mapping[str, str] = (secret or {}).get("data") or {}
+    if not data.get("current"):
+        raise ClusterError(f"Secret {namespace}/{KEY_SECRET} has no key 'current'; delete it to have it created again")
+    previous = data.get("previous")
+    return TokenKeys(base64.b64decode(data["current"]), base64.b64decode(previous) if previous else None)
+
+
+class AdminTokens:
+    """Tokens of all deployments, and their Secrets."""
+
+    def __init__(self, client: KubeClient, keys: TokenKeys, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._keys = keys
+        self._clock = clock
+        self._ensured: dict[str, float] = {}
+        """Time of the last attempt by uid of the deployment."""
+
+    def tokens(self, uid: str) -> tuple[str, ...]:
+        """Return the operator's tokens for a deployment, the current one first."""
+        return self._keys.tokens(uid, "operator")
+
+    async def ensure(self, deployment: Deployment, *, suspicious: bool) -> None:
+        """Create the Secret of a deployment if it may be missing.
+
+        Args:
+            deployment: The deployment.
+            suspicious: A pod does not start, or a worker refuses our token.
+
+        Raises:
+            ClusterError: The API server refused the Secret.
+        """
+        last = self._ensured.get(deployment.uid)
+        if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
+            return
+        tokens = {scope: self._keys.tokens(deployment.uid, scope) for scope in SCOPES}
+        try:
+            await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
+            log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
+        except Conflict:
+            pass  # it exists; the token of a Secret that is not ours shows as a worker that answers 401
+        self._ensured[deployment.uid] = self._clock()
+
+    def forget(self, uid: str) -> None:
+        self._ensured.pop(uid, None)

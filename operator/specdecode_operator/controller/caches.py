@@ -1,0 +1,87 @@
+"""Informer caches of everything that a reconcile reads: workloads, pods, and the metadata of the other children."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from specdecode_operator.api.v1alpha1 import GROUP
+from specdecode_operator.controller.pod_status import worker_of, workload_of
+from specdecode_operator.kube.children import Child, ChildRecord, project_child
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.informer import InformerSet
+from specdecode_operator.kube.kinds import BUDGETS, CONFIG_MAPS, PODS, SERVICES, WORKLOADS
+from specdecode_operator.types import Key, Worker, Workload
+
+CHILD_LABELS = f"{GROUP}/name"
+"""Every child has the label with the name of its deployment."""
+POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
+METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS)
+
+
+class WorkloadRecord(NamedTuple):
+    """A child Deployment: its ownership and its rollout."""
+
+    child: ChildRecord
+    workload: Workload
+
+
+class Caches:
+    """All informers. They run on every replica, so that a new leader starts with warm caches."""
+
+    def __init__(self, client: KubeClient, namespaces: Sequence[str], on_change: Callable[[Key], None]) -> None:
+        def informers(kind: Any, labels: str, project: Callable[[dict[str, Any]], Any], *, metadata_only: bool) -> Any:
+            return InformerSet(
+                client,
+                kind,
+                namespaces,
+                labels=labels,
+                project=project,
+                metadata_only=metadata_only,
+                on_change=on_change,
+            )
+
+        self._workloads: InformerSet[WorkloadRecord] = informers(
+            WORKLOADS, POD_LABELS, _project_workload, metadata_only=False
+        )
+        self._pods: InformerSet[Worker] = informers(PODS, POD_LABELS, worker_of, metadata_only=False)
+        self._children: Mapping[str, InformerSet[ChildRecord]] = {
+            kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
+        }
+        self.informers: Mapping[str, InformerSet[Any]] = {
+            WORKLOADS.kind: self._workloads,
+            PODS.kind: self._pods,
+            **self._children,
+        }
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        await asyncio.gather(*(informer.run() for informer in self.informers.values()))
+
+    async def wait_synced(self) -> None:
+        """Return once every kind was listed."""
+        for informer in self.informers.values():
+            await informer.wait_synced()
+
+    def workers(self, key: Key) -> tuple[Worker, ...]:
+        """Return the worker pods of a deployment in the order of their names."""
+        return tuple(sorted(self._pods.of(key), key=lambda worker: worker.name))
+
+    def workload(self, key: Key) -> Workload | None:
+        """Return the child Deployment without its pod template."""
+        return next((record.workload for record in self._workloads.of(key)), None)
+
+    def record(self, child: Child) -> ChildRecord | None:
+        """Return the ownership of a child, or None if the cache has no such object."""
+        kind, namespace, name = child
+        if kind == WORKLOADS.kind:
+            found = self._workloads.get(namespace, name)
+            return found.child if found else None
+        return self._children[kind].get(namespace, name) if kind in self._children else None
+
+
+def _project_workload(deployment: dict[str, Any]) -> WorkloadRecord:
+    # A thousand pod templates would be most of the process, and only a loss of state needs one.
+    return WorkloadRecord(project_child(WORKLOADS)(deployment), replace(workload_of(deployment), template={}))

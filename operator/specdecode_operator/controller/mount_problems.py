@@ -1,0 +1,43 @@
+"""Why the volumes of a pod cannot be mounted: only Events say so, and they are read for few pods."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from specdecode_operator.errors import ClusterError
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.pod_events import mount_problem
+from specdecode_operator.types import Observation, Worker
+
+MIN_AGE_SECONDS = 15.0
+"""Age of a pod that has a node but no address; younger pods are still being set up."""
+MAX_PODS = 3
+"""Pods whose Events are read in one reconcile; pods of one template fail for the same reason."""
+
+log = logging.getLogger(__name__)
+
+
+async def add_mount_problems(client: KubeClient, namespace: str, observed: Observation, now: float) -> Observation:
+    """Return the observation with the mount problems of pods that do not start."""
+    waiting = [worker for worker in observed.workers if _is_waiting(worker, now)][:MAX_PODS]
+    if not waiting:
+        return observed
+    troubles: dict[str, str | None] = {}
+    for worker in waiting:
+        try:
+            troubles[worker.uid] = await mount_problem(client, namespace, worker.uid)
+        except ClusterError as error:
+            log.info("%s/%s: its Events cannot be read: %s", namespace, worker.name, error)
+    workers = tuple(
+        replace(worker, trouble=troubles[worker.uid]) if worker.uid in troubles else worker
+        for worker in observed.workers
+    )
+    return replace(observed, workers=workers)
+
+
+def _is_waiting(worker: Worker, now: float) -> bool:
+    """Return whether a placed pod has been without an address for long, for no reason that its status gives."""
+    if not worker.placed or worker.ready or worker.leaving or worker.trouble or worker.address:
+        return False
+    return worker.created_at is not None and now - worker.created_at > MIN_AGE_SECONDS

@@ -1,0 +1,94 @@
+"""From a Pod and a Deployment of Kubernetes to Worker and Workload records. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from specdecode_operator import manifests
+from specdecode_operator.kube.termination_message import last_words, verdict_of
+from specdecode_operator.types import Worker, Workload
+
+MAX_TROUBLE = 500
+"""Characters of a message from the kubelet or the scheduler."""
+STARTING = (None, "PodInitializing", "ContainerCreating")
+"""Reasons of a waiting container that need no attention."""
+
+
+def worker_of(pod: Mapping[str, Any]) -> Worker:
+    """Return the record of one worker pod, without its report."""
+    status = pod.get("status", {})
+    conditions = {item["type"]: item["status"] for item in status.get("conditions", [])}
+    ended = status.get("phase") in ("Succeeded", "Failed")
+    ready = conditions.get("Ready") == "True"
+    return Worker(
+        name=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        address=status.get("podIP"),
+        ready=ready,
+        leaving=ended or "deletionTimestamp" in pod["metadata"],
+        placed=conditions.get("PodScheduled", "True") == "True",
+        created_at=_seconds(pod["metadata"].get("creationTimestamp")),
+        trouble=_trouble(status),
+        deletion_cost=_deletion_cost(pod),
+        startup_seconds=_startup_seconds(pod),
+        # A worker that serves by now has disproved its verdict.
+        verdict=None if ready else verdict_of(status),
+    )
+
+
+def workload_of(deployment: Mapping[str, Any]) -> Workload:
+    """Return the record of the child Deployment."""
+    status = deployment.get("status", {})
+    conditions = {item["type"]: item for item in status.get("conditions", [])}
+    progressing = conditions.get("Progressing", {})
+    failure = conditions.get("ReplicaFailure", {})
+    return Workload(
+        generation=deployment["metadata"]["generation"],
+        observed_generation=status.get("observedGeneration", 0),
+        wanted=deployment["spec"].get("replicas", 1),
+        replicas=status.get("replicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        available=status.get("availableReplicas", 0),
+        stalled=progressing.get("message") if progressing.get("status") == "False" else None,
+        replica_failure=failure.get("message") if failure.get("status") == "True" else None,
+        template=deployment["spec"]["template"],
+        spec_hash=(deployment["metadata"].get("annotations") or {}).get(manifests.SPEC_HASH_ANNOTATION, ""),
+    )
+
+
+def _deletion_cost(pod: Mapping[str, Any]) -> int | None:
+    """Return the annotated cost, or None if there is none or it is not a number."""
+    text = (pod["metadata"].get("annotations") or {}).get(manifests.DELETION_COST_ANNOTATION, "")
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
+    """Return the seconds from the pod's creation until it was ready, or None while it is not."""
+    for condition in pod.get("status", {}).get("conditions", []):
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            created = _seconds(pod["metadata"].get("creationTimestamp"))
+            ready = _seconds(condition.get("lastTransitionTime"))
+            return None if created is None or ready is None else max(0.0, ready - created)
+    return None
+
+
+def _seconds(timestamp: object) -> float | None:
+    """Convert a Kubernetes timestamp to seconds since the epoch."""
+    return datetime.fromisoformat(str(timestamp).replace("Z", "+00:00")).timestamp() if timestamp else None
+
+
+def _trouble(status: Mapping[str, Any]) -> str | None:
+    """Return why the pod does not start, in the words of the kubelet or the scheduler."""
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") not in STARTING:
+            ended = container.get("lastState", {}).get("terminated", {}).get("message", "")
+            words = last_words(ended) or waiting.get("message", "")
+            return f"{container['name']}: {waiting['reason']}: {words}".strip(": ")[:MAX_TROUBLE]
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:MAX_TROUBLE]
+    return None

@@ -1,0 +1,48 @@
+"""From the SpecDecodeDeployment as the API server has it to the records that decisions use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION, Spec, Status
+from specdecode_operator.errors import SpecError
+from specdecode_operator.types import Deployment
+
+
+def deployment_of(resource: Mapping[str, Any]) -> Deployment:
+    """Parse a resource. Raises SpecError if the spec does not fit: the CRD is of another version than this operator."""
+    metadata = resource["metadata"]
+    try:
+        spec = Spec.model_validate(resource["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    annotations = metadata.get("annotations") or {}
+    return Deployment(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata["generation"],
+        spec=spec,
+        status=status_of_resource(resource),
+        paused=annotations.get(PAUSED_ANNOTATION, "false") != "false",
+        pin=annotations.get(PIN_ANNOTATION, ""),
+    )
+
+
+def status_of_resource(resource: Mapping[str, Any]) -> Status:
+    """Return the present status, or an empty one if another version of the operator wrote it."""
+    try:
+        return Status.model_validate(resource.get("status") or {})
+    except ValidationError:
+        return Status()
+
+
+def identity_of(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a user can change of a resource: uid, generation, deletion, and the annotations that steer."""
+    annotations = metadata.get("annotations") or {}
+    steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION))
+    return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp"), *steering
