@@ -1,4 +1,4 @@
-"""From raw objects to what the operator knows: pods, workloads, and a resource of another version."""
+"""Records of pods and workloads, resources of another version, and reports whose counters fell."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import SPEC, SimulatedWorker, Truth, deployment_with
+from fleet import SPEC, SimulatedWorker, Truth
 
-from specdecode_operator.controller.observation import (
-    _is_of_a_predecessor,
-    believed,
-    deployment_of,
-    status_of_resource,
-    worker_of,
-    workload_of,
-)
+from specdecode_operator.controller.observation import without_regression
+from specdecode_operator.controller.pod_status import worker_of, workload_of
+from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
 from specdecode_operator.errors import SpecError
 from specdecode_operator.types import Worker
 from specdecode_worker.contract import Plan
@@ -66,6 +61,25 @@ def test_a_pod_that_fits_nowhere() -> None:
     assert worker_of(pod({"conditions": [condition]})).trouble == "Unschedulable: no GPU"
 
 
+def test_a_pod_without_a_node_is_not_placed_and_has_an_age() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    worker = worker_of(pod({"conditions": [condition]}, creationTimestamp="1970-01-01T00:01:40Z"))
+    assert (worker.placed, worker.created_at) == (False, 100.0)
+    assert worker_of(pod({"conditions": [{"type": "PodScheduled", "status": "True"}]})).placed
+
+
+def test_pods_that_a_replica_set_cannot_create_are_reported() -> None:
+    condition = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
+    found = {
+        "metadata": {"generation": 2},
+        "spec": {"replicas": 1, "template": {}},
+        "status": {"conditions": [condition]},
+    }
+    assert workload_of(found).replica_failure == "exceeded quota: small"
+    condition["status"] = "False"
+    assert workload_of(found).replica_failure is None
+
+
 def test_starting_is_no_trouble() -> None:
     status = {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]}
     assert worker_of(pod(status)).trouble is None
@@ -98,20 +112,6 @@ def test_paused() -> None:
     assert deployment_of(found).paused
 
 
-@pytest.mark.parametrize(
-    ("owners", "predecessor"),
-    [
-        ([], False),
-        ([{"kind": "SpecDecodeDeployment", "uid": "u1"}], False),
-        ([{"kind": "SpecDecodeDeployment", "uid": "old"}], True),
-        ([{"kind": "SealedSecret", "uid": "x"}], False),
-    ],
-)
-def test_whose_secret_it_is(owners: list[dict[str, str]], predecessor: bool) -> None:
-    secret = {"metadata": {"ownerReferences": owners}}
-    assert _is_of_a_predecessor(secret, deployment_with()) == predecessor
-
-
 def test_a_status_of_another_version_counts_as_none() -> None:
     assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None
 
@@ -124,13 +124,27 @@ def test_a_counter_that_falls_within_one_boot_is_a_lie(counter: str) -> None:
     simulated.run(4)
     after = simulated.report()
     worker = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=after)
-    assert believed(worker, before) == worker
-    assert believed(worker, None) == worker
+    assert without_regression(worker, before) == worker
+    assert without_regression(worker, None) == worker
     fallen = replace(worker, report=after.model_copy(update={counter: type(getattr(after, counter))(1)}))
-    found = believed(fallen, before)
+    found = without_regression(fallen, before)
     assert found.report is None
     assert found.report_problem is not None
     assert found.report_problem.startswith(f"{counter}: fell from ")
     assert fallen.report is not None
     anew = replace(fallen, report=fallen.report.model_copy(update={"boot_id": "another"}))
-    assert believed(anew, before) == anew, "a restart is no lie"
+    assert without_regression(anew, before) == anew, "a restart is no lie"
+
+
+def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:
+    first = resource()["metadata"]
+    assert identity_of(first) == identity_of({**first, "resourceVersion": "9"})
+    assert identity_of(first) == identity_of({**first, "annotations": {"kubectl.kubernetes.io/restartedAt": "now"}})
+    for change in (
+        {"generation": 4},
+        {"uid": "other"},
+        {"deletionTimestamp": "now"},
+        {"annotations": {"specdecode.io/pin": "chain:2"}},
+        {"annotations": {"specdecode.io/paused": "true"}},
+    ):
+        assert identity_of({**first, **change}) != identity_of(first), change
