@@ -1,12 +1,15 @@
-"""Errors of the operator. Foreign ones are translated at cluster.py and worker_client.py, once.
+"""Errors of the operator. Foreign errors are translated once: in kube/api_errors.py and telemetry/worker_client.py.
 
 OperatorError
 |-- SettingsError          an environment variable of the operator makes no sense; the process does not start
 |-- SpecError              the resource asks for what cannot be; retried only when it changes
+|-- NotLeader              another replica of the operator may be the leader; nothing was written
 |-- ClusterError           the API server did not do what it was asked
 |   |-- NotFound           404: the object, or its kind, is not there
-|   |-- Conflict           409: somebody else was faster, or owns the field
+|   |-- Conflict           409: another client was faster, or owns the field
+|   |-- Gone               410: the resource version is too old to watch from; list again
 |   |-- Refused            400, 403, 422: asking again will not help by itself
+|   |-- EvictionBlocked    429 of an eviction: a disruption budget does not allow it now
 |   `-- Unavailable        5xx, 429, no connection: asking again will
 |-- PluginError            kubectl specdecode cannot do what it was asked
 `-- WorkerError            a worker's admin port
@@ -29,6 +32,10 @@ class SpecError(OperatorError):
     """What the user wrote cannot be done; the message says what to change."""
 
 
+class NotLeader(OperatorError):
+    """Write that was not sent, because this process is not certain to hold the Lease."""
+
+
 class ClusterError(OperatorError):
     """The API server refused or failed."""
 
@@ -38,11 +45,19 @@ class NotFound(ClusterError):
 
 
 class Conflict(ClusterError):
-    """Somebody else holds the name or the field."""
+    """Name or field that another client holds."""
+
+
+class Gone(ClusterError):
+    """Resource version or continue token that is too old; only a new list helps."""
 
 
 class Refused(ClusterError):
     """The request itself is not acceptable: invalid, or not allowed by RBAC or a quota."""
+
+
+class EvictionBlocked(ClusterError):
+    """Eviction that a disruption budget does not allow now; the message names the budget."""
 
 
 class Unavailable(ClusterError):

@@ -1,155 +1,174 @@
-"""The Kubernetes API: the only module that speaks to it (beside kopf's own watch in handlers.py).
+"""Client of the Kubernetes API: one method per verb, each with a deadline, and errors as ClusterError.
 
-Requests go through the asyncio dynamic client by path: our kinds are few and fixed, so nothing is discovered and
-an API server that is away at start does no harm. Foreign errors become ClusterError here, once.
+Requests go through the asyncio dynamic client by path. The kinds are few and fixed, so nothing is discovered, and the
+operator can start while the API server is away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import aiohttp
-from kubernetes.aio import config
-from kubernetes.aio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
-from specdecode_operator.kube.applied import FIELD_MANAGER, Applied, ApplyCache, ours_digest, text_digest
+from specdecode_operator.errors import NotFound, Unavailable
+from specdecode_operator.kube.api_errors import translate, watch_error
+from specdecode_operator.kube.applied import ApplyCache, apply_cached, note_read
+from specdecode_operator.kube.connection import environment_proxy, open_connection, read_lines
+from specdecode_operator.kube.kinds import (
+    APPLIED,
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    EVENTS,
+    EVICTION,
+    FIELD_MANAGER,
+    PERMISSIONS,
+    PODS,
+    SECRETS,
+    WORKLOADS,
+    Kind,
+)
 
-PAGE = 500
+__all__ = [
+    "APPLIED",
+    "CONFIG_MAPS",
+    "DEPLOYMENTS",
+    "EVENTS",
+    "PERMISSIONS",
+    "PODS",
+    "SECRETS",
+    "WORKLOADS",
+    "Guard",
+    "Kind",
+    "KubeClient",
+    "environment_proxy",
+]
+
+Guard = Callable[[], float | None]
+"""Check before a write. It raises NotLeader, or returns the seconds within which the write must end, or None."""
+
+METADATA_PAGE = 500
+OBJECT_PAGE = 100
+"""Items in one page of a list. A page of whole pods is about one megabyte, which takes some 10 ms to parse."""
+WATCH_GRACE_SECONDS = 4
+"""Time that a watch may last beyond the end that the API server was asked for."""
+
 _METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 _METADATA = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
-REAPPLY_SECONDS = 60.0
-"""An unchanged child is applied again after this long, which mends what somebody else did to it."""
-
-log = logging.getLogger(__name__)
 
 
-class Kind(NamedTuple):
-    """A kind of object and its path."""
-
-    api_version: str
-    kind: str
-    plural: str
-
-    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        root = "api" if "/" not in self.api_version else "apis"
-        parts = [root, self.api_version, *(["namespaces", namespace] if namespace else []), self.plural]
-        return "/" + "/".join([*parts, *([name] if name else []), *([subresource] if subresource else [])])
-
-
-DEPLOYMENTS = Kind(f"{GROUP}/{VERSION}", KIND, PLURAL)
-WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
-PODS = Kind("v1", "Pod", "pods")
-SERVICES = Kind("v1", "Service", "services")
-CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
-SECRETS = Kind("v1", "Secret", "secrets")
-EVENTS = Kind("v1", "Event", "events")
-BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
-
-APPLIED = {kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS)}
-"""Kinds that are applied from manifests."""
-
-
-PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
-    (GROUP, "specdecodedeployments"): frozenset({"get", "list", "watch"}),
-    (GROUP, "specdecodedeployments/status"): frozenset({"patch"}),
-    ("apps", "deployments"): frozenset({"get", "list", "watch", "create", "patch"}),
-    ("", "pods"): frozenset({"list", "watch", "patch", "delete"}),
-    ("", "services"): frozenset({"get", "create", "patch"}),
-    ("", "configmaps"): frozenset({"get", "create", "patch"}),
-    ("", "secrets"): frozenset({"get", "create"}),
-    ("", "events"): frozenset({"create"}),
-    ("policy", "poddisruptionbudgets"): frozenset({"get", "create", "patch"}),
-}
-"""All that the operator may do, kopf's watch of our kind included: the chart's Role is compared with this."""
+def allow_all() -> None:
+    """Allow every write: the guard of a client that needs no leadership."""
 
 
 class KubeClient:
-    """One connection to one API server."""
+    """Client of one API server."""
 
-    def __init__(self, api: ApiClient, *, timeout_seconds: float = 10) -> None:
+    def __init__(self, api: ApiClient, *, timeout_seconds: float = 10, guard: Guard = allow_all) -> None:
+        self.guard = guard
+        self.timeout_seconds = timeout_seconds
         self._api = api
         self._client = DynamicClient(api)
-        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self.applied = ApplyCache()
 
     @classmethod
-    async def connect(cls, kubeconfig: str | None = None) -> KubeClient:
-        """With the pod's service account, else with ``kubeconfig`` (default: the user's own)."""
-        configuration = Configuration()
-        try:
-            config.load_incluster_config(configuration)
-        except config.ConfigException:
-            await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-        # The session would ask the environment for a proxy and netrc for a password, in a thread, at every request:
-        # half of what a request takes.
-        configuration.client_session_kwargs = {"trust_env": False}
-        configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
-        return cls(ApiClient(configuration))
+    async def connect(
+        cls, kubeconfig: str | None = None, *, timeout_seconds: float = 10, guard: Guard = allow_all
+    ) -> KubeClient:
+        """Connect with the pod's service account, or else with a kubeconfig (default: the user's own)."""
+        return cls(await open_connection(kubeconfig), timeout_seconds=timeout_seconds, guard=guard)
 
     async def close(self) -> None:
         await self._api.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        """The object, or None when there is none. One that stands as it was applied need not be asked for again."""
+        """Return the object, or None if there is none."""
         try:
-            found = await self._request("get", kind.path(namespace, name))
+            resource = await self._request("get", kind.path(namespace, name))
         except NotFound:
             return None
-        known = self.applied.get((kind.kind, namespace, name))
-        if known is not None and ours_digest(found) == known.ours:
-            known.at = time.monotonic()
-        return found
+        note_read(self.applied, (kind.kind, namespace, name), resource)
+        return resource
 
-    async def list(self, kind: Kind, namespace: str | None, *, labels: str) -> dict[str, Any]:
-        """The List, with its resource version. ``namespace`` None lists all namespaces."""
-        return await self._request("get", kind.path(namespace), label_selector=labels)
+    async def get_metadata(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return the object's metadata alone (below the key ``metadata``), or None if there is no object."""
+        try:
+            return await self._request("get", kind.path(namespace, name), header_params=_METADATA)
+        except NotFound:
+            return None
 
-    async def pages(self, kind: Kind, namespace: str | None, *, labels: str) -> AsyncIterator[dict[str, Any]]:
-        """Lists of metadata alone, page by page: ten thousand whole pods at once would be more than all else that the
-        process needs. Each has the resource version to watch from."""
+    async def list(self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "") -> dict[str, Any]:
+        """Return the List, with its resource version. Namespace None lists all namespaces."""
+        return await self._request(
+            "get", kind.path(namespace), label_selector=labels or None, field_selector=fields or None
+        )
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool = True
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield Lists page by page, so that ten thousand pods are never in memory at once.
+
+        Each page has the resource version to watch from. Raises Gone if the pages took too long.
+        """
         token = None
         while token != "":
             page = await self._request(
                 "get",
                 kind.path(namespace),
-                header_params=_METADATA_LIST,
-                label_selector=labels,
-                limit=PAGE,
+                header_params=_METADATA_LIST if metadata_only else None,
+                label_selector=labels or None,
+                limit=METADATA_PAGE if metadata_only else OBJECT_PAGE,
                 _continue=token,
             )
             yield page
             token = page["metadata"].get("continue", "")
 
-    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises Conflict when the name is taken."""
-        namespace = manifest["metadata"]["namespace"]
-        return await self._request("post", kind.path(namespace), body=dict(manifest), field_manager=FIELD_MANAGER)
+    async def create(self, kind: Kind, manifest: Mapping[str, Any], *, guarded: bool = True) -> dict[str, Any]:
+        """Create an object and return it. Raises Conflict if the name is taken."""
+        path = kind.path(manifest["metadata"]["namespace"])
+        return await self._request("post", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
-        """Server-side apply; skipped while the same text was applied less than a minute ago, and after that while
-        nobody has touched the fields that are ours: a deployment at rest costs reads alone."""
-        kind = APPLIED[manifest["kind"]]
-        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        text = text_digest(manifest)
-        path, known = kind.path(namespace, name), self.applied.get((kind.kind, namespace, name))
-        same = known is not None and known.text == text
-        if known and same and (time.monotonic() - known.at < REAPPLY_SECONDS or await self._stands(path, known)):
-            return
-        found = await self._apply(path, manifest)
-        self.applied[kind.kind, namespace, name] = Applied(text, ours_digest(found), time.monotonic())
+    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, guarded: bool = True) -> dict[str, Any]:
+        """Replace an object and return it. Raises Conflict if its resource version is not the manifest's any more."""
+        path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
+
+    async def apply(
+        self, manifest: Mapping[str, Any], *, force: bool | None = None, uid: str | None = None
+    ) -> dict[str, Any]:
+        """Apply a manifest on the server and return the object.
+
+        Args:
+            manifest: Fields that the operator wants to own. Owned fields that it lacks are removed from the object.
+            force: Take fields over that other clients own. None is the cached apply of callers from before
+                ChildApplier.
+            uid: Uid of the object that is meant.
+
+        Raises:
+            Conflict: The object has another uid or is gone, or another client owns a field and force is False.
+        """
+        if force is None:
+            return await apply_cached(self, self.applied, manifest)
+        metadata = {**manifest["metadata"], **({"uid": uid} if uid else {})}
+        path = APPLIED[manifest["kind"]].path(metadata["namespace"], metadata["name"])
+        return await self._apply(path, {**manifest, "metadata": metadata}, force=force)
+
+    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Write the whole status; fields of an earlier status that it lacks are removed."""
+        body = {
+            "apiVersion": DEPLOYMENTS.api_version,
+            "kind": DEPLOYMENTS.kind,
+            "metadata": {"name": name, "namespace": namespace},
+            "status": dict(status),
+        }
+        await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, force=True)
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
-        """Merges ``change`` into what is there; what is gone stays gone."""
+        """Merge a change into an object. An object that is gone is no error."""
         with contextlib.suppress(NotFound):
             await self._request(
                 "patch",
@@ -160,67 +179,101 @@ class KubeClient:
             )
 
     async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """What is gone already is no error."""
+        """Delete an object. An object that is gone is no error."""
         with contextlib.suppress(NotFound):
             await self._request("delete", kind.path(namespace, name))
 
-    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """Writes the whole status; fields that were ours and are missing now go."""
+    async def evict(self, namespace: str, pod: str, uid: str) -> None:
+        """Ask for the eviction of a pod. A pod that is gone is no error.
+
+        Raises:
+            EvictionBlocked: A disruption budget does not allow it now.
+            Conflict: The pod has another uid.
+        """
         body = {
-            "apiVersion": DEPLOYMENTS.api_version,
-            "kind": KIND,
-            "metadata": {"name": name, "namespace": namespace},
-            "status": dict(status),
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": namespace},
+            "deleteOptions": {"preconditions": {"uid": uid}},
         }
-        await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body)
+        with contextlib.suppress(NotFound):
+            await self._request("post", PODS.path(namespace, pod, EVICTION), body=body)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Applies a child again at the next look, whatever was applied last: it is gone."""
+        """Forget what the cached apply knows of the children with this name."""
         self.applied.forget(namespace, name)
 
     async def watch(
-        self, kind: Kind, namespace: str | None, *, labels: str, version: str
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labels: str,
+        version: str,
+        metadata_only: bool = True,
+        seconds: int = 300,
+        bookmarks: bool = False,
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """(type, metadata) from ``version`` on, until the server ends the stream. Raises ClusterError."""
-        params = {"label_selector": labels, "resource_version": version, "watch": "true", "timeout_seconds": 300}
-        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=330)
-        response = await self._raw("get", kind.path(namespace), timeout=timeout, header_params=_METADATA, **params)
+        """Yield (type, object) of each event until the API server ends the stream.
+
+        Args:
+            kind: Kind to watch.
+            namespace: Namespace, or None for all of them.
+            labels: Label selector, empty for all objects.
+            version: Resource version after which events are wanted.
+            metadata_only: Ask for metadata instead of whole objects.
+            seconds: Length of the stream, as the server is asked for it. A stream that lasts much longer is dead.
+            bookmarks: Ask for events of type BOOKMARK, which carry a newer resource version only.
+
+        Raises:
+            Gone: The resource version is too old.
+            Unavailable: The connection failed, or is dead.
+        """
+        path = kind.path(namespace)
+        request = f"watch {path}"
+        response = await self._raw(
+            "get",
+            path,
+            timeout=aiohttp.ClientTimeout(total=seconds + WATCH_GRACE_SECONDS, connect=self.timeout_seconds),
+            header_params=_METADATA if metadata_only else None,
+            query={"allowWatchBookmarks": "true"} if bookmarks else None,
+            label_selector=labels or None,
+            resource_version=version,
+            watch="true",
+            timeout_seconds=seconds,
+        )
         try:
-            async for line in _lines(response):
+            async for line in read_lines(response):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
-                    raise Unavailable(str(event["object"].get("message", event["object"])))
+                    raise watch_error(event["object"], request)
                 yield event["type"], event["object"]
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise Unavailable(f"the watch of {kind.plural} ended: {error!r}") from error
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unavailable(f"{request}: {error!r}") from error
         finally:
             response.close()
 
-    async def _stands(self, path: str, known: Applied) -> bool:
-        """Whether the object is there, its fields still ours; then that holds for another while."""
-        try:
-            found = await self._request("get", path, header_params=_METADATA)
-        except NotFound:
-            return False
-        known.at = time.monotonic()
-        return ours_digest(found) == known.ours
-
-    async def _apply(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _apply(self, path: str, body: Mapping[str, Any], *, force: bool) -> dict[str, Any]:
         return await self._request(
             "patch",
             path,
             body=dict(body),
             content_type="application/apply-patch+yaml",
             field_manager=FIELD_MANAGER,
-            force_conflicts=True,
+            force_conflicts=force,
         )
 
-    async def _request(self, method: str, path: str, **params: Any) -> dict[str, Any]:
-        response = await self._raw(method, path, timeout=self._timeout, **params)
+    async def _request(self, method: str, path: str, *, guarded: bool = True, **params: Any) -> dict[str, Any]:
+        """Send a request and read the whole answer, all within one deadline. Writes pass the guard first."""
+        limit = self.guard() if guarded and method != "get" else None
+        seconds = (
+            self.timeout_seconds if limit is None else max(0.1, min(self.timeout_seconds, limit))
+        )  # 0 would mean no limit
+        response = await self._raw(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **params)
         try:
-            found: dict[str, Any] = await response.json()
-            return found
-        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+            answer: dict[str, Any] = await response.json()
+            return answer
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
 
     async def _raw(
@@ -230,6 +283,7 @@ class KubeClient:
         *,
         timeout: aiohttp.ClientTimeout,
         header_params: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
         **params: Any,
     ) -> Any:
         try:
@@ -238,47 +292,12 @@ class KubeClient:
                 method,
                 path,
                 serialize=False,
-                query_params=[],
+                query_params=list((query or {}).items()),
                 header_params=dict(header_params or {}),
                 _request_timeout=timeout,
                 **params,
             )
         except ApiException as error:
-            raise translated(error, f"{method} {path}") from error
+            raise translate(error, f"{method} {path}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
-
-
-def environment_proxy(url: str) -> str | None:
-    """The proxy that the environment names for ``url``, if any."""
-    parts = urlsplit(url)
-    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-
-
-def translated(error: ApiException, what: str) -> ClusterError:
-    """The ClusterError for an answer of the API server, with the server's own sentence."""
-    message = f"{what}: {_sentence(error)}"
-    if error.status == 404:
-        return NotFound(message)
-    if error.status == 409:
-        return Conflict(message)
-    if error.status in (400, 403, 405, 413, 415, 422):
-        return Refused(message)
-    return Unavailable(message)
-
-
-def _sentence(error: ApiException) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return f"{error.status} {error.reason}"
-
-
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of any length: aiohttp's own readline gives up on objects beyond its buffer."""
-    rest = b""
-    async for chunk in response.content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield line

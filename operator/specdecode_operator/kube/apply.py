@@ -1,0 +1,213 @@
+"""Apply of children: only where something differs, never to objects of others, and with back-off after a refusal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdecode_operator.errors import ClusterError, Refused
+from specdecode_operator.kube.children import ChildRecord, project_child
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.digests import ours_digest, text_digest
+from specdecode_operator.kube.kinds import APPLIED, Child
+from specdecode_operator.kube.ownership import REFUSED, UNAVAILABLE, is_orphan, obstacle
+from specdecode_operator.types import ChildProblem, Key, Manifest
+
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+"""Pause before a failed apply is repeated; it doubles from failure to failure."""
+CACHE_LAG_SECONDS = 3.0
+"""Time after an apply within which an informer that still has the state from before it is not believed."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LastApply:
+    """Last successful apply of a child."""
+
+    text: str
+    """Digest of the manifest."""
+    ours: str
+    """Digest of the API server's record of the applied fields, after that apply."""
+    before: ChildRecord | None = None
+    """The informer's record when the manifest was sent."""
+    unconfirmed_since: float | None = None
+    """Time of the apply while the informer has not shown its result. None afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedApply:
+    """Failure of the latest attempt to apply a child."""
+
+    text: str
+    """Digest of the manifest."""
+    state: tuple[object, ...]
+    """State of the object at that time; if it changes, the apply is repeated at once."""
+    attempts: int
+    retry_at: float
+    problem: ChildProblem
+
+
+class ChildApplier:
+    """Apply of all children of all deployments."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        records: Callable[[Child], ChildRecord | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare an applier.
+
+        Args:
+            client: Client of the API server.
+            records: Function that returns an informer's record of a child, or None if the informer has none.
+            clock: Monotonic clock, in seconds.
+        """
+        self._client = client
+        self._records = records
+        self._clock = clock
+        self._applied: dict[tuple[str, str], dict[str, LastApply]] = {}
+        """By namespace and name, then by kind."""
+        self._failed: dict[tuple[str, str], dict[str, FailedApply]] = {}
+
+    async def apply(self, manifest: Manifest, owner_uid: str) -> ChildProblem | None:
+        """Make the child equal to a manifest. Return the problem that prevents it, or None.
+
+        At rest this neither reads nor writes. A child that was changed or deleted by others is repaired as soon as the
+        informer has seen it. An object that belongs to another owner is never written.
+
+        Args:
+            manifest: Child of a SpecDecodeDeployment, with its owner reference.
+            owner_uid: Uid of that SpecDecodeDeployment.
+
+        Raises:
+            NotLeader: This process may not write.
+        """
+        child = manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        record, text = self._records(child), text_digest(manifest)
+        if self._is_up_to_date(child, text, record):
+            self._drop_failure(child)
+            return None
+        failed = self._failure(child)
+        state = _state(record)
+        if failed and (failed.text, failed.state) == (text, state) and self._clock() < failed.retry_at:
+            return failed.problem
+        problem = await self._attempt(child, manifest, owner_uid, record, text)
+        if problem is None:
+            self._drop_failure(child)
+        else:
+            self._note_failure(child, text, state, problem)
+        return problem
+
+    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
+        """Return what was applied last to the children of a deployment, for ``recall`` after a restart.
+
+        Args:
+            key: Key of the deployment.
+            names: Names of its children.
+        """
+        return {
+            f"{kind}/{name}": f"{applied.text} {applied.ours}"
+            for name in names
+            for kind, applied in sorted(self._applied.get((key[0], name), {}).items())
+        }
+
+    def recall(self, key: Key, digests: Mapping[str, str]) -> None:
+        """Take over what ``digests`` returned before a restart. Newer knowledge and unreadable entries are left."""
+        for child, value in digests.items():
+            kind, _, name = child.partition("/")
+            text, _, ours = value.partition(" ")
+            if name and ours:
+                self._applied.setdefault((key[0], name), {}).setdefault(kind, LastApply(text, ours))
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Forget the children with this name, when their deployment is gone."""
+        self._applied.pop((namespace, name), None)
+        self._failed.pop((namespace, name), None)
+
+    def retry_seconds(self, key: Key, names: Iterable[str]) -> float | None:
+        """Return in how many seconds ``apply`` should be called again although nothing changed. None means never."""
+        times = [
+            *(failed.retry_at for name in names for failed in self._failed.get((key[0], name), {}).values()),
+            *(
+                applied.unconfirmed_since + CACHE_LAG_SECONDS
+                for name in names
+                for applied in self._applied.get((key[0], name), {}).values()
+                if applied.unconfirmed_since is not None
+            ),
+        ]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def _is_up_to_date(self, child: Child, text: str, record: ChildRecord | None) -> bool:
+        kind, namespace, name = child
+        applied = self._applied.get((namespace, name), {}).get(kind)
+        if applied is None or applied.text != text:
+            return False
+        if record is not None and record.ours_digest == applied.ours and not record.deleting:
+            applied.unconfirmed_since = None
+            return True
+        return (
+            applied.unconfirmed_since is not None
+            and record == applied.before
+            and self._clock() - applied.unconfirmed_since < CACHE_LAG_SECONDS
+        )
+
+    async def _attempt(
+        self, child: Child, manifest: Manifest, owner_uid: str, record: ChildRecord | None, text: str
+    ) -> ChildProblem | None:
+        kind, namespace, name = child
+        try:
+            current = record or await self._read(child)
+            problem = obstacle(current, manifest, owner_uid) if current else None
+            if problem:
+                return problem
+            resource = await self._send(manifest, current)
+        except ClusterError as error:
+            reason = REFUSED if isinstance(error, Refused) else UNAVAILABLE
+            return ChildProblem(kind, name, reason, str(error))
+        self._applied.setdefault((namespace, name), {})[kind] = LastApply(
+            text, ours_digest(resource), record, self._clock()
+        )
+        return None
+
+    async def _send(self, manifest: Manifest, current: ChildRecord | None) -> dict[str, Any]:
+        """Apply the manifest to the object that was seen, and to no other one.
+
+        Without force, an object that appeared since then keeps the fields of its owner.
+        """
+        if current is None:
+            return await self._client.apply(manifest, force=False)
+        if is_orphan(current):
+            log.info("%s %s/%s has no controller any more and is adopted", *current.child)
+        return await self._client.apply(manifest, force=True, uid=current.uid)
+
+    async def _read(self, child: Child) -> ChildRecord | None:
+        """Read the metadata of an object that the informer does not have."""
+        kind = APPLIED[child[0]]
+        resource = await self._client.get_metadata(kind, *child[1:])
+        return project_child(kind)(resource) if resource else None
+
+    def _failure(self, child: Child) -> FailedApply | None:
+        return self._failed.get(child[1:], {}).get(child[0])
+
+    def _drop_failure(self, child: Child) -> None:
+        kinds = self._failed.get(child[1:], {})
+        kinds.pop(child[0], None)
+        if not kinds:
+            self._failed.pop(child[1:], None)
+
+    def _note_failure(self, child: Child, text: str, state: tuple[object, ...], problem: ChildProblem) -> None:
+        last = self._failure(child)
+        attempts = last.attempts + 1 if last and (last.text, last.state) == (text, state) else 1
+        pause = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(attempts - 1, 16))
+        failed = FailedApply(text, state, attempts, self._clock() + pause, problem)
+        self._failed.setdefault(child[1:], {})[child[0]] = failed
+
+
+def _state(record: ChildRecord | None) -> tuple[object, ...]:
+    """Return the part of a record that decides whether a failed apply is worth another attempt."""
+    return () if record is None else (record.uid, record.controller_uid, record.deleting, record.deployment)

@@ -1,0 +1,117 @@
+"""Informers of one kind in several namespaces with one reading interface, and the informer of our own kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.informer import Informer
+from specdecode_operator.kube.kinds import DEPLOYMENTS, Kind
+from specdecode_operator.kube.object_store import KeyFunction, own_key, parent_key
+from specdecode_operator.types import Key
+
+T = TypeVar("T")
+
+
+class InformerSet(Generic[T]):
+    """One informer for each watched namespace. It is read like a single informer."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        kind: Kind,
+        namespaces: Sequence[str],
+        *,
+        labels: str,
+        project: Callable[[dict[str, Any]], T],
+        metadata_only: bool,
+        on_change: Callable[[Key], None],
+        key_of: KeyFunction = parent_key,
+    ) -> None:
+        """Prepare the informers; without namespaces, a single one for all namespaces of the cluster.
+
+        The other arguments are those of Informer.
+        """
+        self.synced = asyncio.Event()
+        """Set when the first list of every namespace is complete."""
+        self._informers = {
+            namespace: Informer(
+                client,
+                kind,
+                namespace,
+                labels=labels,
+                project=project,
+                metadata_only=metadata_only,
+                on_change=on_change,
+                key_of=key_of,
+            )
+            for namespace in (tuple(namespaces) or (None,))
+        }
+
+    @property
+    def last_contact(self) -> float:
+        """Time of the oldest last contact of all namespaces, in seconds of the monotonic clock."""
+        return min(informer.last_contact for informer in self._informers.values())
+
+    def get(self, namespace: str, name: str) -> T | None:
+        """Return what is stored of one object, or None."""
+        informer = self._informer(namespace)
+        return None if informer is None else informer.get(namespace, name)
+
+    def of(self, key: Key) -> tuple[T, ...]:
+        """Return what is stored of the objects with this key, in the order of their names."""
+        informer = self._informer(key[0])
+        return () if informer is None else informer.of(key)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys that have objects."""
+        return tuple(chain.from_iterable(informer.keys() for informer in self._informers.values()))
+
+    def __len__(self) -> int:
+        return sum(len(informer) for informer in self._informers.values())
+
+    async def run(self) -> None:
+        """Keep the copies of all namespaces current for ever."""
+        async with asyncio.TaskGroup() as group:
+            for informer in self._informers.values():
+                group.create_task(informer.run())
+            for informer in self._informers.values():
+                await informer.synced.wait()
+            self.synced.set()
+
+    def _informer(self, namespace: str) -> Informer[T] | None:
+        return self._informers.get(namespace, self._informers.get(None))
+
+
+def deployment_informers(
+    client: KubeClient, namespaces: Sequence[str], *, on_change: Callable[[Key], None]
+) -> InformerSet[bytes]:
+    """Return the informers of our own kind. They store packed objects, and the key is the object's own."""
+    return InformerSet(
+        client,
+        DEPLOYMENTS,
+        namespaces,
+        labels="",
+        project=pack_resource,
+        metadata_only=False,
+        on_change=on_change,
+        key_of=own_key,
+    )
+
+
+def pack_resource(resource: Mapping[str, Any]) -> bytes:
+    """Return an object as compressed JSON, without metadata.managedFields."""
+    metadata = {name: value for name, value in resource["metadata"].items() if name != "managedFields"}
+    document = {**resource, "metadata": metadata}
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
+
+
+def unpack_resource(packed: bytes) -> dict[str, Any]:
+    """Return the object that was packed."""
+    resource: dict[str, Any] = json.loads(zlib.decompress(packed))
+    return resource

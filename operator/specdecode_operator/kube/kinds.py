@@ -1,0 +1,67 @@
+"""Kinds of Kubernetes objects that the operator uses, and the permissions that it needs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+
+FIELD_MANAGER = "specdecode"
+"""Name under which the API server records the fields that the operator applies."""
+
+Child = tuple[str, str, str]
+"""Kind, namespace and name of a child."""
+
+
+class Kind(NamedTuple):
+    """A kind of object and its place in the API's paths."""
+
+    api_version: str
+    kind: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Return the path of an object, or of the collection if there is no name. Namespace None means all of them."""
+        root = "api" if "/" not in self.api_version else "apis"
+        parts = [root, self.api_version, *(["namespaces", namespace] if namespace else []), self.plural]
+        return "/" + "/".join([*parts, *([name] if name else []), *([subresource] if subresource else [])])
+
+
+DEPLOYMENTS = Kind(f"{GROUP}/{VERSION}", KIND, PLURAL)
+WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
+PODS = Kind("v1", "Pod", "pods")
+SERVICES = Kind("v1", "Service", "services")
+CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
+SECRETS = Kind("v1", "Secret", "secrets")
+EVENTS = Kind("v1", "Event", "events")
+BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
+
+EVICTION = "eviction"
+"""Subresource of a pod."""
+
+APPLIED = {kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS)}
+"""Kinds that are applied from manifests."""
+
+_CHILD_VERBS = frozenset({"get", "list", "watch", "create", "patch"})
+
+PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
+    (GROUP, PLURAL): frozenset({"get", "list", "watch"}),
+    (GROUP, f"{PLURAL}/status"): frozenset({"patch"}),
+    ("apps", "deployments"): _CHILD_VERBS,
+    ("", "services"): _CHILD_VERBS,
+    ("", "configmaps"): _CHILD_VERBS,
+    ("policy", "poddisruptionbudgets"): _CHILD_VERBS,
+    ("", "pods"): frozenset({"list", "watch", "patch"}),
+    ("", f"pods/{EVICTION}"): frozenset({"create"}),
+    ("", "events"): frozenset({"create", "list"}),
+    ("", "secrets"): frozenset({"create"}),
+}
+"""All permissions in namespaces of users, by API group and resource. The chart's role is compared with this."""
+
+OWN_NAMESPACE_PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
+    ("coordination.k8s.io", "leases"): frozenset({"get", "create", "update", "patch"}),
+    ("", "secrets"): frozenset({"get", "create"}),
+}
+"""Further permissions in the operator's own namespace: its Lease, and its Secret with the token key."""
