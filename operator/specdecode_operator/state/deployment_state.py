@@ -1,8 +1,10 @@
 """The one place where the three loops meet: an immutable state for each deployment, and the table of all of them.
 
 Every field has one writer. The watch of our kind writes ``resource``; the telemetry loop writes ``readings``; the
-planner writes ``session`` and ``decision``; the reconciler writes ``published``. Readers take the whole state and never
-see half of a change, because all loops run on one event loop and replace it in one assignment.
+planner writes ``session``, ``decision`` and ``failure``; the reconciler writes ``published``. Readers take the whole
+state and never see half of a change, because all loops run on one event loop and replace it in one assignment.
+
+Large values are packed: a thousand deployments of ten workers must fit into the memory of one small pod.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdecode_operator.state.session import PackedSession
+from specdecode_operator.state.packed import Packed
+from specdecode_operator.state.session import Baseline, PackedSession
 from specdecode_operator.types import Decision, Key
 from specdecode_worker.contract import Plan, Report
 
@@ -22,11 +25,23 @@ class WorkerReading:
 
     at: float
     """Time of the attempt, in seconds since the epoch."""
-    report: Report | None = None
-    tag: str = ""
-    """ETag of the report, sent with the next request so that an unchanged report need not be sent again."""
+    baseline: Baseline | None = None
+    """The report, packed. None if there is none."""
     problem: str | None = None
     """Reason why there is no report."""
+
+    @classmethod
+    def of(cls, report: Report, tag: str, at: float) -> WorkerReading:
+        return cls(at=at, baseline=Baseline.of(report, tag))
+
+    @property
+    def report(self) -> Report | None:
+        return self.baseline.report if self.baseline else None
+
+    @property
+    def tag(self) -> str:
+        """ETag of the report, sent with the next request so that an unchanged report need not be sent again."""
+        return self.baseline.tag if self.baseline else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +57,45 @@ class Readings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Plans that are persisted and may be pushed to workers."""
+
+    uid: str
+    """uid of the deployment."""
+    version: int
+    plan: Packed[Plan]
+    own: Mapping[str, Packed[Plan]] = field(default_factory=dict)
+    """By address: plans of workers that do not run the common one and have not taken theirs yet."""
+    excluded: frozenset[str] = frozenset()
+    """Addresses of workers that do not run the common plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Reason why there is no decision for the present spec."""
+
+    generation: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentState:
     """Everything that the operator knows of one deployment."""
 
-    resource: Mapping[str, Any]
+    resource: Packed[Mapping[str, Any]]
     """The SpecDecodeDeployment as the API server has it."""
+    generation: int
+    """Generation of ``resource``."""
     readings: Readings = Readings()
     session: PackedSession | None = None
     """Learned and measured state. None until it was loaded from the ConfigMap."""
-    decision: Decision | None = None
+    decision: Packed[Decision] | None = None
     """Latest decision. None until the first one."""
-    decided_generation: int = 0
-    """Generation of the spec that ``decision`` is for."""
-    published: Plan | None = None
-    """Plan that is persisted and may be pushed to workers."""
+    decided: tuple[Any, ...] = ()
+    """Identity of the resource that ``decision`` is for (generation and annotations)."""
+    failure: Failure | None = None
+    published: Published | None = None
 
 
 class StateTable:
