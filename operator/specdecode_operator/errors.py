@@ -13,7 +13,9 @@ OperatorError
 |   `-- Unavailable        5xx, 429, no connection: asking again will
 |-- PluginError            kubectl specdecode cannot do what it was asked
 `-- WorkerError            a worker's admin port
-    |-- WorkerUnreachable  no answer in time
+    |-- WorkerUnreachable  no answer: no connection, or it broke
+    |   `-- WorkerTimeout  no complete answer within the deadline
+    |-- Unauthorized       401 to every admin token
     `-- BadReport          an answer that is no report; names what is wrong with it
 """
 
@@ -73,7 +75,15 @@ class WorkerError(OperatorError):
 
 
 class WorkerUnreachable(WorkerError):
-    """No answer in time."""
+    """No answer: no connection, or one that broke."""
+
+
+class WorkerTimeout(WorkerUnreachable):
+    """No complete answer within the deadline."""
+
+
+class Unauthorized(WorkerError):
+    """Status 401 to every admin token that the operator has for the worker."""
 
 
 class BadReport(WorkerError):

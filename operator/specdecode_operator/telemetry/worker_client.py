@@ -1,32 +1,33 @@
-"""Workers' admin ports: reads reports, pushes plans. Whatever a worker answers, a reconcile goes on.
+"""HTTP client of workers' admin ports: reads reports and pushes plans, each within one total deadline.
 
-A report is refused by name: too large, no JSON, a field out of its type, a negative or infinite number, another
-contract. What is merely unknown comes from a newer worker and is ignored.
+Whatever a worker answers, the caller gets a WorkerError and goes on with the other workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
 
-from specdecode_operator.errors import BadReport, WorkerError, WorkerUnreachable
-from specdecode_worker.contract import CONTRACT_VERSION, FEATURES, MAX_REPORT_BYTES, Header, Plan, Port, Report, Route
+from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
+from specdecode_operator.telemetry.report_validation import read_report
+from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Plan, Port, Report, Route
 
 TIMEOUT_SECONDS = 2.0
+"""Total deadline of one call: connection, TLS, request, and all of the answer. A busy worker answers in 50 ms."""
 MAX_TAG = 128
-_TRIANGLE = len(FEATURES) * (len(FEATURES) + 1) // 2
+"""Characters of an ETag that are stored; the ETag of a worker has 34."""
+UNAUTHORIZED = 401
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A report, and the tag by which the worker knows it again."""
+    """A report, and its ETag."""
 
     report: Report
     tag: str = ""
@@ -34,24 +35,63 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """Nothing has changed since the reading with that tag but the worker's clock."""
+    """Answer of a worker whose report has changed in nothing but the clock since the reading with the known ETag."""
 
     clock_seconds: float
 
 
-class WorkerClient:
-    """A client of all workers' admin ports, through ``proxy`` where pods cannot be reached directly.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    method: str
+    address: str
+    route: str
+    tls: bool
+    content: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
-    Made on the event loop. It keeps no connection: most workers are asked once a minute, ten thousand open sockets
-    would wait for that, and a server closes them sooner.
+    @property
+    def url(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{'https' if self.tls else 'http'}://{host}:{Port.admin}{self.route}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class WorkerClient:
+    """Client of all workers' admin ports. It must be created on the event loop.
+
+    It does not reuse connections: most workers are polled once in several seconds, ten thousand open sockets would
+    wait for that, and a server closes them sooner.
+
+    Args:
+        proxy: HTTP proxy, for networks where pods cannot be reached directly.
+        timeout_seconds: Total deadline of a call, in seconds.
+        ca_file: CA certificates (PEM) that sign the certificates of workers with TLS. None means those of the system.
+            The file is read again when it changes.
     """
 
-    def __init__(self, *, proxy: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        # A proxy of the environment is not used: it knows nothing of pod addresses.
+    def __init__(
+        self,
+        *,
+        proxy: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        ca_file: Path | None = None,
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._tls = _TlsContext(ca_file)
+        self._accepted: dict[str, str] = {}
+        """By address: the token that the worker accepted, where it was not the first one."""
+        # A proxy of the environment is not used, because it cannot reach pod addresses. The connector has no limit
+        # of its own: calls that wait for a connection would miss their deadline. The scraper bounds open calls.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True),
+            connector=aiohttp.TCPConnector(force_close=True, limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_seconds, sock_read=timeout_seconds),
+            timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
             headers={"Accept-Encoding": "identity"},
             trust_env=False,
@@ -61,121 +101,123 @@ class WorkerClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def report(self, address: str, token: str, known: str = "") -> Reading | Unchanged:
-        """``known`` is the tag of the last reading. Raises WorkerUnreachable or BadReport."""
-        headers = {"If-None-Match": known} if known else {}
-        response, body = await self._call("GET", address, Route.report, token, headers=headers)
-        if known and response.status == 304:
-            return Unchanged(_clock(response))
-        return Reading(read_report(body), response.headers.get("ETag", "")[:MAX_TAG])
+    async def report(
+        self, address: str, tokens: str | Sequence[str], known_tag: str = "", *, tls: bool = False
+    ) -> Reading | Unchanged:
+        """Read the report of one worker.
 
-    async def push(self, address: str, token: str, plan: Plan) -> None:
-        """Raises WorkerUnreachable, or WorkerError when the worker refuses the plan."""
-        await self._call("PUT", address, Route.plan, token, content=plan.model_dump_json().encode())
+        Args:
+            address: IP address of the pod.
+            tokens: Admin tokens, the current one first. The next one is tried only after a 401.
+            known_tag: ETag of the last reading.
+            tls: Whether the worker serves https.
 
-    async def _call(
-        self,
-        method: str,
-        address: str,
-        route: str,
-        token: str,
-        *,
-        content: bytes | None = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Raises WorkerError for everything but success, and but the 304 that ``headers`` ask for."""
-        host = f"[{address}]" if ":" in address else address
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **headers}
-        url = f"http://{host}:{Port.admin}{route}"
+        Raises:
+            WorkerTimeout: No complete answer within the deadline.
+            WorkerUnreachable: No connection, or a broken one.
+            Unauthorized: The worker accepts none of the tokens.
+            BadReport: The answer is not a usable report.
+            WorkerError: Another status than 200 and the 304 for ``known_tag``.
+        """
+        headers = {"If-None-Match": known_tag} if known_tag else {}
+        request = _Request(method="GET", address=address, route=Route.report, tls=tls, headers=headers)
+        answer = await self._call(request, tokens)
+        if known_tag and answer.status == 304:
+            return Unchanged(_clock_of(answer))
+        return Reading(read_report(answer.body), answer.headers.get("ETag", "")[:MAX_TAG])
+
+    async def push(self, address: str, tokens: str | Sequence[str], plan: Plan, *, tls: bool = False) -> None:
+        """Push a plan to one worker. Raise as ``report`` does; a refused plan is a WorkerError with the reason."""
+        content = plan.model_dump_json().encode()
+        request = _Request(method="PUT", address=address, route=Route.plan, tls=tls, content=content)
+        await self._call(request, tokens)
+
+    def forget(self, address: str) -> None:
+        """Drop what is stored for a worker that is gone."""
+        self._accepted.pop(address, None)
+
+    async def _call(self, request: _Request, tokens: str | Sequence[str]) -> _Answer:
+        """Send one request, within the deadline for all tokens together. Raise WorkerError for every failure."""
+        address = request.address
         try:
-            # A redirect is not followed: the token is for this worker alone.
-            async with self._http.request(
-                method, url, headers=headers, data=content, allow_redirects=False
-            ) as response:
-                body = await _bounded(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(self.timeout_seconds):
+                answer = await self._authorized(request, (tokens,) if isinstance(tokens, str) else tuple(tokens))
+        except TimeoutError as error:
+            raise WorkerTimeout(f"{address}: no complete answer within {self.timeout_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise WorkerUnreachable(f"{address}: {error!r}") from error
-        if response.status >= 300 and response.status != 304:
-            raise WorkerError(f"{address}: {method} {route} answered {response.status}: {body[:200]!r}")
-        return response, body
+        if answer.status >= 300 and answer.status != 304:
+            described = f"{request.method} {request.route} answered {answer.status}: {answer.body[:200]!r}"
+            raise WorkerError(f"{address}: {described}")
+        return answer
+
+    async def _authorized(self, request: _Request, tokens: tuple[str, ...]) -> _Answer:
+        """Send the request with one token after the other until the worker accepts one."""
+        accepted = self._accepted.get(request.address)
+        for token in sorted(tokens, key=lambda token: token != accepted):
+            answer = await self._send(request, token)
+            if answer.status != UNAUTHORIZED:
+                self._remember(request.address, token, first=tokens[0])
+                return answer
+        raise Unauthorized(f"{request.address}: answered 401 to each of {len(tokens)} admin tokens")
+
+    async def _send(self, request: _Request, token: str) -> _Answer:
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **request.headers}
+        # A redirect is not followed: the token is for this worker alone.
+        async with self._http.request(
+            request.method,
+            request.url,
+            headers=headers,
+            data=request.content,
+            allow_redirects=False,
+            ssl=self._tls.current() if request.tls else True,
+        ) as response:
+            return _Answer(status=response.status, headers=response.headers, body=await _read_bounded(response))
+
+    def _remember(self, address: str, token: str, *, first: str) -> None:
+        if token == first:
+            self._accepted.pop(address, None)
+        else:
+            self._accepted[address] = token
 
 
-def _clock(response: aiohttp.ClientResponse) -> float:
-    """The clock of a worker whose report is unchanged. Raises BadReport."""
-    text = response.headers.get(Header.clock_seconds, "")
+class _TlsContext:
+    """TLS settings of calls, which follow changes of the CA file."""
+
+    def __init__(self, ca_file: Path | None) -> None:
+        self._ca_file = ca_file
+        self._modified = -1
+        self._context: ssl.SSLContext | None = None
+
+    def current(self) -> ssl.SSLContext:
+        """Return the settings with the CA file as it is now. Raise OSError if it cannot be read."""
+        modified = self._ca_file.stat().st_mtime_ns if self._ca_file else 0
+        if self._context is None or modified != self._modified:
+            context = ssl.create_default_context(cafile=self._ca_file)
+            # Pods are called by IP address, and their certificate is shared by all pods of a deployment, whose
+            # addresses are not known when it is issued. The signature of the CA is still required.
+            context.check_hostname = False
+            self._context, self._modified = context, modified
+        return self._context
+
+
+def _clock_of(answer: _Answer) -> float:
+    """Return the clock of a worker whose report is unchanged. Raise BadReport if the header is invalid."""
+    text = answer.headers.get(Header.clock_seconds, "")
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
-        raise BadReport(f"{Header.clock_seconds}: {text[:40]!r} is no clock")
+        raise BadReport(f"{Header.clock_seconds}: {text[:40]!r} is not a clock")
     return seconds
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """A body of at most MAX_REPORT_BYTES; the rest is not even read."""
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raise BadReport after MAX_REPORT_BYTES, without reading the rest."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > MAX_REPORT_BYTES:
             raise BadReport(f"the report has more than {MAX_REPORT_BYTES} bytes")
     return bytes(body)
-
-
-def read_report(body: bytes) -> Report:
-    """Checks everything that the rest of the operator relies on. Raises BadReport that names the field."""
-    if len(body) > MAX_REPORT_BYTES:
-        raise BadReport(f"the report has {len(body)} bytes, at most {MAX_REPORT_BYTES} are read")
-    try:
-        report = Report.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BadReport(f"{'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}") from error
-    if abs(report.contract_version - CONTRACT_VERSION) > 1:
-        raise BadReport(f"contract_version: {report.contract_version}, this operator speaks {CONTRACT_VERSION}")
-    bad = None if _counts_alone(report) else next((found for found in numbers(report) if not _is_count(found[1])), None)
-    if bad is not None:
-        raise BadReport(f"{bad[0]}: {bad[1]} is no count")
-    for index, cell in enumerate(report.steps):
-        lengths = (len(cell.x), len(cell.xt), len(cell.xx))
-        if lengths != (len(FEATURES), len(FEATURES), _TRIANGLE):
-            raise BadReport(f"steps.{index}: moments of lengths {lengths} do not fit {len(FEATURES)} features")
-    return report
-
-
-def _counts_alone(report: Report) -> bool:
-    """Whether every number is a count for sure: all together, for a report has thousands and ten thousand workers send
-    one a minute. Paths are made where it is in doubt; the sum finds what compares with nothing."""
-    found: list[float] = []
-    _gather(report, found)
-    return min(found) >= 0 and _is_count(max(found)) and math.isfinite(sum(found))
-
-
-def _gather(value: BaseModel, found: list[float]) -> None:
-    for item in vars(value).values():
-        if isinstance(item, BaseModel):
-            _gather(item, found)
-        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
-            for part in item:
-                _gather(part, found)
-        elif isinstance(item, tuple):
-            found += item
-        elif isinstance(item, (int, float)):
-            found.append(item)
-
-
-def _is_count(number: float) -> bool:
-    """Not negative, not infinite, and neither a whole number that no float can hold."""
-    return 0 <= number <= sys.float_info.max
-
-
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a report with its path."""
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from numbers(getattr(value, name), f"{path}.{name}" if path else name)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from numbers(item, f"{path}.{index}")
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield path, value

@@ -2,7 +2,8 @@
 
 The worker owns this package; the operator may import nothing else of the worker. The config is passed once, in the
 pod's environment. The plan is pushed to the worker and mounted into its pod. The report is polled. Readers ignore
-unknown fields, so that either side may be one version newer. Unknown fields of documents that a person may have written
+unknown fields, so that either side may be one version newer; the operator also reads reports of the two versions before
+its own (see ``wire.SUPPORTED_CONTRACT_VERSIONS``). Unknown fields of documents that a person may have written
 are refused (see ``wire.Written``).
 """
 
@@ -46,6 +47,7 @@ from specdecode_worker.contract.wire import (
     MAX_REPORT_BYTES,
     MAX_TASKS,
     OTHER_TASK,
+    SUPPORTED_CONTRACT_VERSIONS,
     DraftQuantization,
     Dtype,
     Method,
@@ -68,6 +70,7 @@ __all__ = [
     "MAX_TASKS",
     "MAX_VERDICT_BYTES",
     "OTHER_TASK",
+    "SUPPORTED_CONTRACT_VERSIONS",
     "WITH_MLP",
     "AcceptanceCell",
     "Buckets",

@@ -7,6 +7,16 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 CONTRACT_VERSION = 1
+"""Version of the documents that this package writes.
+
+A new optional field keeps the version: readers ignore it. A change of the meaning, the name or the type of a field
+raises it by one.
+"""
+SUPPORTED_CONTRACT_VERSIONS = range(max(1, CONTRACT_VERSION - 2), CONTRACT_VERSION + 2)
+"""Versions of reports that the operator reads: the last three, and one newer than its own.
+
+Workers may be one version newer while an upgrade of the operator is rolled back; their unknown fields are ignored.
+"""
 MAX_NODES = 63
 """Nodes of the largest tree: with the root they fit one 64-bit ancestor mask."""
 MAX_RANKS = 8

@@ -1,0 +1,142 @@
+"""One round of calls to the workers of one deployment: reports first, then pushes of plans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from specdecode_operator.errors import OperatorError
+from specdecode_operator.telemetry.call_slots import CallSlots
+from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.telemetry.worker_poll import NOT_ASKED, WorkerPoll, failure_reason
+from specdecode_operator.types import Key
+from specdecode_worker.contract import Plan
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 0.1
+"""Time within which the first calls of a round begin, on a busy event loop. Where the budget is the deadline of a call,
+they still end by that deadline, and count as timeouts."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAccess:
+    """Access to the admin ports of one deployment's workers."""
+
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    """Admin tokens, the current one first."""
+    tls: bool = False
+    """Whether the admin ports serve https."""
+
+
+@dataclass(slots=True)
+class ScraperCounters:
+    """Counts since the start of the process."""
+
+    rounds: int = 0
+    round_seconds: float = 0
+    """Sum over all rounds."""
+    rounds_failed: int = 0
+    """Rounds that ended with an error of the operator itself."""
+    reports: int = 0
+    """Reports that were read and believed, unchanged ones included."""
+    reports_failed: Counter[str] = field(default_factory=Counter)
+    """By reason: timeout, unreachable, unauthorized, bad_report, refused, not_asked, internal."""
+    pushes: int = 0
+    """Plans that workers accepted."""
+    pushes_failed: Counter[str] = field(default_factory=Counter)
+    """By reason, as ``reports_failed``."""
+
+
+class RoundCalls:
+    """Calls of a round, within the limits of open calls and the budget of the round.
+
+    Args:
+        client: Client of the admin ports. It has the deadline of a single call.
+        slots: Limits of open calls, shared by all deployments.
+        counters: Counters to increase.
+        period: Time between rounds, in seconds.
+        clock: Monotonic clock, in seconds.
+        wall_clock: Time of readings, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        slots: CallSlots,
+        counters: ScraperCounters,
+        *,
+        period: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client, self._slots, self._counters = client, slots, counters
+        self._period, self._clock, self._wall_clock = period, clock, wall_clock
+        self._budget = max(period, client.timeout_seconds + START_SECONDS)
+
+    async def read(self, key: Key, polls: Iterable[WorkerPoll], access: WorkerAccess) -> list[WorkerPoll]:
+        """Read the reports of all workers that are due. Return the new state of every worker.
+
+        The workers that were asked least recently go first. The round ends with its budget: workers that were not
+        asked, or whose call was cut short, carry NOT_ASKED and therefore go first in the next round.
+        """
+        ends = asyncio.get_running_loop().time() + self._budget
+        ordered = sorted(polls, key=lambda poll: poll.asked_at)
+        return await asyncio.gather(*(self._read_one(key, poll, access, ends) for poll in ordered))
+
+    async def push(self, key: Key, plans: Mapping[str, Plan], access: WorkerAccess) -> None:
+        """Push plans by address. A failed push is not repeated here: the next report shows whether it is needed."""
+        ends = asyncio.get_running_loop().time() + self._budget
+        pushes = (self._push_one(key, address, plan, access, ends) for address, plan in plans.items())
+        await asyncio.gather(*pushes)
+
+    async def _read_one(self, key: Key, poll: WorkerPoll, access: WorkerAccess, ends: float) -> WorkerPoll:
+        address = poll.target.address
+        if address is None or self._clock() < poll.not_before:
+            return poll
+        tag = poll.baseline.tag if poll.baseline else ""
+        started = self._clock()
+        try:
+            answer = await self._call(
+                key, ends, lambda: self._client.report(address, access.tokens, tag, tls=access.tls)
+            )
+            after = poll.answered(answer, started=started, at=self._wall_clock())
+        except TimeoutError:
+            self._counters.reports_failed["not_asked"] += 1
+            return poll.not_asked(at=self._wall_clock())
+        except Exception as error:
+            self._count_failure(key, poll, error)
+            return poll.failed(error, started=started, at=self._wall_clock(), period=self._period)
+        if after.reading is not None and after.reading.problem is None:
+            self._counters.reports += 1
+        else:
+            self._counters.reports_failed["bad_report"] += 1
+        return after
+
+    async def _push_one(self, key: Key, address: str, plan: Plan, access: WorkerAccess, ends: float) -> None:
+        try:
+            await self._call(key, ends, lambda: self._client.push(address, access.tokens, plan, tls=access.tls))
+        except Exception as error:
+            reason = "not_asked" if isinstance(error, TimeoutError) else failure_reason(error)
+            self._counters.pushes_failed[reason] += 1
+            text = NOT_ASKED if isinstance(error, TimeoutError) else str(error)
+            log.info("%s/%s: plan %d was not pushed to %s: %s", *key, plan.version, address, text)
+        else:
+            self._counters.pushes += 1
+
+    async def _call(self, key: Key, ends: float, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call when a slot is free. Raise TimeoutError at the end of the round's budget."""
+        async with asyncio.timeout_at(ends), self._slots.slot(key):
+            return await call()
+
+    def _count_failure(self, key: Key, poll: WorkerPoll, error: Exception) -> None:
+        self._counters.reports_failed[failure_reason(error)] += 1
+        if not isinstance(error, OperatorError):
+            log.error("%s/%s: reading the report of %s failed", *key, poll.target.name, exc_info=error)
