@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Mapping
 
@@ -37,8 +36,8 @@ class Settings(BaseModel):
     """Name of the Lease."""
     namespace: str = Field(default="default", min_length=1)
     """The operator's own namespace, which holds the Lease and the key of the admin tokens."""
-    identity: str = Field(default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(4)}")
-    """Name of this replica in the Lease."""
+    identity: str = Field(default_factory=socket.gethostname, min_length=1)
+    """Name of this replica. The Lease has it with a suffix, because a restarted process is another candidate."""
     # Words in this order: a Service named specdecode-operator-metrics would set SPECDECODE_OPERATOR_METRICS_PORT.
     port_health: int = Field(default=8080, ge=1, le=65535)
     port_metrics: int = Field(default=9090, ge=1, le=65535)

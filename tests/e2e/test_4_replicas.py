@@ -87,7 +87,7 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
     (old,) = endpoint.ready_pods()
     version = endpoint.plan().version
     assert version > 0
-    release.scale(0)
+    release.stop()
     try:
         endpoint.namespace.kubectl("delete", "pod", old, "--grace-period=0", "--force")
         (new,) = wait_for("a new worker", lambda: set(endpoint.ready_pods()) - {old}, timeout_s=120, every_s=0.5)
@@ -99,4 +99,4 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
         ):
             wait_for("the Service sends requests to it", lambda: traffic.finished >= 3, timeout_s=30)
     finally:
-        release.scale(1)
+        release.start()

@@ -34,14 +34,14 @@ def test_serving_survives_a_minute_without_the_operator(
         wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
     endpoint.set_knobs(None)
     with Traffic(url, model, concurrency=1, max_tokens=16) as traffic:
-        release.scale(0)
+        release.stop()
         gone_at = time.monotonic()
         version, dwell = endpoint.plan().version, since(endpoint)
         endpoint.patch({"speculation": {"depth": {"max": 5}}})
         time.sleep(GONE_SECONDS)
         assert traffic.finished > 5
         assert endpoint.plan().version == version, "nobody was there to change it"
-        release.scale(1)
+        release.start()
         assert time.monotonic() - gone_at >= GONE_SECONDS
         plan = wait_for("the change is applied", lambda: p if (p := endpoint.plan()).max_depth == 5 else None)
     assert not traffic.failures
@@ -68,7 +68,7 @@ def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Rel
 def test_deleting_needs_no_operator(endpoint: Endpoint, release: Release) -> None:
     """Deletion succeeds while no operator runs. This is the last test of the shared endpoint."""
     assert endpoint.children()
-    release.scale(0)
+    release.stop()
     endpoint.namespace.kubectl("delete", "sdd", endpoint.name, "--timeout=30s")
     with pytest.raises(KubectlError, match="not found"):
         endpoint.get()

@@ -44,7 +44,7 @@ SPECULATION: Manifest = {
 
 @pytest.fixture(scope="module")
 def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.scale(1)
+    release.start()
     made = resource(NAME, SPECULATION, {"template": with_knobs(EQUAL_STEPS)})
     made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
     watched.apply(made)

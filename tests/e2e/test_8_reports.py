@@ -29,7 +29,7 @@ STALE_SECONDS = 30
 @pytest.fixture(scope="module")
 def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     """Yield a deployment of four Ready pods with reports that the test controls."""
-    release.scale(1)
+    release.start()
     script = (Path(__file__).parent / "harness" / "standin.py").read_text()
     scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": {"standin.py": script}}
     watched.apply(scripts)

@@ -50,7 +50,7 @@ def metrics(cluster: Cluster) -> None:
 
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace, metrics: None) -> Iterator[Endpoint]:
-    release.scale(1)
+    release.start()
     with deployed(watched, NAME, {}, {}, scaling=ALWAYS_ONE) as endpoint:
         watched.apply(AUTOSCALER)
         yield endpoint

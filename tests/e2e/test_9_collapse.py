@@ -21,7 +21,7 @@ PAST_DRAFTS = 220
 
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.scale(1)
+    release.start()
     with deployed(watched, "pair", {}, {}, knobs=FAIR, replicas=2) as endpoint:
         wait_for("two workers", lambda: len(endpoint.ready_pods()) == 2, timeout_s=180, every_s=2)
         yield endpoint

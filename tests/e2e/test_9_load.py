@@ -23,7 +23,7 @@ BY_LOAD = knobs(steps(node_seconds=0.005, sequences=2), steps(node_seconds=0.3))
 
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.scale(1)
+    release.start()
     scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": MOST, "scaleDownWindowSeconds": 20}
     with deployed(watched, "load", {}, {"maxNumSeqs": 8}, knobs=BY_LOAD, scaling=scaling) as endpoint:
         yield endpoint

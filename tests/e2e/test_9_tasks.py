@@ -30,7 +30,7 @@ KNOWN_DRAFTS = 250
 
 @pytest.fixture
 def endpoint(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.scale(1)
+    release.start()
     tasks = [{"name": "code", "match": "Python"}]
     with deployed(watched, "tasks", {"tasks": tasks}, {}, knobs=FAIR) as endpoint:
         yield endpoint

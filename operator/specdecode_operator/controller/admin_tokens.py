@@ -78,6 +78,7 @@ class AdminTokens:
         self._clock = clock
         self._ensured: dict[str, float] = {}
         """Time of the last attempt by uid of the deployment."""
+        self._suspected: set[str] = set()
 
     def tokens(self, uid: str) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
@@ -88,12 +89,13 @@ class AdminTokens:
 
         Args:
             deployment: The deployment.
-            suspicious: A pod does not start, or a worker refuses our token.
+            suspicious: A pod does not start.
 
         Raises:
             ClusterError: The API server refused the Secret.
         """
         last = self._ensured.get(deployment.uid)
+        suspicious = suspicious or deployment.uid in self._suspected
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
         tokens = {scope: self._keys.tokens(deployment.uid, scope) for scope in SCOPES}
@@ -103,6 +105,12 @@ class AdminTokens:
         except Conflict:
             pass  # it exists; the token of a Secret that is not ours shows as a worker that answers 401
         self._ensured[deployment.uid] = self._clock()
+        self._suspected.discard(deployment.uid)
+
+    def suspect(self, uid: str) -> None:
+        """Note that a worker accepts none of the tokens."""
+        self._suspected.add(uid)
 
     def forget(self, uid: str) -> None:
         self._ensured.pop(uid, None)
+        self._suspected.discard(uid)

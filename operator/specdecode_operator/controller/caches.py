@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.controller.pod_status import worker_of, workload_of
-from specdecode_operator.kube.children import Child, ChildRecord, project_child
+from specdecode_operator.kube.children import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.informer import InformerSet
-from specdecode_operator.kube.kinds import BUDGETS, CONFIG_MAPS, PODS, SERVICES, WORKLOADS
+from specdecode_operator.kube.informer_set import InformerSet
+from specdecode_operator.kube.kinds import BUDGETS, CONFIG_MAPS, PODS, SERVICES, WORKLOADS, Child
 from specdecode_operator.types import Key, Worker, Workload
 
 CHILD_LABELS = f"{GROUP}/name"
@@ -58,12 +58,14 @@ class Caches:
 
     async def run(self) -> None:
         """List and watch until cancelled."""
-        await asyncio.gather(*(informer.run() for informer in self.informers.values()))
+        async with asyncio.TaskGroup() as group:
+            for informer in self.informers.values():
+                group.create_task(informer.run())
 
     async def wait_synced(self) -> None:
         """Return once every kind was listed."""
         for informer in self.informers.values():
-            await informer.wait_synced()
+            await informer.synced.wait()
 
     def workers(self, key: Key) -> tuple[Worker, ...]:
         """Return the worker pods of a deployment in the order of their names."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import signal
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
-from specdecode_operator import metrics
+from specdecode_operator import manifests, metrics
 from specdecode_operator.controller.admin_tokens import AdminTokens, load_keys
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.planner import Planner
@@ -24,8 +26,10 @@ from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.scraper import Scraper, Target, WorkerAccess
+from specdecode_operator.telemetry.scrape_round import WorkerAccess
+from specdecode_operator.telemetry.scraper import Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.telemetry.worker_poll import Target
 from specdecode_operator.types import Defaults, Key
 
 KEY_RETRY_SECONDS = 2.0
@@ -50,14 +54,17 @@ class Process:
         self._elector: LeaderElector | None = None
         client = await KubeClient.connect(guard=self._check_leadership)
         self._stack.push_async_callback(client.close)
-        workers = WorkerClient(proxy=settings.worker_proxy or None, ca_file=settings.worker_ca or None)
+        workers = WorkerClient(
+            proxy=settings.worker_proxy or None, ca_file=Path(settings.worker_ca) if settings.worker_ca else None
+        )
         self._stack.push_async_callback(workers.close)
         self._client, self._workers = client, workers
         self._caches = Caches(client, settings.watch_namespaces, self._child_changed)
         self._spawn(self._caches.run())
         if settings.leader_election:
+            identity = f"{settings.identity}_{secrets.token_hex(4)}"
             self._elector = LeaderElector(
-                client, namespace=settings.namespace, name=settings.lease_name, identity=settings.identity
+                client, namespace=settings.namespace, name=settings.lease_name, identity=identity
             )
             self._spawn(self._elector.run())
             self._stack.push_async_callback(self._elector.release)
@@ -178,6 +185,8 @@ class Loops:
             access=self._access,
             notify=lambda key: self.planning.add(key),
             poll_seconds=settings.poll_seconds,
+            guard=client.guard,
+            on_unauthorized=self._unauthorized,
         )
         planner = Planner(
             table, caches, defaults, decided=lambda key, changed: self.reconciling.add(key, changed=changed)
@@ -217,9 +226,19 @@ class Loops:
         """Drop everything about a deployment that is gone."""
         self._store.forget(uid)
         self._tokens.forget(uid)
-        self._scraper.forget(key)
         metrics.forget(*key)
-        self._applier.forget_deployment(key)
+        namespace, name = key
+        for child in manifests.child_names(name):
+            self._applier.forget(namespace, child)
+
+    def _unauthorized(self, key: Key) -> None:
+        """A worker accepts none of our tokens: its Secret may have been deleted or replaced."""
+        self._tokens.suspect(self._uid(key))
+        self.reconciling.add(key)
+
+    def _uid(self, key: Key) -> str:
+        state = self._table.get(key)
+        return state.resource.value["metadata"]["uid"] if state else ""
 
     def _decided(self, key: Key, changed: bool) -> None:
         self.reconciling.add(key, changed=changed)

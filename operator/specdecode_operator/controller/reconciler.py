@@ -21,11 +21,12 @@ from specdecode_operator.controller.events import notices
 from specdecode_operator.controller.mount_problems import add_mount_problems
 from specdecode_operator.controller.observation import observe
 from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
+from specdecode_operator.controller.state_loading import load_session
 from specdecode_operator.controller.status import failed_status, status_of
-from specdecode_operator.errors import ClusterError, EvictionBlocked, NotLeader, Refused
+from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS, WORKLOADS
+from specdecode_operator.kube.kinds import DEPLOYMENTS, PODS
 from specdecode_operator.state.deployment_state import DeploymentState, Failure, Pending, Published, StateTable
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.session import PackedSession
@@ -85,7 +86,9 @@ class Reconciler:
         if state is None:
             return None
         if state.session is None:
-            await self._load(key, state)
+            uid = state.resource.value["metadata"]["uid"]
+            session = await load_session(self._parts.store, self._parts.client, key, uid)
+            self._parts.table.update(key, session=PackedSession.of(session))
             self._parts.plan(key)
             return VERIFY_SECONDS
         resource = state.resource.value
@@ -114,15 +117,6 @@ class Reconciler:
             return None
         generation = resource["metadata"]["generation"]
         return parts.table.update(key, resource=Packed.of(resource), generation=generation)
-
-    async def _load(self, key: Key, state: DeploymentState) -> None:
-        """Read the stored state. After a loss of it, the running workload supplies the pod template."""
-        parts, resource = self._parts, state.resource.value
-        session = await parts.store.load_for(key, resource["metadata"]["uid"])
-        if not session.found:
-            workload = await parts.client.get(WORKLOADS, key[0], manifests.worker_name(key[1]))
-            session = manifests.recover_template(session, workload)
-        parts.table.update(key, session=PackedSession.of(session))
 
     async def _carry_out(
         self, key: Key, state: DeploymentState, resource: Mapping[str, Any], decision: Decision
@@ -179,8 +173,6 @@ class Reconciler:
             await self._parts.store.save(
                 deployment, observed.session, urgent=pending.urgent, learnt=pending.learnt, now=now
             )
-        except NotLeader:
-            raise
         except ClusterError as error:
             return _problem("ConfigMap", manifests.state_name(deployment.name), error)
         return None
@@ -189,8 +181,6 @@ class Reconciler:
         suspicious = any(not worker.leaving and not worker.ready for worker in observed.workers)
         try:
             await self._parts.tokens.ensure(deployment, suspicious=suspicious)
-        except NotLeader:
-            raise
         except ClusterError as error:
             return _problem("Secret", manifests.tokens_secret_name(deployment.name), error)
         return None
@@ -223,8 +213,6 @@ class Reconciler:
                     await client.evict(deployment.namespace, worker.name, worker.uid)
         except EvictionBlocked as error:
             log.info("%s/%s: %s", *deployment.key, error)
-        except NotLeader:
-            raise
         except ClusterError as error:
             log.warning("%s/%s: %s", *deployment.key, error)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specdecode_operator import manifests
 from specdecode_operator.state.learned import TemplateState
-from specdecode_operator.types import Defaults, Deployment, Manifest, Observation
+from specdecode_operator.types import Defaults, Deployment, Manifest, Observation, Workload
 from specdecode_worker.contract import Plan
 
 
@@ -47,8 +47,16 @@ def _template(deployment: Deployment, observed: Observation, defaults: Defaults)
 
 
 def _running_template(observed: Observation) -> TemplateState | None:
+    """Return the template of the running workload after a loss of state."""
     workload = observed.workload
-    if observed.session.found or workload is None or not workload.spec_hash:
+    if observed.session.found or workload is None:
+        return None
+    return template_of(workload)
+
+
+def template_of(workload: Workload) -> TemplateState | None:
+    """Return the template that a workload runs, or None if it does not say which spec it was made of."""
+    if not workload.spec_hash or not workload.template:
         return None
     template = dict(workload.template)
     return TemplateState(spec_hash=workload.spec_hash, template=template, image=manifests.resolved_image(template))

@@ -157,15 +157,15 @@ class KubeClient:
         path = APPLIED[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         return await self._apply(path, {**manifest, "metadata": metadata}, force=force)
 
-    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """Write the whole status; fields of an earlier status that it lacks are removed."""
+    async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the whole status; fields of an earlier status that it lacks are removed. Return the resource."""
         body = {
             "apiVersion": DEPLOYMENTS.api_version,
             "kind": DEPLOYMENTS.kind,
             "metadata": {"name": name, "namespace": namespace},
             "status": dict(status),
         }
-        await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, force=True)
+        return await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, force=True)
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
         """Merge a change into an object. An object that is gone is no error."""

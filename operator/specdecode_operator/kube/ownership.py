@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.kube.children import ChildRecord, controller_of
 from specdecode_operator.types import ChildProblem, Manifest
 
-NOT_OWNED, REFUSED, UNAVAILABLE = "NotOwned", "Refused", "Unavailable"
+NOT_OWNED: Final = "NotOwned"
+REFUSED: Final = "Refused"
+UNAVAILABLE: Final = "Unavailable"
 """Reasons of a ChildProblem."""
 
 

@@ -13,6 +13,7 @@ import httpx
 from harness.kube import Namespace
 from kube import KubectlError, Manifest, wait_for
 
+from specdecode_operator.state.learned import read_state
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 
 CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
@@ -53,7 +54,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             },
             "speculation": speculation,
             "workers": {
-                "gpu": False,
+                "accelerator": {"count": 0},
                 "maxNumSeqs": 4,
                 "kvCacheTokens": 4096,
                 "resources": resources,
@@ -179,10 +180,13 @@ class Endpoint:
                     client.put(Route.synthetic, content=knobs.model_dump_json()).raise_for_status()
 
     def state(self) -> Any:
-        """Return the deployment state that the operator persisted for this deployment."""
-        data = self.namespace.get("configmap", f"{self.name}-state")["data"]
-        return json.loads(data["memory.json"])
+        """Return the state that the operator persisted for this deployment, as a document."""
+        config_map = self.namespace.get("configmap", f"{self.name}-state")
+        uid = config_map["metadata"]["ownerReferences"][0]["uid"]
+        learned = read_state(config_map["data"], uid, is_owned=True).learned
+        assert learned is not None, f"{self.name}-state cannot be read"
+        return learned.model_dump(mode="json")
 
     def _token(self) -> str:
-        data = self.namespace.get("secret", f"{self.name}-admin")["data"]
-        return base64.b64decode(data["token"]).decode()
+        data = self.namespace.get("secret", f"{self.name}-tokens")["data"]
+        return base64.b64decode(data["operator"]).decode().split()[0]

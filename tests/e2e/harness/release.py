@@ -43,6 +43,10 @@ class Crd:
             self._cluster.kubectl("delete", "crd", CRD)
 
 
+REPLICAS = 2
+"""Replicas of the operator, as the chart has them: one leads, one stands by."""
+
+
 class Release:
     """The chart, installed for one watched namespace."""
 
@@ -65,7 +69,7 @@ class Release:
         }
         flags = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
         self._helm("install", self.name, str(CHART), *flags)
-        wait_for("the operator runs", lambda: self._settled(1), timeout_s=90)
+        wait_for("the operator runs", lambda: self._settled(REPLICAS), timeout_s=90)
 
     def test(self) -> str:
         return self._helm("test", self.name, "--logs", "--timeout", "90s")
@@ -73,18 +77,33 @@ class Release:
     def uninstall(self) -> None:
         self._helm("uninstall", self.name, "--ignore-not-found")
 
-    def scale(self, replicas: int) -> None:
-        """Scale the operator and return once exactly this many replicas run."""
+    def stop(self) -> None:
+        """Scale the operator to zero and return once no replica runs."""
+        self._scale(0)
+
+    def start(self) -> None:
+        """Scale the operator up again and return once all replicas run."""
+        self._scale(REPLICAS)
+
+    def _scale(self, replicas: int) -> None:
         self.namespace.kubectl("scale", "deployment", self.deployment, f"--replicas={replicas}")
         wait_for(f"{replicas} operators run", lambda: self._settled(replicas), timeout_s=90)
 
     def pod(self) -> str:
-        (pod,) = self._pods()
-        return str(pod["metadata"]["name"])
+        """Return the name of the leader's pod."""
+        names = [pod["metadata"]["name"] for pod in self._pods()]
+
+        def leader() -> str:
+            holder = self.namespace.get("lease", self.deployment)["spec"].get("holderIdentity") or ""
+            return next((name for name in names if holder.startswith(name)), "")
+
+        return wait_for("a replica leads", leader, timeout_s=40)
 
     def logs(self) -> str:
+        """Return the logs of all replicas."""
         try:
-            return self.namespace.kubectl("logs", f"deployment/{self.deployment}", "--tail", "-1")
+            names = [pod["metadata"]["name"] for pod in self._pods()]
+            return "\n".join(self.namespace.kubectl("logs", name, "--tail", "-1") for name in names)
         except KubectlError as error:
             return str(error)
 

@@ -1,0 +1,31 @@
+"""Reads the stored state of a deployment that this process sees for the first time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specdecode_operator import manifests
+from specdecode_operator.controller.pod_status import workload_of
+from specdecode_operator.decision.materialise_stage import template_of
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import WORKLOADS
+from specdecode_operator.state.session import Session
+from specdecode_operator.state.store import StateStore
+from specdecode_operator.types import Key
+
+
+async def load_session(store: StateStore, client: KubeClient, key: Key, uid: str) -> Session:
+    """Return the stored state.
+
+    After a loss of the state, the pod template is taken from the running workload, so that no pod is rolled for it: the
+    informer caches have workloads without their templates.
+
+    Raises:
+        ClusterError: The API server did not answer.
+    """
+    session = await store.load(key, uid)
+    if session.found:
+        return session
+    workload = await client.get(WORKLOADS, key[0], manifests.worker_name(key[1]))
+    template = template_of(workload_of(workload)) if workload else None
+    return replace(session, learned=session.learned.model_copy(update={"template": template}))

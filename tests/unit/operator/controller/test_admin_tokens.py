@@ -1,0 +1,97 @@
+"""Derived admin tokens: their independence, rotation, and when a Secret is created again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from fleet import deployment_with
+
+from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, derive_token, load_keys
+from specdecode_operator.errors import ClusterError, Conflict, Refused
+from specdecode_operator.kube.client import KubeClient
+
+
+class Secrets:
+    """Secrets of an API server that allows `create` alone in users' namespaces."""
+
+    def __init__(self) -> None:
+        self.created: list[dict[str, Any]] = []
+        self.stored: dict[str, Any] | None = None
+        self.error: Exception | None = None
+
+    async def create(self, kind: object, manifest: dict[str, Any]) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        self.created.append(manifest)
+        return {**manifest, "data": {"current": "a2V5"}}
+
+    async def get(self, kind: object, namespace: str, name: str) -> dict[str, Any] | None:
+        return self.stored
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_tokens_differ_by_key_deployment_and_scope() -> None:
+    tokens = {
+        derive_token(key, uid, scope) for key in (b"1", b"2") for uid in ("a", "b") for scope in ("operator", "router")
+    }
+    assert len(tokens) == 8
+    assert all(len(token) == 43 for token in tokens)
+    assert derive_token(b"1", "a", "operator") == derive_token(b"1", "a", "operator")
+
+
+def test_during_a_rotation_both_tokens_are_valid_and_the_new_one_comes_first() -> None:
+    before = TokenKeys(b"old").tokens("u", "operator")
+    during = TokenKeys(b"new", b"old").tokens("u", "operator")
+    assert during[1:] == before
+    assert during[0] != before[0]
+
+
+async def test_a_secret_is_created_once_and_again_only_on_suspicion() -> None:
+    api, clock, deployment = Secrets(), Clock(), deployment_with()
+    tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)
+    await tokens.ensure(deployment, suspicious=False)
+    await tokens.ensure(deployment, suspicious=False)
+    await tokens.ensure(deployment, suspicious=True)
+    assert len(api.created) == 1, "within ten seconds nothing is tried again"
+    clock.now = 11
+    await tokens.ensure(deployment, suspicious=False)
+    assert len(api.created) == 1, "a deployment at rest writes nothing"
+    await tokens.ensure(deployment, suspicious=True)
+    clock.now = 30
+    tokens.suspect(deployment.uid)
+    await tokens.ensure(deployment, suspicious=False)
+    assert len(api.created) == 3
+    await tokens.ensure(replace(deployment, uid="another"), suspicious=False)
+    assert len(api.created) == 4
+    assert api.created[0] == api.created[2], "the same tokens are written again"
+
+
+async def test_a_refused_secret_is_reported_and_tried_again() -> None:
+    api, deployment = Secrets(), deployment_with()
+    tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), Clock())
+    api.error = Refused("exceeded quota")
+    with pytest.raises(Refused, match="quota"):
+        await tokens.ensure(deployment, suspicious=False)
+    api.error = Conflict("it exists")
+    await tokens.ensure(deployment, suspicious=False)
+    api.error = Refused("not asked for again")
+    await tokens.ensure(deployment, suspicious=False)
+
+
+async def test_the_key_is_read_or_created() -> None:
+    api = Secrets()
+    assert (await load_keys(cast("KubeClient", api), "home")).current == b"key"
+    api.stored = {"data": {"current": "bmV3", "previous": "b2xk"}}
+    assert await load_keys(cast("KubeClient", api), "home") == TokenKeys(b"new", b"old")
+    api.stored = {"data": {"other": "bmV3"}}
+    with pytest.raises(ClusterError, match="has no key 'current'"):
+        await load_keys(cast("KubeClient", api), "home")

@@ -1,0 +1,87 @@
+"""Watch events of our kind: which of them change the state table, and which start a decision."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION
+from specdecode_operator.controller.process import Loops, Process
+from specdecode_operator.settings import Settings
+
+KEY = ("ns", "a")
+
+
+def resource(generation: int = 1, version: int = 1, uid: str = "u1", **annotations: str) -> dict[str, Any]:
+    metadata = {
+        "namespace": "ns",
+        "name": "a",
+        "uid": uid,
+        "generation": generation,
+        "resourceVersion": str(version),
+        "annotations": annotations,
+    }
+    return {"metadata": metadata, "spec": {}, "status": {"version": version}}
+
+
+class Recorded:
+    """Loops that record what they are told."""
+
+    def __init__(self) -> None:
+        self.changed = 0
+        self.forgotten: list[str] = []
+
+    def resource_changed(self, key: object) -> None:
+        self.changed += 1
+
+    def forget(self, key: object, uid: str) -> None:
+        self.forgotten.append(uid)
+
+
+def started() -> tuple[Process, Recorded]:
+    process, loops = Process(Settings()), Recorded()
+    process._loops = cast("Loops", loops)
+    return process, loops
+
+
+def test_changes_by_users_start_a_decision_and_our_own_status_does_not() -> None:
+    process, loops = started()
+    counts = []
+    for event, found in (
+        (None, resource()),
+        ("MODIFIED", resource(version=2)),
+        ("MODIFIED", resource(version=3, **{"kubectl.kubernetes.io/restartedAt": "now"})),
+        ("MODIFIED", resource(2, version=4)),
+        ("MODIFIED", resource(2, version=5, **{PIN_ANNOTATION: "chain:2"})),
+        ("MODIFIED", resource(2, version=6, **{PAUSED_ANNOTATION: "true"})),
+        ("ADDED", resource(version=7, uid="u2")),
+    ):
+        process.resource_event(event, found)
+        counts.append(loops.changed)
+    assert counts == [1, 1, 1, 2, 3, 4, 5]
+    assert loops.forgotten == ["u1"]
+
+
+def test_an_event_older_than_the_known_resource_is_ignored() -> None:
+    process, _ = started()
+    process.resource_event(None, resource(version=10))
+    process.resource_event("MODIFIED", resource(version=9))
+    state = process._table.get(KEY)
+    assert state is not None
+    assert state.resource.value["status"]["version"] == 10
+
+
+def test_a_deleted_deployment_is_forgotten_whatever_the_event_is_called() -> None:
+    for event, deletion in (("DELETED", None), ("MODIFIED", "now")):
+        process, loops = started()
+        process.resource_event(None, resource())
+        found = resource(version=2)
+        found["metadata"]["deletionTimestamp"] = deletion
+        process.resource_event(event, found)
+        assert process._table.get(KEY) is None
+        assert loops.forgotten == ["u1"]
+
+
+def test_a_standby_follows_resources_without_deciding() -> None:
+    process = Process(Settings())
+    process.resource_event(None, resource())
+    assert process._table.get(KEY) is not None
