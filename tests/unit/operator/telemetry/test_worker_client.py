@@ -82,16 +82,16 @@ async def test_the_deadline_bounds_all_tokens_together(workers: SocketWorkers, h
         await hasty_client.report(address, ("a", "b", "c"))
 
 
-async def test_calls_do_not_wait_for_calls_that_hang(workers: SocketWorkers, hasty_client: WorkerClient) -> None:
+async def test_calls_do_not_wait_for_calls_that_hang(workers: SocketWorkers, client: WorkerClient) -> None:
     """The connector of the HTTP library would otherwise open a hundred connections at most."""
     silent, working = await workers.add(hanging), await workers.add(GoodWorker())
-    calls = [asyncio.create_task(hasty_client.report(silent, "secret")) for _ in range(120)]
-    await asyncio.sleep(0)
-    started = time.monotonic()
-    await hasty_client.report(working, "secret")
-    assert time.monotonic() - started < DEADLINE_SECONDS
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(result, WorkerTimeout) for result in results)
+    calls = [asyncio.create_task(client.report(silent, "secret")) for _ in range(120)]
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(10):
+        await client.report(working, "secret")
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_a_closed_port_is_unreachable(client: WorkerClient) -> None:
