@@ -1,5 +1,7 @@
-"""Sums of what was counted, with their arithmetic: moments of steps, hits of drafts, traffic and requests. Pure; all
-that estimates anything is made of them."""
+"""Sums of counters with their arithmetic: moments of steps, hits of drafts, traffic and requests. Pure.
+
+All estimates are made of these sums.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from specdecode_worker.contract import FEATURES, StepCell
 
 K = len(FEATURES)
 PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
-"""Positions of the upper triangle of x x', row by row, as StepCell sums it."""
+"""Positions (row, column) of the upper triangle of x x', row by row, in the order of ``StepCell.xx``."""
 
 
 class Kind(Protocol):
-    """What says of which kind its steps are: a StepCell of a report, or what is remembered of such cells."""
+    """Object that names a kind of step: a StepCell of a report, or a stored cell of the step time model."""
 
     @property
     def tokens_bucket(self) -> int: ...
@@ -30,7 +32,7 @@ class Kind(Protocol):
 
 
 class CellKey(NamedTuple):
-    """One kind of step, as StepCell names it."""
+    """Kind of step, by the fields of StepCell that name it."""
 
     tokens_bucket: int
     draft_passes: int
@@ -39,17 +41,20 @@ class CellKey(NamedTuple):
 
     @classmethod
     def of(cls, cell: Kind) -> Self:
+        """Return the kind of the steps of a cell."""
         return cls(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket)
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over steps of one kind: count, t, t^2, emitted tokens, then x (K), x t (K) and x x' (upper triangle)."""
+    """Sums over steps of one kind."""
 
     values: tuple[float, ...]
+    """count, t, t^2, emitted tokens, then x (K), x t (K) and x x' (upper triangle). t is the step time in seconds."""
 
     @classmethod
     def of_cell(cls, cell: StepCell) -> Self:
+        """Return the sums of a cell of a report."""
         return cls((cell.count, cell.t, cell.tt, cell.emitted, *cell.x, *cell.xt, *cell.xx))
 
     @property
@@ -58,6 +63,7 @@ class Moments:
 
     @property
     def weight(self) -> float:
+        """Number of observations, by the name that all sums share."""
         return self.count
 
     @property
@@ -89,6 +95,7 @@ class Moments:
         return tuple(value / self.count for value in self.x)
 
     def mean_of(self, feature: int) -> float:
+        """Return the mean of one feature, by its index in FEATURES."""
         return self.values[4 + feature] / self.count
 
     @property
@@ -97,7 +104,7 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Of one step's seconds."""
+        """Variance of the step time, in seconds^2."""
         return max(0.0, self.seconds_squared / self.count - self.mean_seconds**2)
 
     def plus(self, other: Moments) -> Moments:
@@ -110,25 +117,29 @@ class Moments:
         return Moments(tuple([value * factor for value in self.values]))
 
     def taking(self, factor: float) -> Moments:
-        """The same steps, had each taken ``factor`` times as long."""
+        """Return the sums as they were if every step had taken ``factor`` times as long."""
         count, seconds, squared, emitted = self.values[:4]
         sums = (count, factor * seconds, factor**2 * squared, emitted)
         return Moments((*sums, *self.x, *(factor * value for value in self.xt), *self.xx))
 
     def with_emitted(self, tokens: float) -> Moments:
+        """Return the sums with another number of emitted tokens."""
         return Moments((*self.values[:3], tokens, *self.values[4:]))
 
 
 class Hits(NamedTuple):
-    """How often the draft's first choice was the target's token, of how many; and how often a later choice was."""
+    """Ranks of the target's token among the draft's candidates."""
 
     hits: float
+    """Observations in which the draft's first candidate was the target's token."""
     total: float
+    """All observations."""
     ranks: tuple[float, ...] = ()
-    """Ranks 1, 2, ...; trailing zeros may be left out."""
+    """Observations of ranks 1, 2, ...; trailing zeros may be left out."""
 
     @property
     def weight(self) -> float:
+        """Number of observations, by the name that all sums share."""
         return self.total
 
     def plus(self, other: Hits) -> Hits:
@@ -144,7 +155,7 @@ class Hits(NamedTuple):
 
 
 class TrafficSums(NamedTuple):
-    """What came in and went out."""
+    """Requests and tokens that were received and completed."""
 
     arrivals: float
     finished: float
@@ -163,7 +174,7 @@ class TrafficSums(NamedTuple):
 
 
 class RequestSums(NamedTuple):
-    """Sums over finished requests of accepted tokens a and drafts d."""
+    """Sums over ``n`` finished requests of their accepted tokens a, their drafts d, and the products of the two."""
 
     n: float
     a: float
@@ -190,14 +201,14 @@ Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments)
 Key = TypeVar("Key")
 
 
-def merged(found: Iterable[Mapping[Key, Sum]]) -> dict[Key, Sum]:
-    """Sums of all, key by key."""
-    return summed(pair for sums in found for pair in sums.items())
+def merged(mappings: Iterable[Mapping[Key, Sum]]) -> dict[Key, Sum]:
+    """Return the sums of all mappings, key by key."""
+    return summed(pair for sums in mappings for pair in sums.items())
 
 
 def summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
-    """Several cells of one key are added up."""
-    found: dict[Key, Sum] = {}
+    """Return the sum of all cells of each key."""
+    sums: dict[Key, Sum] = {}
     for key, value in cells:
-        found[key] = found[key].plus(value) if key in found else value
-    return found
+        sums[key] = sums[key].plus(value) if key in sums else value
+    return sums

@@ -1,7 +1,7 @@
-"""What workers did between two readings: differences of their counters. Pure; read by planning, scaling and status.
+"""Differences of workers' counters between two readings. Pure; used by planning, scaling and status.
 
-A report's counters only rise within one boot, so any two readings can be subtracted; a new ``boot_id`` makes the
-later reading a baseline of its own and costs one poll of that worker, never the others.
+The counters of a report only rise within one boot, so that any two readings can be subtracted. After a restart of the
+worker (a new ``boot_id``) the later reading is the new baseline; this costs one poll of that worker and none of others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specdecode_worker.contract import Buckets, Report, StepCell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one worker, or the fleet, did between two polls."""
+    """Counts of one worker, or of the fleet, between two polls."""
 
     at: float = 0
-    """When the later reading was taken, operator's clock."""
+    """Time of the later reading on the operator's clock, in seconds since the epoch."""
     draft: str = ""
     drafts: int = 0
     draft_tokens: int = 0
@@ -36,38 +36,46 @@ class Delta:
     plain_steps: int = 0
     output_tokens: int = 0
     running: float = 0
-    """Mean running requests: request-seconds per second, summed over workers."""
+    """Mean number of running requests (request-seconds per second), summed over workers."""
     waiting: float = 0
+    """Mean number of waiting requests, summed over workers."""
     seconds: float = 0
-    """Workers' clock, averaged over workers."""
+    """Time between the readings on the workers' clocks, averaged over workers."""
     acceptance: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
-    """By (task, depth), along the main path."""
+    """By (task, depth), at positions whose path to the root has rank 0 throughout."""
     siblings: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
-    """The same where the path to the parent passed a sibling."""
+    """By (task, depth), at positions whose path to the root passes a sibling."""
     traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody asked for anything and nothing was tried meanwhile."""
+        """True if there was neither a request nor a step."""
         traffic = any(any(sums) for sums in self.traffic.values())
         return not (self.steps or self.drafts or self.plain_steps or self.output_tokens or self.running or traffic)
 
     def taking(self, factor: float) -> Delta:
-        """The same, had every step taken ``factor`` times as long."""
+        """Return the delta as it were if every step had taken ``factor`` times as long."""
         return replace(self, steps={key: moments.taking(factor) for key, moments in self.steps.items()})
 
     def without_acceptance(self) -> Delta:
-        """Load and cost alone."""
+        """Return the delta with load and step times only."""
         return replace(self, acceptance={}, siblings={}, requests={})
 
 
 def difference(before: Report, after: Report, *, at: float, buckets: Buckets) -> Delta | None:
-    """What the worker did in between; None when the two cannot be subtracted (a new boot, a clock that stood still).
+    """Return the counts of one worker between two readings.
 
-    Steps are left out when the worker counts them in other context buckets than ``buckets``: after a change of the
-    plan's edges its cells mean something else.
+    Return None if the readings cannot be subtracted: the worker restarted, its clock did not advance, or a counter
+    fell. Steps are left out if the worker counts them in other context buckets than ``buckets``: after a change of the
+    plan's edges its cells are not comparable.
+
+    Args:
+        before: Earlier reading.
+        after: Later reading of the same worker.
+        at: Time of the later reading on the operator's clock, in seconds since the epoch.
+        buckets: Buckets of the present plan.
     """
     seconds = after.clock_seconds - before.clock_seconds
     if before.boot_id != after.boot_id or seconds <= 0 or went_backwards(before, after):
@@ -93,55 +101,55 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
 
 
 def went_backwards(before: Report, after: Report) -> str | None:
-    """The first counter that fell within one boot, or None."""
+    """Return the name of the first counter that fell, or None. The readings must be of the same boot."""
     names = ("clock_seconds", "drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds")
     return next((name for name in names if getattr(after, name) < getattr(before, name)), None)
 
 
 def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
-    """One poll of all workers as one Delta. What was done with another draft than ``draft`` counts as load alone."""
-    found = list(deltas)
-    if not found:
+    """Return one poll of all workers as one Delta. Workers with another draft than ``draft`` add to the load only."""
+    polled = list(deltas)
+    if not polled:
         return Delta(at=at, draft=draft)
     return replace(
-        _added([delta for delta in found if delta.draft == draft]),
+        _added([delta for delta in polled if delta.draft == draft]),
         at=at,
         draft=draft,
-        output_tokens=sum(delta.output_tokens for delta in found),
-        traffic=merged(delta.traffic for delta in found),
-        running=sum(delta.running for delta in found),
-        waiting=sum(delta.waiting for delta in found),
-        seconds=sum(delta.seconds for delta in found) / len(found),
+        output_tokens=sum(delta.output_tokens for delta in polled),
+        traffic=merged(delta.traffic for delta in polled),
+        running=sum(delta.running for delta in polled),
+        waiting=sum(delta.waiting for delta in polled),
+        seconds=sum(delta.seconds for delta in polled) / len(polled),
     )
 
 
 def over(window: Iterable[Delta]) -> Delta:
-    """Polls one after the other as one Delta; running and waiting become means over the window's time."""
-    found = list(window)
-    seconds = sum(delta.seconds for delta in found)
+    """Return consecutive polls as one Delta. Running and waiting requests become means over the time of the window."""
+    polls = list(window)
+    seconds = sum(delta.seconds for delta in polls)
     return replace(
-        _added(found),
-        running=sum(delta.running * delta.seconds for delta in found) / seconds if seconds else 0,
-        waiting=sum(delta.waiting * delta.seconds for delta in found) / seconds if seconds else 0,
+        _added(polls),
+        running=sum(delta.running * delta.seconds for delta in polls) / seconds if seconds else 0,
+        waiting=sum(delta.waiting * delta.seconds for delta in polls) / seconds if seconds else 0,
         seconds=seconds,
     )
 
 
-def _added(found: Sequence[Delta]) -> Delta:
-    """Counts and sums of all of them; the draft is the last one's that names any."""
+def _added(deltas: Sequence[Delta]) -> Delta:
+    """Return the sums of all counts. The draft is that of the last delta that names one."""
     return Delta(
-        at=max((delta.at for delta in found), default=0),
-        draft=next((delta.draft for delta in reversed(found) if delta.draft), ""),
-        drafts=sum(delta.drafts for delta in found),
-        draft_tokens=sum(delta.draft_tokens for delta in found),
-        accepted_tokens=sum(delta.accepted_tokens for delta in found),
-        plain_steps=sum(delta.plain_steps for delta in found),
-        output_tokens=sum(delta.output_tokens for delta in found),
-        acceptance=merged(delta.acceptance for delta in found),
-        siblings=merged(delta.siblings for delta in found),
-        traffic=merged(delta.traffic for delta in found),
-        requests=merged(delta.requests for delta in found),
-        steps=merged(delta.steps for delta in found),
+        at=max((delta.at for delta in deltas), default=0),
+        draft=next((delta.draft for delta in reversed(deltas) if delta.draft), ""),
+        drafts=sum(delta.drafts for delta in deltas),
+        draft_tokens=sum(delta.draft_tokens for delta in deltas),
+        accepted_tokens=sum(delta.accepted_tokens for delta in deltas),
+        plain_steps=sum(delta.plain_steps for delta in deltas),
+        output_tokens=sum(delta.output_tokens for delta in deltas),
+        acceptance=merged(delta.acceptance for delta in deltas),
+        siblings=merged(delta.siblings for delta in deltas),
+        traffic=merged(delta.traffic for delta in deltas),
+        requests=merged(delta.requests for delta in deltas),
+        steps=merged(delta.steps for delta in deltas),
     )
 
 
@@ -150,13 +158,16 @@ def _output(report: Report) -> int:
 
 
 def _acceptance(before: Report, after: Report, parent: str) -> dict[tuple[str, int], Hits]:
-    """Greedy and sampled together: the mix that was measured is the mix that is planned for."""
+    """Return the difference of acceptance counts.
+
+    Greedy and sampled tokens are added: plans are made for the same mix as was measured.
+    """
     drafts = _loaded(after)
     return _difference(_hits(before, drafts, parent), _hits(after, drafts, parent))
 
 
 def _loaded(report: Report) -> set[str]:
-    """Hashes of the drafts that run. A task uses one of them; counters of others stand still."""
+    """Return the hashes of the running drafts. Counters of other drafts do not change."""
     return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
 
 
@@ -192,13 +203,16 @@ def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
 
 
 def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
-    """Between two polls a worker runs few of the kinds of steps that it has ever run: the others are not looked at."""
-    known = [(CellKey.of(cell), cell) for cell in before.steps]
-    cells = [(CellKey.of(cell), cell) for cell in after.steps]
-    counts = {key: cell.count for key, cell in known}
-    moved = {key for key, cell in cells if counts.get(key) != cell.count}
-    found = _difference(_cells(known, moved), _cells(cells, moved))
-    return {key: moments for key, moments in found.items() if moments.count > 0}
+    """Return the difference of step cells.
+
+    Between two polls a worker runs few of all kinds of steps, so that cells with the same count are skipped.
+    """
+    earlier = [(CellKey.of(cell), cell) for cell in before.steps]
+    later = [(CellKey.of(cell), cell) for cell in after.steps]
+    counts = {key: cell.count for key, cell in earlier}
+    changed = {key for key, cell in later if counts.get(key) != cell.count}
+    differences = _difference(_cells(earlier, changed), _cells(later, changed))
+    return {key: moments for key, moments in differences.items() if moments.count > 0}
 
 
 def _cells(cells: Iterable[tuple[CellKey, StepCell]], keys: Collection[CellKey]) -> dict[CellKey, Moments]:
@@ -206,10 +220,12 @@ def _cells(cells: Iterable[tuple[CellKey, StepCell]], keys: Collection[CellKey])
 
 
 def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
-    """What ``after`` has more than ``before``; a cell that the worker dropped in between counts from zero, and one
-    that fell says nothing."""
-    found = {key: value.minus(before[key]) if key in before else value for key, value in after.items()}
-    return {key: value for key, value in found.items() if _has_risen(value)}
+    """Return ``after`` minus ``before``, key by key.
+
+    A cell that is not in ``before`` counts from zero. A cell that fell is left out.
+    """
+    differences = {key: value.minus(before[key]) if key in before else value for key, value in after.items()}
+    return {key: value for key, value in differences.items() if _has_risen(value)}
 
 
 def _has_risen(value: Hits | RequestSums | TrafficSums | Moments) -> bool:

@@ -33,7 +33,7 @@ class WorkerAccess:
     tokens: tuple[str, ...] = field(default=(), repr=False)
     """Admin tokens, the current one first."""
     tls: bool = False
-    """Whether the admin ports serve https."""
+    """True if the admin ports serve https."""
 
 
 @dataclass(slots=True)

@@ -37,8 +37,9 @@ class ScrapeLimits:
     """Limits of open calls to workers."""
 
     total: int = 256
-    """Of all deployments; it bounds open files and the memory of answers (64 KiB each)."""
+    """Limit for all deployments together. It bounds open files, and the memory of answers of at most 64 KiB each."""
     per_deployment: int = 16
+    """Limit for one deployment: a sixteenth of the total, so that a few hanging ones leave slots to the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class WorkerClient:
         except TimeoutError as error:
             raise WorkerTimeout(f"{address}: no complete answer within {self.timeout_seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise WorkerUnreachable(f"{address}: {error!r}") from error
+            raise WorkerUnreachable(f"{address}: {str(error) or repr(error)}") from error
         if answer.status >= 300 and answer.status != 304:
             described = f"{request.method} {request.route} answered {answer.status}: {answer.body[:200]!r}"
             raise WorkerError(f"{address}: {described}")

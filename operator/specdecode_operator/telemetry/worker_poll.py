@@ -46,11 +46,11 @@ class WorkerPoll:
     not_before: float = 0
     """The worker is not asked before this time."""
     is_unauthorized: bool = False
-    """Whether the latest call failed because the worker accepts none of the tokens."""
+    """True if the latest call failed because the worker accepts none of the tokens."""
 
     @property
     def has_report(self) -> bool:
-        """Whether the latest attempt brought a report."""
+        """True if the latest attempt brought a report."""
         return self.reading is not None and self.reading.baseline is not None
 
     def follow(self, target: Target) -> WorkerPoll:

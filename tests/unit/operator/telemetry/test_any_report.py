@@ -122,7 +122,7 @@ RISING = ("drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_r
 
 
 def later(before: Report | None, after: Report) -> Report:
-    """What is compared at all: counters of a worker that rise. Its cells may do what they like."""
+    """Return the report with counters above those of ``before``. Its cells may change in any way."""
     if before is None or before.boot_id != after.boot_id:
         return after
     return after.model_copy(update={name: getattr(before, name) + getattr(after, name) for name in RISING})

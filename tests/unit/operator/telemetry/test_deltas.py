@@ -1,0 +1,76 @@
+"""Differences of counters: readings that can be subtracted, and the sum over the fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import SimulatedWorker, Truth
+
+from specdecode_operator.telemetry.counters import Hits
+from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over
+from specdecode_worker.contract import Buckets, Plan, PlanState, Report
+
+BUCKETS = Buckets()
+
+
+def readings(**change: Any) -> tuple[Report, Report]:
+    worker = SimulatedWorker(Truth(sequences=2, waiting=3), plan=Plan(max_depth=5))
+    worker.run(4)
+    before = worker.report()
+    worker.run(5)
+    return before, worker.report().model_copy(update=change)
+
+
+def test_a_difference_has_the_counts_between_two_readings() -> None:
+    before, after = readings()
+    result = difference(before, after, at=100, buckets=BUCKETS)
+    assert result is not None
+    assert result.seconds == pytest.approx(after.clock_seconds - before.clock_seconds)
+    assert result.drafts == after.drafts - before.drafts
+    assert (result.running, result.waiting) == (pytest.approx(2), pytest.approx(3))
+    assert sum(moments.count for moments in result.steps.values()) == sum(c.count for c in after.steps) - sum(
+        c.count for c in before.steps
+    )
+    assert result.acceptance[("other", 1)].total == sum(after.acceptance[0].ranks) - sum(before.acceptance[0].ranks)
+
+
+@pytest.mark.parametrize(
+    "change", [{"boot_id": "another"}, {"clock_seconds": 0.0}, {"drafts": 0}, {"running_request_seconds": 0.0}], ids=str
+)
+def test_readings_that_cannot_be_subtracted(change: dict[str, Any]) -> None:
+    before, after = readings(**change)
+    assert difference(before, after, at=100, buckets=BUCKETS) is None
+
+
+def test_cells_of_other_context_edges_are_left_out() -> None:
+    before, after = readings(plan=PlanState(buckets=Buckets(context=(99,))))
+    result = difference(before, after, at=100, buckets=BUCKETS)
+    assert result is not None
+    assert result.steps == {}
+    assert result.drafts > 0
+
+
+def test_acceptance_of_another_draft_is_no_evidence() -> None:
+    before, after = readings()
+    other = tuple(cell.model_copy(update={"draft": "old"}) for cell in after.acceptance)
+    result = difference(before, after.model_copy(update={"acceptance": other}), at=1, buckets=BUCKETS)
+    assert result is not None
+    assert result.acceptance == {}
+
+
+def delta(draft: str = "d", **fields: Any) -> Delta:
+    return Delta(**{"draft": draft, "seconds": 5.0, "running": 2.0, "drafts": 10, **fields})
+
+
+def test_the_fleet_adds_workers_and_leaves_other_drafts_out() -> None:
+    mine = delta(acceptance={("other", 1): Hits(3, 5)})
+    result = fleet([mine, mine, delta("canary", drafts=99)], at=7, draft="d")
+    assert (result.at, result.drafts, result.running, result.seconds) == (7, 20, 6, 5)
+    assert result.acceptance[("other", 1)] == Hits(6, 10)
+
+
+def test_a_window_averages_load_over_time() -> None:
+    result = over([delta(running=1.0, seconds=1.0), delta(running=4.0, seconds=3.0)])
+    assert (result.running, result.seconds, result.drafts) == (pytest.approx(3.25), 4, 20)
+    assert over([]).seconds == 0

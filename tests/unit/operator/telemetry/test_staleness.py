@@ -1,0 +1,65 @@
+"""Stale reports are counted by rounds of the scraper, not by planner ticks."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdecode_operator.state.deployment_state import Readings, WorkerReading
+from specdecode_operator.telemetry.staleness import STALE_LOOKS, SilentWorker, silent_workers, stale_workers
+from specdecode_operator.types import Worker
+
+POD = Worker(name="pod-1", uid="u1", address="10.0.0.1", ready=True)
+
+
+def failed(number: int, at: float, problem: str = "no answer") -> Readings:
+    return Readings(at=at, round=number, by_uid={"u1": WorkerReading(at=at, problem=problem)})
+
+
+def after(*rounds: Readings, ticks: int = 1, workers: tuple[Worker, ...] = (POD,)) -> dict[str, str]:
+    """Return the stale workers after these rounds, with so many planner ticks after each."""
+    silent: dict[str, SilentWorker] = {}
+    for readings in rounds:
+        for _ in range(ticks):
+            silent = silent_workers(workers, readings, silent)
+    return stale_workers(workers, rounds[-1], silent)
+
+
+def test_a_worker_is_stale_after_rounds_and_time() -> None:
+    rounds = [failed(number, 100 + 15 * number) for number in range(1, 4)]
+    assert after(*rounds[:2]) == {}
+    assert after(*rounds) == {"pod-1": "no answer"}
+
+
+def test_ticks_between_rounds_do_not_count() -> None:
+    assert after(failed(1, 100), failed(2, 140), ticks=10 * STALE_LOOKS) == {}
+
+
+def test_many_rounds_in_a_short_time_are_not_stale() -> None:
+    assert after(*(failed(number, 100 + number) for number in range(1, 20))) == {}
+
+
+def test_the_first_reason_is_shown() -> None:
+    rounds = [failed(number, 100 + 30 * number, f"attempt {number}") for number in range(1, 5)]
+    assert after(*rounds) == {"pod-1": "attempt 1"}
+
+
+def test_a_report_ends_the_silence() -> None:
+    rounds = [failed(number, 100 + 30 * number) for number in range(1, 5)]
+    fresh = Readings(at=250, round=5, by_uid={"u1": WorkerReading(at=250)})
+    assert after(*rounds, fresh) == {}
+    assert after(*rounds, fresh, failed(6, 280)) == {}
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"leaving": True}])
+def test_only_ready_workers_that_stay_are_stale(change: dict[str, bool]) -> None:
+    worker = Worker(**{"name": "pod-1", "uid": "u1", "address": "10.0.0.1", "ready": True, **change})
+    assert after(*(failed(number, 100 + 30 * number) for number in range(1, 5)), workers=(worker,)) == {}
+
+
+def test_a_ready_worker_without_any_reading_is_silent() -> None:
+    rounds = [Readings(at=100 + 30 * number, round=number) for number in range(1, 5)]
+    assert after(*rounds) == {"pod-1": "no report"}
+
+
+def test_before_the_first_round_no_worker_is_silent() -> None:
+    assert silent_workers((POD,), Readings(), {}) == {}
