@@ -39,7 +39,15 @@ class NotLeader(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """The API server refused or failed."""
+    """The API server refused or failed.
+
+    Attributes:
+        sentence: The API server's own sentence, without the request that the message starts with.
+    """
+
+    def __init__(self, message: str = "", sentence: str = "") -> None:
+        super().__init__(message)
+        self.sentence = sentence or message
 
 
 class NotFound(ClusterError):

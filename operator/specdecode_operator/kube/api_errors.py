@@ -37,11 +37,12 @@ def translate(error: ApiException, request: str) -> ClusterError:
         request: Method and path, which start the message.
     """
     status = _status_object(error)
-    message = f"{request}: {status.get('message') or f'{error.status} {error.reason}'}"
+    sentence = str(status.get("message") or f"{error.status} {error.reason}")
     budgets = [cause for cause in _causes(status) if cause.get("reason") == BUDGET_CAUSE]
     if error.status == 429 and budgets:
-        return EvictionBlocked(" ".join([message, *(str(cause.get("message", "")) for cause in budgets)]).strip())
-    return _BY_STATUS.get(error.status, Unavailable)(message)
+        sentence = " ".join([sentence, *(str(cause.get("message", "")) for cause in budgets)]).strip()
+        return EvictionBlocked(f"{request}: {sentence}", sentence)
+    return _BY_STATUS.get(error.status, Unavailable)(f"{request}: {sentence}", sentence)
 
 
 def watch_error(status: Mapping[str, Any], request: str) -> ClusterError:

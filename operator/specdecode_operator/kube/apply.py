@@ -13,7 +13,7 @@ from specdecode_operator.kube.children import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.digests import ours_digest, text_digest
 from specdecode_operator.kube.kinds import APPLIED, Child
-from specdecode_operator.kube.ownership import REFUSED, UNAVAILABLE, is_orphan, obstacle
+from specdecode_operator.kube.ownership import is_orphan, obstacle
 from specdecode_operator.types import ChildProblem, Key, Manifest
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
@@ -167,8 +167,9 @@ class ChildApplier:
                 return problem
             resource = await self._send(manifest, current)
         except ClusterError as error:
-            reason = REFUSED if isinstance(error, Refused) else UNAVAILABLE
-            return ChildProblem(kind, name, reason, str(error))
+            if isinstance(error, Refused):
+                return ChildProblem(kind, name, "Refused", error.sentence)
+            return ChildProblem(kind, name, "Unavailable", error.sentence)
         self._applied.setdefault((namespace, name), {})[kind] = LastApply(
             text, ours_digest(resource), record, self._clock()
         )

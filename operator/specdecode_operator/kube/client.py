@@ -15,7 +15,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from specdecode_operator.errors import NotFound, Unavailable
+from specdecode_operator.errors import Conflict, NotFound, Refused, Unavailable
 from specdecode_operator.kube.api_errors import translate, watch_error
 from specdecode_operator.kube.applied import ApplyCache, apply_cached, note_read
 from specdecode_operator.kube.connection import environment_proxy, open_connection, read_lines
@@ -42,7 +42,6 @@ __all__ = [
     "PODS",
     "SECRETS",
     "WORKLOADS",
-    "Guard",
     "Kind",
     "KubeClient",
     "environment_proxy",
@@ -54,7 +53,7 @@ Guard = Callable[[], float | None]
 METADATA_PAGE = 500
 OBJECT_PAGE = 100
 """Items in one page of a list. A page of whole pods is about one megabyte, which takes some 10 ms to parse."""
-WATCH_GRACE_SECONDS = 4
+WATCH_GRACE_SECONDS = 3
 """Time that a watch may last beyond the end that the API server was asked for."""
 
 _METADATA_LIST = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
@@ -103,9 +102,8 @@ class KubeClient:
 
     async def list(self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = "") -> dict[str, Any]:
         """Return the List, with its resource version. Namespace None lists all namespaces."""
-        return await self._request(
-            "get", kind.path(namespace), label_selector=labels or None, field_selector=fields or None
-        )
+        path = kind.path(namespace)
+        return await self._request("get", path, label_selector=labels or None, field_selector=fields or None)
 
     async def pages(
         self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool = True
@@ -144,8 +142,7 @@ class KubeClient:
 
         Args:
             manifest: Fields that the operator wants to own. Owned fields that it lacks are removed from the object.
-            force: Take fields over that other clients own. None is the cached apply of callers from before
-                ChildApplier.
+            force: Take fields over that other clients own. None is the cached apply of earlier callers.
             uid: Uid of the object that is meant.
 
         Raises:
@@ -155,7 +152,13 @@ class KubeClient:
             return await apply_cached(self, self.applied, manifest)
         metadata = {**manifest["metadata"], **({"uid": uid} if uid else {})}
         path = APPLIED[manifest["kind"]].path(metadata["namespace"], metadata["name"])
-        return await self._apply(path, {**manifest, "metadata": metadata}, force=force)
+        try:
+            return await self._apply(path, {**manifest, "metadata": metadata}, force=force)
+        except Refused as error:
+            # The API server calls another uid a change of an immutable field.
+            if uid and "metadata.uid: " in error.sentence:
+                raise Conflict(f"patch {path}: the object was replaced meanwhile") from error
+            raise
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
         """Write the whole status; fields of an earlier status that it lacks are removed. Return the resource."""
@@ -200,7 +203,6 @@ class KubeClient:
             await self._request("post", PODS.path(namespace, pod, EVICTION), body=body)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Forget what the cached apply knows of the children with this name."""
         self.applied.forget(namespace, name)
 
     async def watch(
@@ -287,7 +289,7 @@ class KubeClient:
         **params: Any,
     ) -> Any:
         try:
-            # Lists of its own for every call: the client's defaults are shared between calls and would grow.
+            # The client's default lists are shared between calls and would grow.
             return await self._client.request(
                 method,
                 path,

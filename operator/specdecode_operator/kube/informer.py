@@ -20,8 +20,11 @@ from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.kube.object_store import KeyFunction, ObjectStore, parent_key
 from specdecode_operator.types import Key
 
-MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 15, 25
-"""Length of one watch, drawn at random so that the watches of several kinds do not end together."""
+MIN_WATCH_SECONDS, MAX_WATCH_SECONDS = 15, 22
+"""Length of one watch, drawn at random so that the watches of several kinds do not end together.
+
+A dead connection is replaced after at most this time, the client's grace and the first pause: 27 seconds.
+"""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 """Pause before a new list after an error; it doubles from error to error."""
 SHORT_WATCH_SECONDS = 1.0

@@ -117,7 +117,8 @@ class LeaderElector:
             async with asyncio.timeout(limit):
                 held = await self._acquire_or_renew()
         except (ClusterError, TimeoutError) as error:
-            log.warning("Lease %s/%s: %s", self._namespace, self._name, error or "no answer in time")
+            level = logging.INFO if isinstance(error, Conflict) else logging.WARNING
+            log.log(level, "Lease %s/%s: %s", self._namespace, self._name, error or "no answer in time")
             if self._leading.is_set() and not self.is_leader:
                 self._step_down(f"it was not renewed within {self._renew_deadline:g} s")
             return

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from specdecode_operator.api.v1alpha1 import KIND
 from specdecode_operator.kube.children import ChildRecord, controller_of
 from specdecode_operator.types import ChildProblem, Manifest
-
-NOT_OWNED: Final = "NotOwned"
-REFUSED: Final = "Refused"
-UNAVAILABLE: Final = "Unavailable"
-"""Reasons of a ChildProblem."""
 
 
 def obstacle(record: ChildRecord, manifest: Manifest, owner_uid: str) -> ChildProblem | None:
@@ -25,12 +18,12 @@ def obstacle(record: ChildRecord, manifest: Manifest, owner_uid: str) -> ChildPr
     deployment = (controller_of(manifest["metadata"]) or {}).get("name", "")
     what = f'{record.kind} "{record.name}"'
     if record.deleting:
-        return ChildProblem(record.kind, record.name, UNAVAILABLE, f"{what} is still being deleted")
+        return ChildProblem(record.kind, record.name, "Unavailable", f"{what} is still being deleted")
     if record.controller_uid == owner_uid:
         return None
     if (record.controller_kind, record.controller_name) == (KIND, deployment):
         message = f"{what} of a deleted {KIND} of the same name is still being deleted"
-        return ChildProblem(record.kind, record.name, UNAVAILABLE, message)
+        return ChildProblem(record.kind, record.name, "Unavailable", message)
     if is_orphan(record) and record.deployment == deployment:
         return None
     owner = (
@@ -42,7 +35,7 @@ def obstacle(record: ChildRecord, manifest: Manifest, owner_uid: str) -> ChildPr
         f"{what} exists already and {owner}, so it is not changed; "
         f'rename the {KIND} "{deployment}", or delete the {record.kind}'
     )
-    return ChildProblem(record.kind, record.name, NOT_OWNED, message)
+    return ChildProblem(record.kind, record.name, "NotOwned", message)
 
 
 def is_orphan(record: ChildRecord) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -27,8 +26,8 @@ from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from specdecode_operator.controller.observation import deployment_of, observe
 from specdecode_operator.controller.reconciler import Reconciler
-from specdecode_operator.errors import Conflict, Refused, Unavailable
-from specdecode_operator.kube.client import CONFIG_MAPS, SECRETS, WORKLOADS, KubeClient
+from specdecode_operator.errors import Unavailable
+from specdecode_operator.kube.client import SECRETS, WORKLOADS, KubeClient
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_worker.contract import CheckVerdict, MemoryState
@@ -53,12 +52,6 @@ async def api(cluster: Kubectl) -> AsyncIterator[KubeClient]:
     await connection.close()
 
 
-def config_map(namespace: str, name: str, **data: str) -> dict[str, Any]:
-    labels = {f"{GROUP}/role": "worker", f"{GROUP}/name": "x"}
-    metadata = {"name": name, "namespace": namespace, "labels": labels}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
-
-
 def resource(name: str, **spec: Any) -> dict[str, Any]:
     """Replicas 0: everything is made but pods."""
     return {
@@ -67,107 +60,6 @@ def resource(name: str, **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": json.loads(json.dumps(deep({**SPEC, "replicas": 0}, spec))),
     }
-
-
-def methods_of(api: KubeClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Fills with the methods of all requests from now on."""
-    calls: list[str] = []
-    send = api._client.request
-
-    async def counted(method: str, path: str, **params: Any) -> Any:
-        calls.append(method)
-        return await send(method, path, **params)
-
-    monkeypatch.setattr(api._client, "request", counted)
-    return calls
-
-
-async def test_errors_are_told_apart(api: KubeClient, namespace: str) -> None:
-    assert await api.get(CONFIG_MAPS, namespace, "absent") is None
-    await api.create(CONFIG_MAPS, config_map(namespace, "once"))
-    with pytest.raises(Conflict):
-        await api.create(CONFIG_MAPS, config_map(namespace, "once"))
-    with pytest.raises(Refused, match="lowercase RFC 1123"):
-        await api.create(CONFIG_MAPS, config_map(namespace, "Not A Name"))
-
-
-async def test_apply_owns_fields_and_mends_what_was_deleted(api: KubeClient, namespace: str, cluster: Kubectl) -> None:
-    await api.apply(config_map(namespace, "applied", a="1", b="2"))
-    await api.apply(config_map(namespace, "applied", a="3"))
-    found = await api.get(CONFIG_MAPS, namespace, "applied")
-    assert found is not None
-    assert found["data"] == {"a": "3"}, "what is no longer applied goes"
-    cluster.kubectl("delete", "configmap", "applied", namespace=namespace)
-    await api.apply(config_map(namespace, "applied", a="3"))
-    assert await api.get(CONFIG_MAPS, namespace, "applied") is None, "the same text is not sent twice in a minute"
-    api.forget(namespace, "applied")
-    await api.apply(config_map(namespace, "applied", a="3"))
-    assert await api.get(CONFIG_MAPS, namespace, "applied") is not None
-
-
-async def test_what_stands_is_not_applied_again_and_what_was_touched_is(
-    api: KubeClient, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specdecode_operator.kube.client.REAPPLY_SECONDS", 0)
-    calls = methods_of(api, monkeypatch)
-    for _ in range(3):
-        await api.apply(config_map(namespace, "touched", a="1"))
-    assert calls == ["patch", "get", "get"], "at rest nothing is written, not even the same again"
-    metadata = cluster.get("configmap", "touched", namespace)["metadata"]
-    cluster.kubectl("label", "configmap", "touched", "theirs=yes", namespace=namespace)
-    await api.apply(config_map(namespace, "touched", a="1"))
-    assert calls[3:] == ["get"], "fields of others are theirs"
-    cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
-    await api.apply(config_map(namespace, "touched", a="1"))
-    assert calls[4:] == ["get", "patch"]
-    found = cluster.get("configmap", "touched", namespace)
-    assert (found["data"], found["metadata"]["uid"]) == ({"a": "1"}, metadata["uid"])
-    cluster.kubectl("delete", "configmap", "touched", namespace=namespace)
-    await api.apply(config_map(namespace, "touched", a="1"))
-    assert cluster.get("configmap", "touched", namespace)["data"] == {"a": "1"}
-
-
-async def test_the_next_operator_applies_nothing_that_stands(
-    api: KubeClient, namespace: str, cluster: Kubectl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("stands", "touched", "other-text"):
-        await api.apply(config_map(namespace, name, a="1"))
-    told = api.applied.told(namespace, ["stands", "touched", "other-text"])
-    cluster.kubectl("patch", "configmap", "touched", "-p", '{"data":{"a":"2"}}', namespace=namespace)
-    restarted = await KubeClient.connect(cluster.kubeconfig)
-    restarted.applied.recall(namespace, told)
-    calls = methods_of(restarted, monkeypatch)
-    await restarted.apply(config_map(namespace, "stands", a="1"))
-    assert calls == ["get"]
-    await restarted.apply(config_map(namespace, "touched", a="1"))
-    assert calls[1:] == ["get", "patch"], "somebody took a field while no operator looked"
-    await restarted.apply(config_map(namespace, "other-text", a="3"))
-    assert calls[3:] == ["patch"], "this operator wants something else"
-    await restarted.close()
-
-
-async def test_watch_tells_what_happens(api: KubeClient, namespace: str) -> None:
-    version = (await api.list(CONFIG_MAPS, namespace, labels=f"{GROUP}/role=worker"))["metadata"]["resourceVersion"]
-    seen: list[tuple[str, str]] = []
-
-    async def watch() -> None:
-        stream = api.watch(CONFIG_MAPS, namespace, labels=f"{GROUP}/role=worker", version=version)
-        async for event, found in stream:
-            seen.append((event, found["metadata"]["name"]))
-            if len(seen) == 2:
-                return
-
-    task = asyncio.create_task(watch())
-    await api.apply(config_map(namespace, "seen", a="x" * 200_000))
-    await api.apply(config_map(namespace, "seen", a="2"))
-    await asyncio.wait_for(task, 10)
-    assert seen == [("ADDED", "seen"), ("MODIFIED", "seen")]
-
-
-async def test_an_api_server_that_is_not_there(api: KubeClient) -> None:
-    api._api.configuration.host = "https://127.0.0.1:9"
-    with pytest.raises(Unavailable):
-        await api.get(CONFIG_MAPS, "default", "any")
 
 
 async def test_a_key_becomes_children_and_a_status(

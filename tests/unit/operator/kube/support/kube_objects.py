@@ -1,0 +1,41 @@
+"""Manifests, and waiting on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+
+NAME_LABEL = f"{GROUP}/name"
+
+
+def config_map(namespace: str, name: str, parent: str = "x", **data: str) -> dict[str, Any]:
+    """Return a ConfigMap with the labels of a child of ``parent``."""
+    labels = {f"{GROUP}/role": "worker", NAME_LABEL: parent}
+    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def owned(manifest: dict[str, Any], uid: str, name: str = "x", kind: str = KIND) -> dict[str, Any]:
+    """Return the manifest with a controller."""
+    reference = {
+        "apiVersion": f"{GROUP}/{VERSION}" if kind == KIND else "v1",
+        "kind": kind,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+    return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}}
+
+
+async def seconds_until(what: str, condition: Callable[[], object], *, limit: float) -> float:
+    """Return the seconds until a condition holds. Raises AssertionError after ``limit`` seconds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < limit, f"{what}: not within {limit:g} s"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started

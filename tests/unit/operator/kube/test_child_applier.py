@@ -1,0 +1,267 @@
+"""Apply of children without an API server: what is sent, what is refused, and when it is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kube_objects import config_map, owned
+
+from specdecode_operator.api.v1alpha1 import KIND
+from specdecode_operator.errors import ClusterError, NotLeader, Refused, Unavailable
+from specdecode_operator.kube.apply import ChildApplier
+from specdecode_operator.kube.children import ChildRecord, project_child
+from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER, Child
+from specdecode_operator.types import ChildProblem
+
+KEY = ("ns", "x")
+CHILD = ("ConfigMap", "ns", "x-plan")
+
+
+class World:
+    """API server with ConfigMaps, an informer that the test lets catch up, and a clock."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.seen: dict[Child, ChildRecord] = {}
+        self.requests: list[str] = []
+        self.options: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        self.now = 100.0
+        self.applier = self.restarted()
+
+    def restarted(self) -> ChildApplier:
+        client: Any = self
+        return ChildApplier(client, lambda child: self.seen.get(child), lambda: self.now)
+
+    async def get_metadata(self, kind: Any, namespace: str, name: str) -> dict[str, Any] | None:
+        self.requests.append("get")
+        return self.objects.get(name)
+
+    async def apply(self, manifest: dict[str, Any], **options: Any) -> dict[str, Any]:
+        self.requests.append("apply")
+        self.options.append(options)
+        if self.error:
+            raise self.error
+        metadata = manifest["metadata"]
+        uid = self.objects.get(metadata["name"], {"metadata": {"uid": f"uid-{len(self.options)}"}})["metadata"]["uid"]
+        ours = {"manager": FIELD_MANAGER, "operation": "Apply", "time": str(len(self.options))}
+        stored = {**manifest, "metadata": {**metadata, "uid": uid, "managedFields": [ours]}}
+        self.objects[metadata["name"]] = stored
+        return stored
+
+    def put(self, manifest: dict[str, Any], uid: str = "theirs") -> None:
+        """Create an object as another client would."""
+        self.objects[manifest["metadata"]["name"]] = {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}
+
+    def catch_up(self) -> None:
+        """Let the informer see all objects that have our label."""
+        records = [project_child(CONFIG_MAPS)(found) for found in self.objects.values()]
+        self.seen = {record.child: record for record in records if record.labelled}
+
+    async def send(self, uid: str = "me", **data: str) -> ChildProblem | None:
+        return await self.applier.apply(owned(config_map("ns", "x-plan", **data), uid), uid)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def drift(world: World) -> None:
+    """Take a field over, as another client would."""
+    world.objects["x-plan"]["metadata"]["managedFields"] = [
+        {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {}}
+    ]
+
+
+async def test_an_absent_child_is_made_without_force_and_then_rests(world: World) -> None:
+    assert await world.send() is None
+    assert world.requests == ["get", "apply"]
+    assert world.options == [{"force": False}]
+    world.catch_up()
+    for _ in range(3):
+        world.now += 100
+        assert await world.send() is None
+    assert world.requests == ["get", "apply"]
+
+
+async def test_an_informer_that_lags_behind_causes_no_second_apply(world: World) -> None:
+    await world.send()
+    assert await world.send() is None
+    assert len(world.requests) == 2
+    assert world.applier.retry_seconds(KEY, ["x-plan"]) == 3
+    world.now += 3
+    await world.send()
+    assert world.requests[2:] == ["get", "apply"], "an informer that stays behind is not believed for ever"
+
+
+async def test_a_child_that_is_deleted_again_is_made_again(world: World) -> None:
+    await world.send()
+    world.catch_up()
+    await world.send()
+    assert world.applier.retry_seconds(KEY, ["x-plan"]) is None
+    world.objects.clear()
+    world.catch_up()
+    await world.send()
+    assert world.requests[2:] == ["get", "apply"]
+
+
+async def test_drift_and_changes_are_applied_to_that_object_alone(world: World) -> None:
+    await world.send(a="1")
+    world.catch_up()
+    await world.send(a="1")
+    drift(world)
+    world.catch_up()
+    await world.send(a="1")
+    assert world.requests[2:] == ["apply"]
+    world.catch_up()
+    await world.send(a="2")
+    assert world.requests[3:] == ["apply"]
+    assert world.options[1:] == [{"force": True, "uid": "uid-1"}] * 2
+
+
+@pytest.mark.parametrize("informed", [True, False])
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (config_map("ns", "x-plan", parent=""), "has no controller"),
+        (config_map("ns", "x-plan", parent="other"), "has no controller"),
+        (owned(config_map("ns", "x-plan"), "rs", "web", kind="ReplicaSet"), 'is controlled by ReplicaSet "web"'),
+        (owned(config_map("ns", "x-plan"), "sdd", "other"), f'is controlled by {KIND} "other"'),
+    ],
+)
+async def test_an_object_of_others_is_never_written(
+    world: World, informed: bool, manifest: dict[str, Any], words: str
+) -> None:
+    world.put(manifest)
+    if informed:
+        world.catch_up()
+    for _ in range(3):
+        problem = await world.send()
+        assert problem is not None
+        assert (problem.reason, problem.kind, problem.name) == ("NotOwned", "ConfigMap", "x-plan")
+        assert f'ConfigMap "x-plan" exists already and {words}' in problem.message
+        assert f'rename the {KIND} "x", or delete the ConfigMap' in problem.message
+    assert world.requests == ([] if CHILD in world.seen else ["get"])
+    assert world.objects["x-plan"]["metadata"]["uid"] == "theirs"
+
+
+async def test_an_orphan_is_adopted(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world.put(config_map("ns", "x-plan"))
+    world.catch_up()
+    assert await world.send() is None
+    assert world.options == [{"force": True, "uid": "theirs"}]
+    assert "is adopted" in caplog.text
+
+
+@pytest.mark.parametrize("deleting", [True, False])
+async def test_a_child_of_a_predecessor_is_waited_for(world: World, deleting: bool) -> None:
+    manifest = owned(config_map("ns", "x-plan"), "me" if deleting else "predecessor")
+    if deleting:
+        manifest["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    world.put(manifest)
+    world.catch_up()
+    problem = await world.send()
+    assert problem is not None
+    assert problem.reason == "Unavailable"
+    assert "is still being deleted" in problem.message
+    assert world.requests == []
+    world.objects.clear()
+    world.catch_up()
+    assert await world.send() is None, "its end is acted on at once"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(Refused("patch: quota", "quota"), "Refused"), (Unavailable("patch: webhook", "webhook"), "Unavailable")],
+)
+async def test_a_failure_backs_off_and_a_new_manifest_ends_that(world: World, error: ClusterError, reason: str) -> None:
+    world.error = error
+    waited = []
+    for _ in range(8):
+        problem = await world.send()
+        assert problem is not None
+        assert (problem.reason, problem.message) == (reason, error.sentence)
+        sent = len(world.requests)
+        seconds = world.applier.retry_seconds(KEY, ["x-plan"])
+        assert seconds is not None
+        world.now += seconds - 0.01
+        assert await world.send() == problem, "the problem is reported meanwhile"
+        assert len(world.requests) == sent
+        world.now += 0.01
+        waited.append(round(seconds))
+    assert waited == [1, 2, 4, 8, 16, 32, 60, 60]
+    await world.send()
+    sent = len(world.requests)
+    await world.send(a="other")
+    assert len(world.requests) > sent
+    assert world.applier.retry_seconds(KEY, ["x-plan"]) == 1
+    world.error, world.now = None, world.now + 1
+    assert await world.send(a="other") is None
+    world.catch_up()
+    await world.send(a="other")
+    assert world.applier.retry_seconds(KEY, ["x-plan"]) is None
+
+
+async def test_a_process_that_is_not_the_leader_fails_loudly(world: World) -> None:
+    world.error = NotLeader("no")
+    with pytest.raises(NotLeader):
+        await world.send()
+
+
+async def test_a_restart_applies_only_what_differs(world: World) -> None:
+    await world.send(a="1")
+    world.catch_up()
+    digests = world.applier.digests(KEY, ["x-plan", "absent"])
+    assert list(digests) == ["ConfigMap/x-plan"]
+    for change, requests in (
+        (lambda: None, []),
+        (lambda: drift(world), ["apply"]),
+        (world.objects.clear, ["get", "apply"]),
+    ):
+        world.requests.clear()
+        change()
+        world.catch_up()
+        world.applier = world.restarted()
+        world.applier.recall(KEY, {**digests, "nonsense": "", "ConfigMap/": "a b", "ConfigMap/y": "a"})
+        await world.send(a="1")
+        assert world.requests == requests
+
+
+async def test_newer_knowledge_is_not_overwritten(world: World) -> None:
+    await world.send(a="1")
+    digests = world.applier.digests(KEY, ["x-plan"])
+    world.catch_up()
+    await world.send(a="2")
+    newer = world.applier.digests(KEY, ["x-plan"])
+    world.applier.recall(KEY, digests)
+    assert world.applier.digests(KEY, ["x-plan"]) == newer != digests
+    world.applier.forget("ns", "x-plan")
+    assert world.applier.digests(KEY, ["x-plan"]) == {}
+
+
+def test_records_have_what_decides() -> None:
+    manifest = owned(config_map("ns", "c", parent="x"), "me")
+    manifest["metadata"] |= {"uid": "u", "deletionTimestamp": "now"}
+    record = project_child(CONFIG_MAPS)(manifest)
+    assert record.child == ("ConfigMap", "ns", "c")
+    assert (record.uid, record.controller_uid, record.controller_kind, record.controller_name) == ("u", "me", KIND, "x")
+    assert (record.deployment, record.labelled, record.deleting) == ("x", True, True)
+    bare = project_child(CONFIG_MAPS)({"metadata": {"name": "c", "namespace": "ns", "uid": "u"}})
+    assert (bare.controller_uid, bare.labelled, bare.deleting) == (None, False, False)
+    assert bare.ours_digest != replace(record, ours_digest="").ours_digest
+
+
+def test_only_applied_entries_of_ours_count() -> None:
+    def digest(*entries: dict[str, Any]) -> str:
+        metadata = {"name": "c", "namespace": "ns", "uid": "u", "managedFields": list(entries)}
+        return project_child(CONFIG_MAPS)({"metadata": metadata}).ours_digest
+
+    ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:data": {}}}
+    assert digest(ours) == digest({"manager": "theirs", "operation": "Apply"}, ours)
+    assert digest(ours) == digest(ours, {**ours, "subresource": "status"}, {**ours, "operation": "Update"})
+    assert digest(ours) != digest({**ours, "fieldsV1": {}})

@@ -1,0 +1,67 @@
+"""Events of pods that do not start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from kube import Cluster
+
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.pod_events import mount_problem
+
+
+class Events:
+    """Stands in for the client, with a list of events."""
+
+    def __init__(self, *events: dict[str, Any]) -> None:
+        self.events = events
+
+    async def list(self, *_: Any, fields: str) -> dict[str, Any]:
+        assert fields == "involvedObject.uid=u,type=Warning"
+        return {"items": list(self.events)}
+
+
+def event(reason: str, message: str, **times: Any) -> dict[str, Any]:
+    return {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, "reason": reason, "message": message, **times}
+
+
+async def problem_of(*events: dict[str, Any]) -> str | None:
+    client: Any = Events(*events)
+    return await mount_problem(client, "ns", "u")
+
+
+async def test_the_latest_problem_is_returned() -> None:
+    first = event("FailedMount", "first", lastTimestamp="2026-01-01T00:01:00Z")
+    later = event("FailedCreatePodSandBox", "later", lastTimestamp=None, eventTime="2026-01-01T00:02:00.000000Z")
+    series = event("FailedAttachVolume", "latest", series={"lastObservedTime": "2026-01-01T00:03:00.000000Z"})
+    assert await problem_of(first, event("FailedMount", "old")) == "FailedMount: first"
+    assert await problem_of(later, first) == "FailedCreatePodSandBox: later"
+    assert await problem_of(later, series, first) == "FailedAttachVolume: latest"
+
+
+async def test_other_warnings_are_no_problem_of_mounts() -> None:
+    assert await problem_of(event("BackOff", "restarting")) is None
+    assert await problem_of() is None
+
+
+@pytest.mark.cluster
+async def test_a_missing_secret_is_named(api: KubeClient, namespace: str, cluster: Cluster) -> None:
+    spec = {
+        "containers": [{"name": "c", "image": "none", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}],
+        "volumes": [{"name": "v", "secret": {"secretName": "absent-secret"}}],
+        "terminationGracePeriodSeconds": 0,
+    }
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "mounts"}, "spec": spec}, namespace=namespace
+    )
+    uid = cluster.get("pod", "mounts", namespace)["metadata"]["uid"]
+    started = time.monotonic()
+    while (problem := await mount_problem(api, namespace, uid)) is None:
+        assert time.monotonic() - started < 30, "no event"
+        await asyncio.sleep(0.5)
+    assert problem.startswith("FailedMount: ")
+    assert "absent-secret" in problem
+    cluster.kubectl("delete", "pod", "mounts", "--wait=false", namespace=namespace)
