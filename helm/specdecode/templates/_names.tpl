@@ -13,8 +13,15 @@
 {{- printf "%s:%s" .Release.Namespace (include "specdecode.fullname" .) -}}
 {{- end -}}
 
+{{/* Releases before leader election used an account of the release's name. Their operator must not write while the
+     operators of this version run: with an account of another name it loses its rights when the bindings change,
+     which helm does before it touches the Deployment. */}}
 {{- define "specdecode.serviceAccountName" -}}
-{{- default (include "specdecode.fullname" .) .Values.serviceAccount.name -}}
+{{- default (printf "%s-operator" (include "specdecode.fullname" .)) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "specdecode.leaseName" -}}
+{{- default (include "specdecode.fullname" .) .Values.leaderElection.leaseName -}}
 {{- end -}}
 
 {{- define "specdecode.selector" -}}
