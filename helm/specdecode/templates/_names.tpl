@@ -1,4 +1,7 @@
 {{- define "specdecode.fullname" -}}
+{{- if not (hasKey .Values "leaderElection") -}}
+{{- fail "the values of an older chart are in use: repeat helm upgrade with --reset-then-reuse-values" -}}
+{{- end -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride -}}
 {{- else if contains .Chart.Name .Release.Name -}}
