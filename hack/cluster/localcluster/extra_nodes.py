@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from localcluster import certificates, daemons, firewall, host, leftovers, node, templates
@@ -33,12 +34,18 @@ def recorded(layout: Layout) -> list[ExtraNode]:
     return sorted((ExtraNode(**record) for record in records), key=lambda extra: extra.number)
 
 
-def add(layout: Layout, name: str, *, taint: str = "", images: bool = True) -> None:
-    """Add a node, or start what does not run of it, until it is Ready and has the project's images."""
+def add(layout: Layout, name: str, *, taint: str = "", images: Sequence[str] | None = None) -> None:
+    """Add a node, or start what does not run of it, until it is Ready and has images of the first node.
+
+    Args:
+        layout: The cluster's folders.
+        name: Name of the node.
+        taint: Key of a NoSchedule taint of a new node; none when empty.
+        images: Names of the images to copy; all but those for building and for DNS when None.
+    """
     extra = _record(layout, name)
     _ensure(layout, extra, taint)
-    if images:
-        copy_images(layout, extra)
+    _copy_images(layout, extra, images)
     say(f"==> Node {name} is Ready ({extra.address}, pods in {extra.pod_network})")
 
 
@@ -90,15 +97,15 @@ def end(layout: Layout, extra: ExtraNode) -> None:
     leftovers.wipe(own)
 
 
-def copy_images(layout: Layout, extra: ExtraNode) -> None:
-    """Give a node the images of the first one. Their blobs are linked: only the unpacked files take space."""
+def _copy_images(layout: Layout, extra: ExtraNode, images: Sequence[str] | None) -> None:
+    """Give a node images of the first one. Their blobs are linked: only the unpacked files take space."""
     own = extra.layout(layout)
-    present = _digests(own)
-    wanted = {
-        name: digest
-        for name, digest in _digests(layout).items()
-        if name not in (DEBIAN_IMAGE, COREDNS_IMAGE) and present.get(name) != digest
-    }
+    offered, present = _digests(layout), _digests(own)
+    missing = [name for name in images or () if name not in offered]
+    if missing:
+        raise ClusterError(f"no image {', '.join(missing)}: there are {', '.join(offered)}.")
+    chosen = [name for name in offered if name not in (DEBIAN_IMAGE, COREDNS_IMAGE)] if images is None else images
+    wanted = [name for name in chosen if present.get(name) != offered[name]]
     if not wanted:
         return
     with step(f"Copying {', '.join(wanted)}"):
@@ -146,7 +153,7 @@ def _ensure(layout: Layout, extra: ExtraNode, taint: str) -> None:
     with step(f"Starting containerd and kubelet of {extra.name}"):
         host.add_node_network(extra)
         certificates.ensure_for_node(layout, own, extra.name, extra.address)
-        _share_mounts(own.state)
+        _share_mounts(own.state / "kubelet")
         network = {"cni_network": extra.cni_network, "pod_bridge": extra.pod_bridge, "pod_network": extra.pod_network}
         node.ensure_containerd(own, **network)
         node.import_image(own, own.pause / "pause", PAUSE_IMAGE)
@@ -158,6 +165,7 @@ def _ensure(layout: Layout, extra: ExtraNode, taint: str) -> None:
             timeout_s=120,
             check=lambda: daemons.check_alive(own, *DAEMONS),
         )
+        _set_pod_network(layout, extra)
 
 
 def _start_kubelet(own: Layout, extra: ExtraNode, taint: str) -> None:
@@ -174,8 +182,16 @@ def _start_kubelet(own: Layout, extra: ExtraNode, taint: str) -> None:
     daemons.start(own, "kubelet", ["unshare", "--mount", "--propagation", "unchanged", "sh", "-c", script])
 
 
+def _set_pod_network(layout: Layout, extra: ExtraNode) -> None:
+    """Write down the node's pod network, which is outside of the range that the controller manager gives away."""
+    if not kubectl(layout, "get", "node", extra.name, "-o", "jsonpath={.spec.podCIDR}"):
+        spec = {"podCIDR": extra.pod_network, "podCIDRs": [extra.pod_network]}
+        kubectl(layout, "patch", "node", extra.name, "--patch", json.dumps({"spec": spec}))
+
+
 def _share_mounts(folder: Path) -> None:
     """Make a folder a shared mount, so that containerd sees what the kubelet mounts below it."""
+    folder.mkdir(exist_ok=True)
     if str(folder) not in leftovers.mount_points():
         run(["mount", "--bind", folder, folder])
         run(["mount", "--make-shared", folder])

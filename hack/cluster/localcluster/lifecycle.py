@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from localcluster import binaries, control_plane, daemons, extra_nodes, host, leftovers, node, packages
@@ -67,7 +67,7 @@ def status(layout: Layout) -> bool:
     return ready
 
 
-def add_node(layout: Layout, name: str, *, taint: str = "", images: bool = True) -> None:
+def add_node(layout: Layout, name: str, *, taint: str = "", images: Sequence[str] | None = None) -> None:
     """Add a further node to the cluster that is up, or repair it."""
     host.check_root()
     with _only_one(layout):
