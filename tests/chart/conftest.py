@@ -33,12 +33,14 @@ class Rendered(list[Manifest]):
 class Chart:
     """The project's chart, rendered by helm with values as a user would write them."""
 
+    program = HELM
+
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.folder = folder
         self._values = scratch / "values.yaml"
 
     def helm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=60)
+        return subprocess.run([self.program, *arguments], capture_output=True, text=True, timeout=60)
 
     def try_template(self, values: Mapping[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
         self._values.write_text(yaml.safe_dump(dict(values)))

@@ -1,26 +1,38 @@
-"""Check that the operator's RBAC rules grant exactly the rights its source code uses."""
+"""Check that the operator's RBAC rules grant exactly the rights that the design names, and users theirs."""
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-import specdecode_operator
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
-from specdecode_operator.kube import client as cluster
 
 Rights = dict[tuple[str, str], set[str]]
 """Verbs by API group and resource."""
 
-SOURCE = Path(specdecode_operator.__file__).parent
-KINDS = {name: kind for name, kind in vars(cluster).items() if isinstance(kind, cluster.Kind)}
-BY_ARGUMENT = {"get", "list", "pages", "create", "watch", "patch", "delete"}
-"""Methods of Cluster that are named after an API verb and take the kind as their first argument."""
+CHILD = {"get", "list", "watch", "create", "patch"}
+SERVED: Rights = {
+    (GROUP, PLURAL): {"get", "list", "watch"},
+    (GROUP, f"{PLURAL}/status"): {"patch"},
+    ("apps", "deployments"): CHILD,
+    ("", "services"): CHILD,
+    ("", "configmaps"): CHILD,
+    ("policy", "poddisruptionbudgets"): CHILD,
+    ("", "secrets"): {"create"},
+    ("", "pods"): {"list", "watch", "patch"},
+    ("", "pods/eviction"): {"create"},
+    ("", "events"): {"create", "list"},
+}
+"""Rights in the namespaces that the operator serves."""
+OWN: Rights = {
+    ("coordination.k8s.io", "leases"): {"get", "create", "update", "patch"},
+    ("", "secrets"): {"get", "create"},
+}
+"""Rights in the operator's own namespace."""
+SCOPES: list[list[str]] = [[], ["team-a"]]
 
 
 def granted_rights(rules: list[dict[str, Any]]) -> Rights:
@@ -33,77 +45,98 @@ def granted_rights(rules: list[dict[str, Any]]) -> Rights:
     return dict(rights)
 
 
-def resource(kind: cluster.Kind) -> tuple[str, str]:
-    group, _, _ = kind.api_version.rpartition("/")
-    return group, kind.plural
+def named(rendered: Any, kind: str, name: str) -> dict[str, Any]:
+    (manifest,) = [manifest for manifest in rendered.of(kind) if manifest["metadata"]["name"] == name]
+    return manifest  # type: ignore[no-any-return]
 
 
-def used_rights() -> Rights:
-    """Return the rights that the operator's modules use through Cluster, and kopf through its event handlers."""
-    rights: Rights = defaultdict(set)
-    for path in SOURCE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            for target, verbs in required_rights(call, tree):
-                rights[target] |= verbs
-    return dict(rights)
+def served_rules(chart: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kind = "Role" if values.get("watchNamespaces") else "ClusterRole"
+    return named(chart.template(values), kind, "sys:sd-specdecode")["rules"]  # type: ignore[no-any-return]
 
 
-def required_rights(call: ast.Call, module: ast.Module) -> Iterator[tuple[tuple[str, str], set[str]]]:
-    """Yield the (target, verbs) that one call of Cluster or kopf requires."""
-    if not isinstance(call.func, ast.Attribute):
-        return
-    method, whose = call.func.attr, ast.unparse(call.func.value)
-    if whose.endswith("cluster") and method in BY_ARGUMENT:
-        name = ast.unparse(call.args[0])
-        for kind in [KINDS[name]] if name in KINDS else kinds_in_loops(module):
-            yield resource(kind), {"list" if method == "pages" else method}
-    elif whose.endswith("cluster") and method == "apply":
-        for kind in cluster.APPLIED.values():
-            yield resource(kind), {"get", "create", "patch"}  # apply reads the object, then creates or patches it
-    elif whose.endswith("cluster") and method == "apply_status":
-        yield (GROUP, f"{PLURAL}/status"), {"patch"}
-    elif ast.unparse(call.func) == "kopf.on.event":
-        yield (GROUP, PLURAL), {"list", "watch"}
+@pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
+def test_rights_in_served_namespaces(chart: Any, namespaces: list[str]) -> None:
+    assert granted_rights(served_rules(chart, {"watchNamespaces": namespaces})) == SERVED
 
 
-def kinds_in_loops(module: ast.Module) -> Iterator[cluster.Kind]:
-    """Yield the kinds that a module passes on in loops of the form `for kind in (A, B)`."""
-    for loop in (node for node in ast.walk(module) if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple)):
-        names = [ast.unparse(item) for item in loop.iter.elts]
-        yield from (KINDS[name] for name in names if name in KINDS)
+def test_rights_in_the_own_namespace(chart: Any) -> None:
+    role = named(chart.template(), "Role", "sys:sd-specdecode:own")
+    assert "namespace" not in role["metadata"], "the release's namespace"
+    assert granted_rights(role["rules"]) == OWN
 
 
-@pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["ClusterRole", "Role"])
-def test_rights_are_exactly_what_the_code_uses(chart: Any, namespaces: list[str]) -> None:
-    rendered = chart.template({"watchNamespaces": namespaces})
-    role = rendered.one("Role" if namespaces else "ClusterRole")
-    assert granted_rights(role["rules"]) == used_rights()
+def test_rights_in_the_own_namespace_are_limited_to_names(chart: Any) -> None:
+    """Every right but create names its object: the Lease of this release, the master key of the tokens."""
+    rules = named(chart.template({"leaderElection": {"leaseName": "chosen"}}), "Role", "sys:sd-specdecode:own")["rules"]
+    names = {rule["resources"][0]: rule["resourceNames"] for rule in rules if rule["verbs"] != ["create"]}
+    assert names == {"leases": ["chosen"], "secrets": ["specdecode-operator-token-key"]}
 
 
-def test_each_watched_namespace_gets_a_role_and_nothing_is_cluster_wide(chart: Any) -> None:
+def test_rights_equal_those_that_the_code_declares() -> None:
+    kinds = pytest.importorskip("specdecode_operator.kube.kinds")
+    for declared, granted in ((kinds.PERMISSIONS, SERVED), (kinds.OWN_NAMESPACE_PERMISSIONS, OWN)):
+        assert {target: set(verbs) for target, verbs in declared.items()} == granted
+
+
+@pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
+def test_secrets_of_users_are_read_only_on_request(chart: Any, namespaces: list[str]) -> None:
+    values = {"watchNamespaces": namespaces, "rbac": {"readWorkerSecrets": True}}
+    assert granted_rights(served_rules(chart, values)) == {**SERVED, ("", "secrets"): {"create", "get"}}
+
+
+def test_no_right_is_a_wildcard(chart: Any) -> None:
+    rendered = chart.template({"rbac": {"readWorkerSecrets": True}})
+    for role in (*rendered.of("ClusterRole"), *rendered.of("Role")):
+        for rule in role["rules"]:
+            assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}, role["metadata"]["name"]
+
+
+def test_each_watched_namespace_gets_a_role_and_nothing_is_bound_cluster_wide(chart: Any) -> None:
     rendered = chart.template({"watchNamespaces": ["team-a", "team-b"]})
-    assert not rendered.of("ClusterRole")
     assert not rendered.of("ClusterRoleBinding")
+    assert {role["metadata"]["name"].partition("-")[0] for role in rendered.of("ClusterRole")} == {"specdecode"}
     for kind in ("Role", "RoleBinding"):
         namespaces = {m["metadata"]["namespace"] for m in rendered.of(kind) if m["metadata"].get("namespace")}
         assert namespaces == {"team-a", "team-b"}
 
 
-def test_every_binding_is_to_the_operators_account(chart: Any) -> None:
+def test_the_release_namespace_may_be_watched(chart: Any) -> None:
+    rendered = chart.template({"watchNamespaces": ["sys"]})
+    names = [manifest["metadata"]["name"] for manifest in rendered.of("Role")]
+    assert len(names) == len(set(names))
+
+
+def test_every_binding_is_to_the_operators_account_and_an_existing_role(chart: Any) -> None:
     rendered = chart.template({"serviceAccount": {"name": "robot"}})
     assert rendered.one("ServiceAccount")["metadata"]["name"] == "robot"
     assert rendered.one("Deployment")["spec"]["template"]["spec"]["serviceAccountName"] == "robot"
-    (subject,) = rendered.one("ClusterRoleBinding")["subjects"]
-    assert subject == {"kind": "ServiceAccount", "name": "robot", "namespace": "sys"}
+    for binding in (rendered.one("ClusterRoleBinding"), rendered.one("RoleBinding")):
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "robot", "namespace": "sys"}]
+        assert named(rendered, binding["roleRef"]["kind"], binding["roleRef"]["name"])
 
 
-def test_no_right_is_a_wildcard_and_secrets_cannot_be_listed(chart: Any) -> None:
-    rights = granted_rights(chart.template().one("ClusterRole")["rules"])
-    assert "*" not in {word for (group, name), verbs in rights.items() for word in (group, name, *verbs)}
-    assert rights["", "secrets"] == {"get", "create"}
+def test_aggregated_roles_extend_those_of_kubernetes(chart: Any) -> None:
+    rendered = chart.template()
+    verbs = {}
+    for role in ("view", "edit", "admin"):
+        manifest = named(rendered, "ClusterRole", f"specdecode-{role}")
+        assert manifest["metadata"]["labels"][f"rbac.authorization.k8s.io/aggregate-to-{role}"] == "true"
+        rights = granted_rights(manifest["rules"])
+        assert set(rights) == {(GROUP, PLURAL), (GROUP, f"{PLURAL}/status"), (GROUP, f"{PLURAL}/scale")}
+        assert rights[GROUP, f"{PLURAL}/status"] == {"get"}, "the status belongs to the operator"
+        verbs[role] = rights[GROUP, PLURAL]
+    assert verbs["view"] == {"get", "list", "watch"}
+    assert verbs["edit"] == verbs["view"] | {"create", "delete", "patch", "update"}
+    assert verbs["admin"] == verbs["edit"] | {"deletecollection"}
+
+
+def test_aggregated_roles_can_be_left_to_another_release(chart: Any) -> None:
+    roles = chart.template({"rbac": {"aggregateRoles": False}}).of("ClusterRole")
+    assert [role["metadata"]["name"] for role in roles] == ["sys:sd-specdecode"]
 
 
 def test_the_account_of_helm_test_can_create_our_kind_and_nothing_else(chart: Any) -> None:
-    (role,) = [role for role in chart.template().of("Role") if role["metadata"]["name"] == "sd-specdecode-test"]
-    assert granted_rights(role["rules"]) == {(GROUP, PLURAL): {"create"}}
+    assert granted_rights(named(chart.template(), "Role", "sd-specdecode-test")["rules"]) == {
+        (GROUP, PLURAL): {"create"}
+    }

@@ -1,27 +1,68 @@
-"""Checks of values.schema.json: it lists what a user may set, and a misspelt value is refused by name."""
+"""Checks of values.schema.json: it lists and describes what a user may set, and refuses the rest by name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+VALUES = Path(__file__).parents[2] / "helm" / "specdecode"
+FREE_FORM = ("global", "resources", "affinity")
+"""Values whose inside is that of a Kubernetes field: values.yaml does not repeat it."""
 
 TYPOS: dict[str, dict[str, Any]] = {
     "top level": {"watchNamespace": ["a"]},
     "image": {"image": {"repo": "x"}},
     "worker": {"worker": {"imagePullpolicy": "Always"}},
     "crds": {"crds": {"enable": False}},
+    "rbac": {"rbac": {"aggregate": False}},
+    "leader election": {"leaderElection": {"enabled": False}},
+    "network policy": {"networkPolicy": {"workers": {"from": []}}},
+    "peer": {"networkPolicy": {"metricsFrom": [{"namespace": "monitoring"}]}},
     "metrics": {"metrics": {"serviceMonitor": {"enable": True}}},
     "service account": {"serviceAccount": {"create": True}},
     "resources": {"resources": {"limit": {}}},
+    "affinity": {"affinity": {"podAntiAfinity": {}}},
+    "a toleration": {"tolerations": [{"keys": "a"}]},
     "a string for a list": {"watchNamespaces": "a"},
     "a namespace that cannot be": {"watchNamespaces": ["Team_A"]},
     "log level": {"logLevel": "verbose"},
     "poll seconds": {"pollSeconds": 0.1},
+    "replicas": {"replicas": 6},
     "pull policy": {"image": {"pullPolicy": "Sometimes"}},
 }
+
+
+def read_schema() -> dict[str, Any]:
+    return json.loads((VALUES / "values.schema.json").read_text())  # type: ignore[no-any-return]
+
+
+def schema_paths(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every value that the schema lists with its own part of the schema."""
+    for key, child in node.get("properties", {}).items():
+        yield path + key, child
+        yield from schema_paths(child, f"{path}{key}.")
+
+
+def value_paths(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of values.yaml. The inside of free-form values is left out."""
+    for key, child in node.items():
+        yield path + key, child
+        if isinstance(child, dict) and path + key not in FREE_FORM:
+            yield from value_paths(child, f"{path}{key}.")
+
+
+DEFAULTS = dict(value_paths(yaml.safe_load((VALUES / "values.yaml").read_text())))
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("values", TYPOS.values(), ids=TYPOS)
@@ -32,30 +73,40 @@ def test_a_typo_is_refused_by_name(chart: Any, values: dict[str, Any]) -> None:
     assert name in done.stderr, done.stderr
 
 
-def test_schema_and_values_list_the_same_keys(chart: Any) -> None:
-    def names(node: dict[str, Any], path: str = "") -> set[str]:
-        """Return the paths of the values that the schema lists. Free-form maps are leaves."""
-        listed = set()
-        for key, child in node.get("properties", {}).items():
-            listed |= {path + key} | (names(child, f"{path}{key}.") if path + key != "resources" else set())
-        return listed
-
-    def paths(node: dict[str, Any], path: str = "") -> set[str]:
-        listed = set()
-        for key, child in node.items():
-            inner = isinstance(child, dict) and path + key != "resources"
-            listed |= {path + key} | (paths(child, f"{path}{key}.") if inner else set())
-        return listed
-
-    schema = json.loads((chart.folder / "values.schema.json").read_text())
-    values = yaml.safe_load((chart.folder / "values.yaml").read_text())
-    assert names(schema) - {"global"} == paths(values)
+@pytest.mark.parametrize("path", DEFAULTS)
+def test_a_wrong_type_is_refused_by_name(chart: Any, path: str) -> None:
+    """A map that no value allows is refused for every value; a string is refused for a map."""
+    wrong: Any = "text" if isinstance(DEFAULTS[path], dict) else {"unexpected": {"map": []}}
+    done = chart.try_template(nested(path, wrong))
+    assert done.returncode != 0
+    assert f"- {path}" in done.stderr, done.stderr
 
 
-def test_bounds_equal_those_of_the_operator(chart: Any) -> None:
+def test_schema_and_values_list_the_same_keys() -> None:
+    listed = {path for path, _ in schema_paths(read_schema()) if path.partition(".")[0] == path or not free(path)}
+    assert listed - {"global"} == set(DEFAULTS)
+
+
+def free(path: str) -> bool:
+    return path.partition(".")[0] in FREE_FORM
+
+
+def test_every_value_has_a_description() -> None:
+    for path, part in schema_paths(read_schema()):
+        assert part.get("description", "").endswith("."), path
+
+
+def test_no_object_of_the_schema_allows_unlisted_keys() -> None:
+    """Only `global` and the inside of the three affinities are open: helm and Kubernetes define them."""
+    for path, part in (("", read_schema()), *schema_paths(read_schema())):
+        if part.get("type") == "object" and path != "global" and not path.startswith("affinity."):
+            assert part["additionalProperties"] is False, path
+
+
+def test_bounds_equal_those_of_the_operator() -> None:
     from specdecode_operator.settings import Settings
 
-    schema = json.loads((chart.folder / "values.schema.json").read_text())["properties"]
+    schema = read_schema()["properties"]
     own = Settings.model_json_schema()["properties"]
     for value, field in {"pollSeconds": "poll_seconds", "concurrency": "concurrency"}.items():
         assert schema[value]["minimum"] == own[field]["minimum"]

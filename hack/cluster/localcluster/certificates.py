@@ -96,12 +96,28 @@ def _make_authority(folder: Path, name: str) -> None:
     run([*request, "-days", _DAYS, *extensions, "-out", folder / f"{name}.crt"])
 
 
-def _make_certificate(folder: Path, certificate: Certificate) -> None:
+def ensure_for_node(cluster: Layout, node: Layout, name: str, address: str) -> None:
+    """Make the certificates and the kubeconfig of a further node's kubelet in the node's own folder."""
+    if (node.kubeconfig.parent / "kubelet.conf").exists():
+        return
+    for folder in (node.pki, node.kubeconfig.parent):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+    shutil.copy(cluster.pki / "ca.crt", node.pki)
+    server = Certificate("kubelet-server", f"/CN={name}", "serverAuth", f"DNS:{name},IP:{address}")
+    client = Certificate("kubelet", f"/O=system:nodes/CN=system:node:{name}")
+    for certificate in (server, client):
+        _make_certificate(node.pki, certificate, cluster.pki)
+    _write_kubeconfig(node, client.name)
+
+
+def _make_certificate(folder: Path, certificate: Certificate, authorities: Path | None = None) -> None:
+    """Make a key and a certificate in a folder, signed by an authority of that folder or of another one."""
     key = _make_key(folder, certificate.name)
     extensions = folder / f"{certificate.name}.ext"
     extensions.write_text(_extensions(certificate))
     request = run(["openssl", "req", "-new", "-key", key, "-subj", certificate.subject])
-    authority = folder / f"{certificate.authority}"
+    authority = (authorities or folder) / certificate.authority
     signing = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial"]
     out = folder / f"{certificate.name}.crt"
     run(

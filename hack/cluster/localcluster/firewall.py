@@ -37,6 +37,27 @@ def clean(tables_before: list[str]) -> None:
             run(["nft", "delete", "table", *table.split(" ", 1)])
 
 
+def remove_network(network: str) -> None:
+    """Take the NAT rules and chains of one CNI network out of iptables."""
+    script = network_removal_script(run(["iptables-save", "-t", "nat"]), network)
+    if script:
+        run(["iptables-restore", "--noflush"], stdin=script)
+
+
+def network_removal_script(saved: str, network: str) -> str:
+    """Return input for iptables-restore --noflush that deletes what the bridge plugin made for one network.
+
+    The plugin gives every pod a rule in POSTROUTING and a chain, and names the network in a comment of both.
+    """
+    mark = f'--comment "name: \\"{network}\\" '
+    rules = [line for line in saved.splitlines() if line.startswith("-A POSTROUTING ") and mark in line]
+    if not rules:
+        return ""
+    chains = [line.split()[-1] for line in rules]
+    steps = [*("-D" + rule.removeprefix("-A") for rule in rules), *(f"-F {name}" for name in chains)]
+    return "\n".join(["*nat", *steps, *(f"-X {name}" for name in chains), "COMMIT"]) + "\n"
+
+
 def removal_script(saved: str) -> str:
     """Input for iptables-restore --noflush that deletes what is ours in the output of iptables-save.
 

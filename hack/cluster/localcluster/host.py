@@ -15,7 +15,7 @@ from localcluster import firewall, leftovers
 from localcluster.console import say, step
 from localcluster.daemons import boot_id
 from localcluster.errors import ClusterError
-from localcluster.settings import NODE_ADDRESS, NODE_BRIDGE, NODE_NETWORK, POD_BRIDGE, Layout
+from localcluster.settings import NODE_ADDRESS, NODE_BRIDGE, NODE_NETWORK, POD_BRIDGE, ExtraNode, Layout
 from localcluster.shell import run, succeeds
 
 _SYSCTL_ROOT = Path("/proc/sys")
@@ -67,11 +67,40 @@ def prepare() -> None:
         _ensure_modules()
         if not Path("/sys/class/net", NODE_BRIDGE).exists():
             run(["ip", "link", "add", NODE_BRIDGE, "type", "bridge"])
-        prefix = NODE_NETWORK.rpartition("/")[2]
-        run(["ip", "address", "replace", f"{NODE_ADDRESS}/{prefix}", "dev", NODE_BRIDGE])
+        add_node_address(NODE_ADDRESS)
         run(["ip", "link", "set", NODE_BRIDGE, "up"])
         _write_sysctl("net/ipv4/ip_forward", "1")
         _write_sysctl("net/bridge/bridge-nf-call-iptables", "1")
+
+
+def add_node_address(address: str) -> None:
+    """Give the node bridge the address of a node."""
+    run(["ip", "address", "replace", f"{address}/{_prefix_length()}", "dev", NODE_BRIDGE])
+
+
+def add_node_network(extra: ExtraNode) -> None:
+    """Add the address of a further node, and a route that drops packets to its pods while its bridge is away.
+
+    Without that route, packets to pods of a lost node would leave the machine by the default route.
+    """
+    add_node_address(extra.address)
+    run(["ip", "route", "replace", "blackhole", extra.pod_network, "metric", "4096"])
+
+
+def remove_node_links(extra: ExtraNode) -> None:
+    """Remove the address and the pod bridge of a further node; safe to repeat."""
+    succeeds(["ip", "address", "delete", f"{extra.address}/{_prefix_length()}", "dev", NODE_BRIDGE])
+    succeeds(["ip", "link", "delete", extra.pod_bridge])
+
+
+def remove_node_network(extra: ExtraNode) -> None:
+    """Undo add_node_network; safe to repeat."""
+    remove_node_links(extra)
+    succeeds(["ip", "route", "delete", "blackhole", extra.pod_network, "metric", "4096"])
+
+
+def _prefix_length() -> str:
+    return NODE_NETWORK.rpartition("/")[2]
 
 
 def restore(layout: Layout) -> None:

@@ -24,10 +24,15 @@ _NAMESPACE = re.compile(r"/run/netns/(cni-[0-9a-f-]+)")
 
 def clear(layout: Layout, cgroups_before: list[str]) -> None:
     """In the order in which they hold each other: processes, mounts, namespaces, cgroups."""
+    end_processes(layout)
+    unmount_below(layout.state)
+    remove_namespaces(CNI_NETWORK)
+    remove_cgroups([tree for tree in pod_cgroups() if tree not in cgroups_before])
+
+
+def end_processes(layout: Layout) -> None:
+    """End the shims and the containers of one node."""
     end(list(_processes(layout)), grace_s=1)
-    _unmount_below(layout.state)
-    _remove_namespaces()
-    _remove_cgroups(cgroups_before)
 
 
 def _processes(layout: Layout) -> Iterator[Identity]:
@@ -58,11 +63,25 @@ def _is_in_container(layout: Layout, process: Path) -> bool:
 
 def pod_cgroups() -> list[str]:
     """The kubelet's trees: one a controller with cgroup v1, one in all with v2; BuildKit's beside them."""
-    names = ("kubepods", "buildkit")
-    return [str(tree) for name in names for tree in (*_CGROUPS.glob(f"*/{name}"), _CGROUPS / name) if tree.is_dir()]
+    return [tree for name in ("kubepods", "buildkit") for tree in cgroups(name)]
 
 
-def _unmount_below(folder: Path) -> None:
+def cgroups(name: str) -> list[str]:
+    """Return the cgroups of a name at the top of every hierarchy."""
+    return [str(tree) for tree in (*_CGROUPS.glob(f"*/{name}"), _CGROUPS / name) if tree.is_dir()]
+
+
+def make_cgroups(name: str) -> None:
+    """Make a cgroup in every hierarchy. With cgroup v1, one without processors and memory nodes takes no process."""
+    unified = (_CGROUPS / "cgroup.procs").exists()
+    for hierarchy in [_CGROUPS] if unified else [entry for entry in _CGROUPS.iterdir() if entry.is_dir()]:
+        (hierarchy / name).mkdir(exist_ok=True)
+        for setting in ("cpuset.cpus", "cpuset.mems"):
+            if not unified and (hierarchy / setting).exists():
+                (hierarchy / name / setting).write_text((hierarchy / setting).read_text())
+
+
+def unmount_below(folder: Path) -> None:
     """Deepest first; a mount that is still busy is detached."""
     for _ in range(3):
         points = [point for point in mount_points() if Path(point).is_relative_to(folder)]
@@ -80,21 +99,21 @@ def mount_points() -> list[str]:
     return [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), point) for point in escaped]
 
 
-def _remove_namespaces() -> None:
+def remove_namespaces(network: str) -> None:
     """CNI writes down, per sandbox and network, which namespace it has set up."""
-    for file in _CNI_CACHE.glob(f"{CNI_NETWORK}-*"):
+    for file in _CNI_CACHE.glob(f"{network}-*"):
         for name in set(_NAMESPACE.findall(file.read_text())):
             if Path("/run/netns", name).exists():
                 run(["ip", "netns", "delete", name])
-        sandbox = file.name.removeprefix(f"{CNI_NETWORK}-").rpartition("-")[0]
+        sandbox = file.name.removeprefix(f"{network}-").rpartition("-")[0]
         for cached in _CNI_CACHE.glob(f"*-{sandbox}-*"):  # its loopback's too
             cached.unlink()
 
 
-def _remove_cgroups(before: list[str]) -> None:
+def remove_cgroups(trees: list[str]) -> None:
     """A cgroup is removed by rmdir once its last process is reaped, which takes a moment."""
     deadline = time.monotonic() + 5
-    for tree in (Path(name) for name in pod_cgroups() if name not in before):
+    for tree in map(Path, trees):
         folders = [folder for folder in tree.rglob("*") if folder.is_dir()]
         for folder in [*sorted(folders, key=lambda path: len(path.parts), reverse=True), tree]:
             while not _rmdir(folder) and time.monotonic() < deadline:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from localcluster import binaries, control_plane, daemons, host, leftovers, node, packages
+from localcluster import binaries, control_plane, daemons, extra_nodes, host, leftovers, node, packages
 from localcluster.console import say, step, wait_for
 from localcluster.errors import ClusterError, DaemonDied, TimedOut
 from localcluster.settings import API_URL, LOCK, Layout
@@ -36,6 +36,7 @@ def up(layout: Layout) -> None:
         host.prepare()
         control_plane.ensure(layout)
         node.ensure(layout)
+        extra_nodes.ensure_all(layout)
         daemons.check_alive(layout, *_ALL)
         say(f"==> Ready. export KUBECONFIG={layout.kubeconfig}")
 
@@ -45,6 +46,7 @@ def down(layout: Layout) -> None:
     host.check_root()
     with _only_one(layout), step("Taking the cluster down"):
         daemons.stop(layout, "buildkitd")
+        extra_nodes.end_all(layout)
         node.stop(layout)
         control_plane.stop(layout)
         leftovers.clear(layout, host.cgroups_before(layout))
@@ -60,7 +62,36 @@ def status(layout: Layout) -> bool:
         say(f"{name:24} {f'pid {identity.pid}' if identity else 'not running'}")
     ready = node.ready(layout)
     say(f"{'node':24} {'Ready' if ready else 'not Ready'}")
+    for extra in extra_nodes.recorded(layout):
+        say(f"{f'node {extra.name}':24} {'Ready' if node.ready(layout, extra.name) else 'not Ready'}")
     return ready
+
+
+def add_node(layout: Layout, name: str, *, taint: str = "", images: Sequence[str] | None = None) -> None:
+    """Add a further node to the cluster that is up, or repair it."""
+    host.check_root()
+    with _only_one(layout):
+        _require_answers(layout)
+        extra_nodes.add(layout, name, taint=taint, images=images)
+
+
+def remove_node(layout: Layout, name: str) -> None:
+    """Remove a further node: its pods are deleted, its processes and its traces on the machine go."""
+    host.check_root()
+    with _only_one(layout):
+        extra_nodes.remove(layout, name)
+
+
+def kill_node(layout: Layout, name: str) -> None:
+    """End a further node as a loss of power would: the cluster is not informed. `add_node` brings it back."""
+    host.check_root()
+    with _only_one(layout):
+        extra_nodes.kill(layout, name)
+
+
+def _require_answers(layout: Layout) -> None:
+    if not is_up(layout):
+        raise ClusterError("the cluster is not up: run hack/cluster/up first.")
 
 
 def is_up(layout: Layout) -> bool:
@@ -86,6 +117,7 @@ def _clear_after_reboot(layout: Layout) -> None:
     """When no runtime of ours is alive, pods of an earlier run are remains, not pods."""
     if daemons.running(layout, "containerd") is None:
         daemons.stop(layout, "kubelet")
+        extra_nodes.stop_all(layout)
         leftovers.clear(layout, host.cgroups_before(layout))
 
 

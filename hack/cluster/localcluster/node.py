@@ -25,7 +25,7 @@ _READY = '{.status.conditions[?(@.type=="Ready")].status}'
 def ensure(layout: Layout) -> None:
     """Start what does not run, until the node is Ready and DNS answers."""
     with step("Starting containerd"):
-        _ensure_containerd(layout)
+        ensure_containerd(layout)
         import_image(layout, layout.pause / "pause", PAUSE_IMAGE)
         import_image(layout, layout.coredns / "coredns", COREDNS_IMAGE)
     with step("Starting kubelet and kube-proxy"):
@@ -47,14 +47,14 @@ def stop(layout: Layout) -> None:
     daemons.stop(layout, "kube-proxy")
     daemons.stop(layout, "kubelet")
     if daemons.running(layout, "containerd"):
-        _kill_tasks(layout)
+        kill_tasks(layout)
     daemons.stop(layout, "containerd")
 
 
-def ready(layout: Layout) -> bool:
-    if not answers(layout, "get", "node", NODE_NAME):
+def ready(layout: Layout, name: str = NODE_NAME) -> bool:
+    if not answers(layout, "get", "node", name):
         return False
-    return kubectl(layout, "get", "node", NODE_NAME, "-o", f"jsonpath={_READY}") == "True"
+    return kubectl(layout, "get", "node", name, "-o", f"jsonpath={_READY}") == "True"
 
 
 def resolves(layout: Layout) -> bool:
@@ -71,9 +71,10 @@ def ctr(layout: Layout, *words: str | Path) -> list[str]:
     return [*client, *(str(word) for word in words)]
 
 
-def _ensure_containerd(layout: Layout) -> None:
+def ensure_containerd(layout: Layout, **network: str) -> None:
+    """Start containerd with its CNI network; `network` has what a further node changes in the network's template."""
     config = templates.write(layout, "containerd.toml")
-    templates.write(layout, "cni/10-specdecode.conflist")
+    templates.write(layout, "cni/10-specdecode.conflist", **network)
     if not daemons.running(layout, "containerd"):
         # Its state of a run that ended with the machine names tasks and mounts that are gone.
         shutil.rmtree(layout.state / "containerd" / "state", ignore_errors=True)
@@ -98,18 +99,27 @@ def import_image(layout: Layout, program: Path, image: str) -> None:
 
 def _ensure_kubelet(layout: Layout) -> None:
     config = templates.write(layout, "kubelet.yaml")
-    lines = [f"nameserver {address}" for address in _outside_nameservers()]
-    (layout.config / "resolv.conf").write_text("\n".join([*lines, "options ndots:5"]) + "\n")
-    command = [
+    write_resolv_conf(layout)
+    daemons.start(layout, "kubelet", kubelet_command(layout, config, NODE_NAME, NODE_ADDRESS))
+
+
+def kubelet_command(layout: Layout, config: Path, name: str, address: str) -> list[str]:
+    """Return the command line of a node's kubelet."""
+    return [
         "kubelet",
         f"--config={config}",
         f"--kubeconfig={layout.kubeconfig.parent}/kubelet.conf",
-        f"--hostname-override={NODE_NAME}",
-        f"--node-ip={NODE_ADDRESS}",
+        f"--hostname-override={name}",
+        f"--node-ip={address}",
         f"--root-dir={layout.state / 'kubelet'}",
         f"--cert-dir={layout.state / 'kubelet' / 'pki'}",
     ]
-    daemons.start(layout, "kubelet", command)
+
+
+def write_resolv_conf(layout: Layout) -> None:
+    """Write the resolver's file of pods that do not use the cluster's DNS."""
+    lines = [f"nameserver {address}" for address in _outside_nameservers()]
+    (layout.config / "resolv.conf").write_text("\n".join([*lines, "options ndots:5"]) + "\n")
 
 
 def _outside_nameservers() -> list[str]:
@@ -128,7 +138,7 @@ def _wait_ready(layout: Layout) -> None:
     )
 
 
-def _kill_tasks(layout: Layout) -> None:
+def kill_tasks(layout: Layout) -> None:
     """Containers end here, while containerd can still tell their shims to go."""
     for task in run(ctr(layout, "tasks", "list", "--quiet")).split():
         succeeds(ctr(layout, "tasks", "kill", "--signal", "SIGKILL", task))

@@ -38,6 +38,10 @@ REPOSITORY = HERE.parent.parent
 LOCK = Path("/run/lock/specdecode-cluster.lock")  # one cluster a machine, whatever its state folder
 
 
+_NODE_NETWORK_PREFIX = NODE_ADDRESS.rpartition(".")[0]
+_CLUSTER_NETWORK_PREFIX = POD_NETWORK.rsplit(".", 2)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where this cluster keeps what: `state` goes with `down`, `cache` stays."""
@@ -50,6 +54,11 @@ class Layout:
         state = os.environ.get("SPECDECODE_CLUSTER_DIR", "/var/lib/specdecode/cluster")
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return cls(Path(state).resolve(), Path(cache).resolve() / "specdecode")
+
+    @property
+    def nodes(self) -> Path:
+        """Folders of the further nodes, one a node; each is laid out as `state`."""
+        return self.state / "nodes"
 
     @property
     def kubernetes(self) -> Path:
@@ -112,3 +121,36 @@ class Layout:
     @property
     def buildkit_socket(self) -> Path:
         return self.state / "buildkit" / "buildkitd.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraNode:
+    """A further node on the same machine: own kubelet, containerd, addresses and cgroup. `number` counts from 1."""
+
+    name: str
+    number: int
+
+    @property
+    def address(self) -> str:
+        return f"{_NODE_NETWORK_PREFIX}.{1 + self.number}"
+
+    @property
+    def pod_bridge(self) -> str:
+        return f"sdpod{self.number}"
+
+    @property
+    def pod_network(self) -> str:
+        return f"{_CLUSTER_NETWORK_PREFIX}.{self.number}.0/24"
+
+    @property
+    def cni_network(self) -> str:
+        return f"{CNI_NETWORK}{self.number}"
+
+    @property
+    def cgroup(self) -> str:
+        """Root of the pods' cgroups. Two kubelets must not share one: each ends the pods that it does not know."""
+        return f"specdecode-{self.number}"
+
+    def layout(self, cluster: Layout) -> Layout:
+        """Return the node's own folders."""
+        return Layout(cluster.nodes / self.name, cluster.cache)

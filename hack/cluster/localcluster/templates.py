@@ -24,13 +24,16 @@ def text(layout: Layout, name: str, **more: str) -> str:
         "coredns_image": settings.COREDNS_IMAGE,
         "metrics_server_image": settings.METRICS_SERVER_IMAGE,
     }
-    return string.Template((HERE / "config" / name).read_text()).substitute(values, **more)
+    return string.Template((HERE / "config" / name).read_text()).substitute({**values, **more})
 
 
-def write(layout: Layout, name: str) -> Path:
-    """Write a template below the state folder; where it is now. kube-proxy ends when its file is written again."""
+def write(layout: Layout, name: str, *, suffix: str = "", **more: str) -> Path:
+    """Write a template and a suffix below the state folder, and return its path.
+
+    A file with that content is left as it is: kube-proxy ends when its file is written again.
+    """
     file = layout.config / name
-    content = text(layout, name)
+    content = text(layout, name, **more) + suffix
     if not file.exists() or file.read_text() != content:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)

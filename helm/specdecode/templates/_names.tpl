@@ -1,4 +1,7 @@
 {{- define "specdecode.fullname" -}}
+{{- if not (hasKey .Values "leaderElection") -}}
+{{- fail "the values of an older chart are in use: repeat helm upgrade with --reset-then-reuse-values" -}}
+{{- end -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride -}}
 {{- else if contains .Chart.Name .Release.Name -}}
@@ -13,8 +16,15 @@
 {{- printf "%s:%s" .Release.Namespace (include "specdecode.fullname" .) -}}
 {{- end -}}
 
+{{/* Releases before leader election used an account of the release's name. Their operator must not write while the
+     operators of this version run: with an account of another name it loses its rights when the bindings change,
+     which helm does before it touches the Deployment. */}}
 {{- define "specdecode.serviceAccountName" -}}
-{{- default (include "specdecode.fullname" .) .Values.serviceAccount.name -}}
+{{- default (printf "%s-operator" (include "specdecode.fullname" .)) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "specdecode.leaseName" -}}
+{{- default (include "specdecode.fullname" .) .Values.leaderElection.leaseName -}}
 {{- end -}}
 
 {{- define "specdecode.selector" -}}

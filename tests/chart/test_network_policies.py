@@ -1,0 +1,128 @@
+"""Checks of the NetworkPolicies, with a small model of how a network enforces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdecode_operator.manifests.identity import selector
+from specdecode_worker.contract import Port
+
+OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"})
+STRANGER = ("team-a", {"app": "shell"})
+PROMETHEUS = ("monitoring", {"app": "prometheus"})
+WORKER = selector("llama")
+ON: dict[str, Any] = {"networkPolicy": {"enabled": True}, "watchNamespaces": ["team-a"]}
+FROM_MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+Pod = tuple[str, dict[str, str]]
+"""Namespace and labels of a pod."""
+
+
+def allows(policy: dict[str, Any], source: Pod, port: int | str) -> bool:
+    """Return whether an ingress policy lets a pod reach a port of the pods that the policy selects."""
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    return any(
+        port in {item["port"] for item in rule["ports"]}
+        and ("from" not in rule or any(matches(peer, policy, source) for peer in rule["from"]))
+        for rule in policy["spec"]["ingress"]
+    )
+
+
+def matches(peer: dict[str, Any], policy: dict[str, Any], source: Pod) -> bool:
+    namespace, labels = source
+    if "namespaceSelector" in peer:
+        wanted = peer["namespaceSelector"]["matchLabels"]
+        if not wanted.items() <= {"kubernetes.io/metadata.name": namespace}.items():
+            return False
+    elif namespace != policy["metadata"].get("namespace", "sys"):
+        return False
+    return bool(peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items())
+
+
+def worker_policies(rendered: Any) -> Iterator[dict[str, Any]]:
+    for policy in rendered.of("NetworkPolicy"):
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= WORKER.items():
+            yield policy
+
+
+def operator_policy(rendered: Any) -> dict[str, Any]:
+    (policy,) = [p for p in rendered.of("NetworkPolicy") if "namespace" not in p["metadata"]]
+    return policy  # type: ignore[no-any-return]
+
+
+def test_policies_are_off_by_default(chart: Any) -> None:
+    assert not chart.template().of("NetworkPolicy")
+
+
+def test_only_the_operator_reaches_the_admin_port(chart: Any) -> None:
+    (policy,) = worker_policies(chart.template(ON))
+    assert policy["metadata"]["namespace"] == "team-a"
+    assert allows(policy, OPERATOR, Port.admin)
+    impostor = ("team-a", OPERATOR[1])
+    neighbour = ("sys", {"app": "shell"})
+    for source in (STRANGER, PROMETHEUS, impostor, neighbour, ("team-a", WORKER)):
+        assert not allows(policy, source, Port.admin), source
+
+
+def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> None:
+    rendered = chart.template(ON)
+    (policy,) = worker_policies(rendered)
+    labels = rendered.one("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert allows(policy, ("sys", labels), Port.admin)
+    assert operator_policy(rendered)["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_anyone_reaches_the_public_port_unless_clients_are_listed(chart: Any) -> None:
+    (policy,) = worker_policies(chart.template(ON))
+    assert allows(policy, STRANGER, Port.http)
+    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"clientsFrom": FROM_MONITORING}}}
+    (policy,) = worker_policies(chart.template(values))
+    assert allows(policy, PROMETHEUS, Port.http)
+    assert not allows(policy, STRANGER, Port.http)
+    assert not allows(policy, PROMETHEUS, Port.admin)
+
+
+def test_further_peers_of_the_admin_port(chart: Any) -> None:
+    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"adminFrom": FROM_MONITORING}}}
+    (policy,) = worker_policies(chart.template(values))
+    assert allows(policy, PROMETHEUS, Port.admin)
+    assert allows(policy, OPERATOR, Port.admin)
+    assert not allows(policy, STRANGER, Port.admin)
+
+
+def test_the_operator_serves_health_and_metrics_only(chart: Any) -> None:
+    rendered = chart.template(ON)
+    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
+    for port in (item["name"] for item in container["ports"]):
+        assert allows(operator_policy(rendered), STRANGER, port)
+    assert not allows(operator_policy(rendered), STRANGER, 8001)
+    values = {**ON, "networkPolicy": {"enabled": True, "metricsFrom": FROM_MONITORING}}
+    policy = operator_policy(chart.template(values))
+    assert allows(policy, PROMETHEUS, "metrics")
+    assert not allows(policy, STRANGER, "metrics")
+    assert allows(policy, STRANGER, "health")
+
+
+@pytest.mark.parametrize(
+    ("watched", "listed", "expected"),
+    [(["a", "b"], [], {"a", "b"}), ([], ["c"], {"c"}), (["a", "b"], ["a"], {"a"}), ([], [], set())],
+)
+def test_namespaces_of_the_workers_policies(
+    chart: Any, watched: list[str], listed: list[str], expected: set[str]
+) -> None:
+    policies = {"enabled": True, "workers": {"namespaces": listed}}
+    rendered = chart.template({"watchNamespaces": watched, "networkPolicy": policies})
+    assert {policy["metadata"]["namespace"] for policy in worker_policies(rendered)} == expected
+
+
+def test_policies_of_two_releases_have_different_names(chart: Any) -> None:
+    """The second release may serve the same namespace for a while, when deployments move to it."""
+    names = {
+        policy["metadata"]["name"]
+        for home in ("one", "two")
+        for policy in worker_policies(chart.template(ON, "--namespace", home))
+    }
+    assert len(names) == 2
