@@ -53,7 +53,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             },
             "speculation": speculation,
             "workers": {
-                "gpu": False,
+                "accelerator": {"count": 0},
                 "maxNumSeqs": 4,
                 "kvCacheTokens": 4096,
                 "resources": resources,
