@@ -194,6 +194,6 @@ def resource(name: str, pods: int) -> dict[str, Any]:
             "model": {"uri": "embedded://smollm2-135m-instruct"},
             "speculation": speculation,
             "replicas": pods,
-            "workers": {"gpu": False},
+            "workers": {"accelerator": {"count": 0}},
         },
     }

@@ -157,7 +157,7 @@ class Capacity:
     sequences: float
     """That run at this rate."""
     step_seconds: float
-    limited_by: Literal["slots", "ttit", "ttft", "cache"]
+    limited_by: Literal["slots", "itl", "ttft", "cache"]
     attainable: bool = True
     """False when a promise is broken by a single sequence: more workers will not help."""
 

@@ -1,10 +1,11 @@
-"""What the models of the resource share: names of the kind, types with their patterns, CEL rules, the base class."""
+"""Building blocks of the resource's models: names of the kind, shared types, CEL rules and the base class."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
 GROUP = "specdecode.io"
@@ -12,38 +13,94 @@ VERSION = "v1alpha1"
 KIND = "SpecDecodeDeployment"
 PLURAL = "specdecodedeployments"
 MAX_NAME_LENGTH = 45
-"""Children add suffixes to the name, and a label value ends at 63 characters."""
+"""Maximum characters of a name. Children append suffixes to it, and a label value has at most 63 characters."""
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Names of Services (RFC 1035): the public Service has the name of its deployment."""
+NAME_MESSAGE = (
+    f"metadata.name becomes the name of a Service: write at most {MAX_NAME_LENGTH} characters of a-z, 0-9 and '-', "
+    "the first a letter, the last no '-'; dots are not allowed"
+)
 
 PAUSED_ANNOTATION = "specdecode.io/paused"
 PIN_ANNOTATION = "specdecode.io/pin"
 
-_UID_FREE_TEXT = 1024
+MAX_TEXT = 1024
+"""Maximum characters of a text in status."""
+_QUANTITY = re.compile(
+    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$"
+)
+"""Quantities as Kubernetes writes them."""
+_PERCENT = re.compile("^(100|[1-9]?[0-9])%$")
+MAX_COUNT = 1000
+"""Largest number of pods in a count of a rollout; also the largest number of replicas."""
+
+LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+
 ModelUri = Annotated[
     str,
     Field(
         pattern=r"^(hf://[^/@ ]+/[^/@ ]+(@[^@ ]+)?|pvc://[^/ ]+/.+|file:///.+|embedded://[a-z0-9.-]+)$",
         max_length=512,
-        description="hf://org/name@revision, pvc://claim/path, file:///path or embedded://name.",
     ),
 ]
-Text = Annotated[str, Field(max_length=_UID_FREE_TEXT)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+"""URI of a model: hf://org/name@revision, pvc://claim/path, file:///path or embedded://name."""
+URI_FORMS = "one of hf://org/name@revision, pvc://claim/path, file:///path and embedded://name"
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+LabelName = Annotated[str, Field(pattern=LABEL, max_length=63)]
+"""Name of a part of a pod (DNS label)."""
+Name = Annotated[str, Field(pattern=SUBDOMAIN, max_length=253)]
+"""Name of an object in the same namespace (DNS subdomain)."""
 Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+"""Object that the API server validates when a child that contains it is applied."""
+
+
+def _quantity(value: int | str) -> int | str:
+    if isinstance(value, str) and not _QUANTITY.fullmatch(value):
+        raise ValueError(f"{value!r} is no quantity; write 2, 500m or 16Gi")
+    return value
+
+
+def _count_or_percent(value: int | str) -> int | str:
+    if isinstance(value, str) and not _PERCENT.fullmatch(value):
+        raise ValueError(f"{value!r} is no percentage; write 1 or 25%")
+    if isinstance(value, int) and not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{value} pods are not within 0 and {MAX_COUNT}")
+    return value
+
+
+Quantity = Annotated[
+    int | str,
+    AfterValidator(_quantity),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY.pattern, "maxLength": 64}),
+]
+"""Amount of a resource, such as 2, 500m or 16Gi."""
+CountOrPercent = Annotated[
+    int | str,
+    AfterValidator(_count_or_percent),
+    WithJsonSchema(
+        {"x-kubernetes-int-or-string": True, "pattern": _PERCENT.pattern, "minimum": 0, "maximum": MAX_COUNT}
+    ),
+]
+"""Number of pods, or their share of the replicas, such as 1 or 25%."""
+
+
+def is_valid_name(name: str) -> bool:
+    """Return whether a deployment may have this name; NAME_MESSAGE says the rule."""
+    return len(name) <= MAX_NAME_LENGTH and re.fullmatch(NAME_PATTERN, name) is not None
 
 
 def rule(expression: str, message: str) -> dict[str, str]:
-    """One CEL validation of the CRD."""
+    """Return one CEL validation of the CRD."""
     return {"rule": expression, "message": message}
 
 
-def rules(*found: dict[str, str]) -> dict[str, Any]:
-    return {"x-kubernetes-validations": list(found)}
+def rules(*validations: dict[str, str]) -> dict[str, Any]:
+    """Return the part of a schema that holds CEL validations."""
+    return {"x-kubernetes-validations": list(validations)}
 
 
 class Api(BaseModel):
-    """Base of everything in the resource: camelCase outside, unknown fields refused, never changed in place."""
+    """Base of all models of the resource: camelCase outside, unknown fields refused, immutable."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
-
-
-# --- spec ---------------------------------------------------------------------------------------------------------

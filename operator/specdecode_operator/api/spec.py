@@ -1,4 +1,4 @@
-"""What users write: ``spec``. Speculation has a file of its own."""
+"""Desired state that users write: ``spec``. Speculation, workers and engine have files of their own."""
 
 from __future__ import annotations
 
@@ -6,39 +6,60 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from specdecode_operator.api.schema import Anything, Api, ModelUri, Name, rule, rules
+from specdecode_operator.api.engine import EngineSpec
+from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, Name, rule, rules
 from specdecode_operator.api.speculation import SpeculationSpec
+from specdecode_operator.api.workers import WorkersSpec
 from specdecode_worker.contract import TargetQuantization
 
 _ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
+_RANKS = "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize : self.workers.accelerator.count)"
 
 
 class SecretKeyRef(Api):
     """One key of a Secret in the same namespace."""
 
-    name: Name
-    key: Annotated[str, Field(max_length=253)] = "token"
+    name: Name = Field(description="Secret in the same namespace.", examples=["hub-token"])
+    key: Annotated[str, Field(max_length=253, min_length=1)] = Field(default="token", description="Key of the Secret.")
 
 
 class ModelSpec(Api):
-    """The target model."""
+    """Target model: the one whose text is served."""
 
-    uri: ModelUri
-    served_name: Annotated[str, Field(max_length=128, min_length=1)] | None = Field(
-        default=None, description="Name in the OpenAI API; the last part of the uri when absent."
+    uri: ModelUri = Field(
+        description=f"Where the model comes from: {URI_FORMS}.",
+        examples=["hf://meta-llama/Llama-3.1-8B-Instruct@0e9e39f249a16976918f6564b8830bc894c89659"],
     )
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    served_name: Annotated[str, Field(max_length=128, min_length=1)] | None = Field(
+        default=None,
+        description="Name of the model in the OpenAI API. Absent: the last part of the uri.",
+        examples=["llama-3.1-8b"],
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Data type of weights and arithmetic."
+    )
     quantization: TargetQuantization | None = Field(
-        default=None, description="Of the weights of its blocks; as dtype when absent. Needs tensorParallelSize 1."
+        default=None,
+        description="Quantization of the weights of the model's blocks. It needs workers.tensorParallelSize 1. Absent: "
+        "weights are of dtype.",
     )
     max_model_len: int | None = Field(
-        default=None, ge=16, le=1048576, description="Tokens of prompt and answer; the model's limit when absent."
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Maximum tokens of prompt and answer together. Absent: the model's own limit.",
+        examples=[16384],
     )
-    token_secret_ref: SecretKeyRef | None = Field(default=None, description="Hub token for gated models.")
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None,
+        description="Token of the hub, for gated models. Only the download sees it. Absent: models are downloaded "
+        "without a token.",
+        examples=[{"name": "hub-token", "key": "token"}],
+    )
 
 
 class ScalingSpec(Api):
-    """Who sets the number of workers, and between which bounds."""
+    """Owner of the number of workers, and its bounds."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"))
@@ -46,67 +67,37 @@ class ScalingSpec(Api):
 
     owner: Literal["Operator", "External"] = Field(
         default="Operator",
-        description="Operator: follows demand. External: kubectl scale, an HPA or KEDA sets replicas.",
+        description="Operator: the number of workers follows demand. External: kubectl scale, an HPA or KEDA sets it.",
     )
-    min_replicas: int = Field(default=1, ge=1, le=1000)
-    max_replicas: int = Field(default=4, ge=1, le=1000)
+    min_replicas: int = Field(default=1, ge=1, le=1000, description="Least number of workers.")
+    max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
     scale_down_window_seconds: int = Field(
-        default=300, ge=0, le=86400, description="Demand must stay low this long before a worker goes."
+        default=300, ge=0, le=86400, description="Time for which demand must stay low before a worker is removed."
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _is_ordered(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError("minReplicas must not exceed maxReplicas")
         return self
 
 
-class WorkersSpec(Api):
-    """The pods."""
-
-    image: Annotated[str, Field(max_length=512)] | None = Field(
-        default=None, description="Worker image; the operator's default when absent."
-    )
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    image_pull_secrets: Annotated[tuple[Name, ...], Field(max_length=8)] = ()
-    resources: Anything = Field(
-        default_factory=dict, description="As in a container; GPUs come from tensorParallelSize."
-    )
-    gpu: bool = Field(default=True, description="Ask for nvidia.com/gpu; false runs on CPUs.")
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs of one replica.")
-    max_num_seqs: int = Field(default=16, ge=1, le=1024, description="Sequences that one worker runs at a time.")
-    kv_cache_tokens: int | None = Field(
-        default=None, ge=256, description="Tokens of KV cache; from memory when absent."
-    )
-    update_policy: Literal["OnSpecChange", "Automatic"] = Field(
-        default="OnSpecChange",
-        description="Automatic: an upgrade of the operator may roll workers; else only a change of this spec does.",
-    )
-    recycle: Literal["Never", "OnCollapse"] = Field(
-        default="Never",
-        description="OnCollapse: a worker whose acceptance collapses, while its peers' does not, is replaced.",
-    )
-    max_num_batched_tokens: int | None = Field(
-        default=None, ge=16, le=1048576, description="Tokens that one step computes at most, prompts included."
-    )
-    api_keys_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="Keys of the public port, separated by whitespace; absent lets everyone in."
-    )
-    template: Anything = Field(
-        default_factory=dict,
-        description="Pod template merged over the operator's (containers by name: 'worker', init container 'pull').",
-    )
-
-
 class DrainSpec(Api):
-    """How a worker leaves."""
+    """Shutdown of a worker."""
 
-    endpoint_delay_seconds: int = Field(default=5, ge=0, le=300)
-    grace_period_seconds: int = Field(default=60, ge=1, le=7200)
+    endpoint_delay_seconds: int = Field(
+        default=5,
+        ge=0,
+        le=300,
+        description="Time after SIGTERM during which new requests are served, until no endpoint lists the pod.",
+    )
+    grace_period_seconds: int = Field(
+        default=60, ge=1, le=7200, description="Time after that for running requests to finish."
+    )
 
 
 class ModelCacheSpec(Api):
-    """Where pulled models are kept; an emptyDir when nothing is said."""
+    """Volume of downloaded models. Without pvc and hostPath every pod downloads into a volume of its own."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -114,22 +105,47 @@ class ModelCacheSpec(Api):
         )
     )
 
-    pvc: Name | None = Field(default=None, description="A PersistentVolumeClaim, shared by the workers.")
-    host_path: Annotated[str, Field(pattern="^/.+", max_length=512)] | None = None
+    pvc: Name | None = Field(
+        default=None,
+        description="PersistentVolumeClaim that the workers share. Absent: hostPath, or a volume of each pod.",
+        examples=["llama-cache"],
+    )
+    host_path: Annotated[str, Field(pattern="^/.+", max_length=512)] | None = Field(
+        default=None,
+        description="Folder of the node, which must exist and be writable for user 65532. Absent: pvc, or a volume of "
+        "each pod.",
+        examples=["/var/lib/models"],
+    )
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _is_one(self) -> Self:
         if self.pvc and self.host_path:
             raise ValueError("a model cache is a pvc or a hostPath, not both")
         return self
 
 
 class StorageSpec(Api):
-    model_cache: ModelCacheSpec = ModelCacheSpec()
+    """Volumes of the workers."""
+
+    model_cache: ModelCacheSpec = Field(
+        default=ModelCacheSpec(),
+        description="Where downloaded models are stored.",
+        examples=[{"pvc": "llama-cache"}],
+    )
+
+
+class TlsSpec(Api):
+    """Certificate of the workers' ports."""
+
+    secret_name: Name = Field(
+        description="Secret of type kubernetes.io/tls (tls.crt, tls.key) in the same namespace, as cert-manager writes "
+        "it. Workers load a renewed certificate without a restart.",
+        examples=["llama-tls"],
+    )
 
 
 class Spec(Api):
-    """What the user wants."""
+    """Desired state of the deployment."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -144,23 +160,45 @@ class Spec(Api):
                 ),
                 "fieldPath": ".replicas",
             },
-            rule("!has(self.model.quantization) || self.workers.tensorParallelSize == 1", _ONE_DEVICE),
+            rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
         )
     )
 
-    model: ModelSpec
-    speculation: SpeculationSpec = Field(default_factory=lambda: SpeculationSpec(method="none"))
-    replicas: int = Field(default=1, ge=0, le=1000, description="Workers, unless scaling.owner is Operator.")
-    scaling: ScalingSpec | None = Field(default=None, description="Absent: replicas are followed as written.")
-    workers: WorkersSpec = WorkersSpec()
-    drain: DrainSpec = DrainSpec()
-    storage: StorageSpec = StorageSpec()
+    model: ModelSpec = Field(
+        description="Target model: the one whose text is served.",
+        examples=[{"uri": "hf://meta-llama/Llama-3.1-8B-Instruct"}],
+    )
+    speculation: SpeculationSpec = Field(
+        default_factory=lambda: SpeculationSpec(method="none"),
+        description="How tokens are drafted, and what decides how many. Absent: plain decoding.",
+        examples=[{"method": "eagle3", "draft": {"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}}],
+    )
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1000,
+        description="Number of workers. With scaling.owner Operator it is only the number to start with.",
+    )
+    scaling: ScalingSpec | None = Field(
+        default=None,
+        description="Owner and bounds of the number of workers. Absent: there are as many workers as replicas says.",
+        examples=[{"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}],
+    )
+    engine: EngineSpec = Field(
+        default=EngineSpec(), description="Settings of the inference engine. A change replaces the workers."
+    )
+    workers: WorkersSpec = Field(default=WorkersSpec(), description="Pods that serve the model.")
+    tls: TlsSpec | None = Field(
+        default=None,
+        description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
+        "Absent: plain HTTP, on port 80 of the Service.",
+        examples=[{"secretName": "llama-tls"}],
+    )
+    drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker.")
+    storage: StorageSpec = Field(default=StorageSpec(), description="Volumes of the workers.")
 
     @model_validator(mode="after")
-    def _splits_what_it_can(self) -> Self:
-        if self.model.quantization and self.workers.tensor_parallel_size > 1:
+    def _splits_whole_weights_only(self) -> Self:
+        if self.model.quantization and self.workers.ranks > 1:
             raise ValueError(_ONE_DEVICE)
         return self
-
-
-# --- status -------------------------------------------------------------------------------------------------------

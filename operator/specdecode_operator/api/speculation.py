@@ -1,7 +1,7 @@
-"""How tokens are drafted and who decides: ``spec.speculation``.
+"""Drafting of tokens, and the decision how many: ``spec.speculation``.
 
-Rules across fields stand twice, as CEL for the API server and as a validator for the same input read from anywhere
-else; one test feeds both the same examples.
+Rules across fields are written twice: as CEL for the API server, and as a validator for the same input from any other
+source. One test gives both the same examples.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from specdecode_operator.api.schema import Api, ModelUri, rule, rules
+from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, rule, rules
 from specdecode_worker.contract import DRAFT_FREE, WITH_MLP, DraftQuantization, Method, TaskName
 
-_QUANTIZATION = "Of its MLPs and head (int4: a head of int8); as the model's dtype when absent."
+_QUANTIZATION = (
+    "Quantization of the weights of the draft's MLPs and head (int4: a head of int8). Absent: weights are of the "
+    "model's dtype."
+)
+_TASK_NAME = "Name of the task in the header X-Specdecode-Task, in status and in metrics."
 
 
 class DraftSpec(Api):
-    uri: ModelUri
+    """Draft that all tasks use unless they name another one."""
+
+    uri: ModelUri = Field(
+        description=f"Where the draft comes from: {URI_FORMS}.",
+        examples=["hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"],
+    )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
 
@@ -28,7 +37,7 @@ _MLP_MESSAGE = f"quantization is for drafts of methods {', '.join(WITH_MLP)}; th
 
 
 class NamedDraftSpec(Api):
-    """A further draft, loaded beside the first for the tasks that name it."""
+    """Additional draft for the tasks that name it."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -37,13 +46,19 @@ class NamedDraftSpec(Api):
         )
     )
 
-    name: TaskName
-    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram"] = "eagle3"
-    uri: ModelUri | None = None
+    name: TaskName = Field(description="Name by which tasks choose the draft.", examples=["sql-head"])
+    method: Literal["eagle3", "eagle", "draft-model", "medusa", "ngram"] = Field(
+        default="eagle3", description="Kind of the draft, as in speculation.method."
+    )
+    uri: ModelUri | None = Field(
+        default=None,
+        description=f"Where the draft comes from: {URI_FORMS}. Absent for method ngram, and only for that.",
+        examples=["pvc://heads/sql"],
+    )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _is_complete(self) -> Self:
         if (self.method in DRAFT_FREE) != (self.uri is None):
             raise ValueError(DRAFT_MESSAGE.format(field="uri"))
         if self.quantization and self.method not in WITH_MLP:
@@ -54,44 +69,61 @@ class NamedDraftSpec(Api):
 class DepthSpec(Api):
     """Bounds of the draft depth, in tokens per step."""
 
-    min: int = Field(default=0, ge=0, le=16)
-    max: int = Field(default=5, ge=0, le=16)
-    initial: int = Field(default=3, ge=0, le=16, description="Runs until there is a plan for the draft, and in Static.")
+    min: int = Field(default=0, ge=0, le=16, description="Least depth. 0 allows plain decoding.")
+    max: int = Field(default=5, ge=0, le=16, description="Largest depth.")
+    initial: int = Field(
+        default=3, ge=0, le=16, description="Depth until the draft was measured, and always in mode Static."
+    )
 
 
 class TreeSpec(Api):
     """Bounds of the draft's trees. Chains are trees of width 1."""
 
-    max_nodes: int = Field(default=16, ge=1, le=63, description="Most draft tokens of one step of a sequence.")
-    top_k: int = Field(default=1, ge=1, le=8, description="Most choices that follow one token; 1 allows chains alone.")
+    max_nodes: int = Field(default=16, ge=1, le=63, description="Maximum draft tokens of a sequence in one step.")
+    top_k: int = Field(default=1, ge=1, le=8, description="Maximum alternatives after one token. 1 allows chains only.")
 
 
 class ObjectiveSpec(Api):
-    """What users were promised. Shapes and replicas are chosen so that it holds; absent: the most tokens a second."""
+    """Latency and speed-up that shapes and replicas are chosen for. Without any, the most tokens per second."""
 
-    ttit_milliseconds: float | None = Field(
-        default=None, ge=0.1, le=600000, description="Most time per output token after the first, every task's mean."
-    )
     ttft_milliseconds: float | None = Field(
-        default=None, ge=1, le=600000, description="Most time to the first token, mean."
+        default=None,
+        ge=1,
+        le=600000,
+        description="Largest mean time to the first token (TTFT), in milliseconds. Absent: no objective.",
+        examples=[500],
+    )
+    itl_milliseconds: float | None = Field(
+        default=None,
+        ge=0.1,
+        le=600000,
+        description="Largest mean inter-token latency (ITL) of every task, in milliseconds. Absent: no objective.",
+        examples=[30],
     )
     min_speedup: float | None = Field(
-        default=None, ge=1, le=10, description="Speculation that is not faster than plain decoding by this is stopped."
+        default=None,
+        ge=1,
+        le=10,
+        description="Least speed-up over plain decoding; speculation below it is stopped. Absent: 1, with hysteresis.",
+        examples=[1.1],
     )
 
 
 class HysteresisSpec(Api):
-    """What keeps the plan from flapping."""
+    """Limits of how often the plan changes."""
 
-    min_dwell_seconds: int = Field(default=60, ge=0, le=86400, description="Least time between changes of a row.")
+    min_dwell_seconds: int = Field(default=60, ge=0, le=86400, description="Least time between two changes of a row.")
     min_gain_percent: float = Field(default=3, ge=0, le=100, description="Least expected gain of a change.")
     max_changes_per_hour: int = Field(
-        default=6, ge=1, le=3600, description="Most changes of a row in an hour; what loses is stopped in spite of it."
+        default=6,
+        ge=1,
+        le=3600,
+        description="Maximum changes of a row in one hour. Speculation that loses is stopped regardless.",
     )
 
 
 class TaskDepthSpec(Api):
-    """Bounds of one task's depth; what is absent is as in speculation.depth."""
+    """Bounds of the draft depth of one task."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -104,12 +136,17 @@ class TaskDepthSpec(Api):
         )
     )
 
-    min: int | None = Field(default=None, ge=0, le=16)
-    max: int | None = Field(default=None, ge=0, le=16)
-    initial: int | None = Field(default=None, ge=0, le=16)
+    min: int | None = Field(default=None, ge=0, le=16, description="Least depth. Absent: speculation.depth.min.")
+    max: int | None = Field(default=None, ge=0, le=16, description="Largest depth. Absent: speculation.depth.max.")
+    initial: int | None = Field(
+        default=None,
+        ge=0,
+        le=16,
+        description="Depth until the draft was measured, and always in mode Static. Absent: speculation.depth.initial.",
+    )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _is_ordered(self) -> Self:
         given = [depth for depth in (self.min, self.initial, self.max) if depth is not None]
         if given != sorted(given):
             raise ValueError("a task's depth must satisfy min <= initial <= max")
@@ -117,27 +154,39 @@ class TaskDepthSpec(Api):
 
 
 class TaskSpec(Api):
-    """A task whose acceptance and plan are kept apart. Requests name it by header X-Specdecode-Task or match it.
+    """Kind of requests with measurements and plan rows of its own.
 
-    The name ``other`` stands for all requests that belong to no task.
+    A request names its task in the header X-Specdecode-Task, or its prompt contains the text of ``match``. The name
+    ``other`` means all requests that belong to no task.
     """
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)] = Field(
+        description=_TASK_NAME, examples=["code"]
+    )
     match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
-        default=None, description="A prompt that contains this text belongs to the task, unless the header says so."
+        default=None,
+        description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
+        "Absent: only the header counts.",
+        examples=["```"],
     )
     mode: Literal["Off", "Static", "Auto"] | None = Field(
         default=None,
-        description="Overrides speculation.mode for this task where that is Auto, Advisory or Static.",
+        description="Mode of this task where speculation.mode is Auto, Advisory or Static. Absent: speculation.mode.",
     )
-    depth: TaskDepthSpec | None = Field(default=None, description="Overrides speculation.depth for this task.")
+    depth: TaskDepthSpec | None = Field(
+        default=None,
+        description="Bounds of the depth of this task. Absent: speculation.depth.",
+        examples=[{"max": 8}],
+    )
     draft: TaskName | None = Field(
-        default=None, description="Name of one of speculation.drafts; the task uses it instead of speculation.draft."
+        default=None,
+        description="Name of one of speculation.drafts. Absent: speculation.draft.",
+        examples=["sql-head"],
     )
 
 
 class SpeculationSpec(Api):
-    """How tokens are drafted, and who decides how many."""
+    """Drafting of tokens, and the decision how many."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -168,32 +217,47 @@ class SpeculationSpec(Api):
 
     method: Method = Field(
         default="eagle3",
-        description="eagle3 or eagle: a head; medusa: heads; draft-model: a smaller model with the same tokenizer; "
-        "ngram: prompt lookup, without a draft; none: plain decoding.",
+        description="Kind of the draft. eagle3, eagle: a head; medusa: several heads; draft-model: a smaller model "
+        "with the same tokenizer; ngram: lookup in the prompt, without a draft; none: plain decoding.",
     )
-    draft: DraftSpec | None = None
+    draft: DraftSpec | None = Field(
+        default=None,
+        description="Draft that all tasks use unless they name another one. Absent for the methods ngram and none, and "
+        "only for those.",
+        examples=[{"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}],
+    )
     drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4)] = Field(
-        default=(), description="Further drafts, loaded beside the first; tasks choose them by name."
+        default=(), description="Additional drafts, which tasks choose by name."
     )
     required: bool = Field(
-        default=False, description="true: a draft that does not fit is fatal; false: the target serves plainly."
+        default=False,
+        description="true: a draft that does not fit the target stops the worker. false: the worker serves without "
+        "speculation.",
     )
     mode: Literal["Off", "Static", "Advisory", "Auto"] = Field(
         default="Auto",
-        description="Off: the draft is loaded, depth 0. Static: depth.initial, guard on. Advisory: plan and replicas "
-        "stay, status.speculation.recommended says what Auto would run. Auto: follows measurements.",
+        description="Off: the draft is loaded and not used. Static: depth.initial. Advisory: plan and replicas do not "
+        "change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows measurements.",
     )
-    depth: DepthSpec = DepthSpec()
-    tree: TreeSpec = TreeSpec()
-    objective: ObjectiveSpec = ObjectiveSpec()
-    hysteresis: HysteresisSpec = HysteresisSpec()
+    depth: DepthSpec = Field(default=DepthSpec(), description="Bounds of the draft depth, in tokens per step.")
+    tree: TreeSpec = Field(default=TreeSpec(), description="Bounds of the draft's trees.")
+    objective: ObjectiveSpec = Field(
+        default=ObjectiveSpec(),
+        description="Latency and speed-up that shapes and replicas are chosen for. Absent: the most tokens per second.",
+        examples=[{"ttftMilliseconds": 500, "itlMilliseconds": 30, "minSpeedup": 1.1}],
+    )
+    hysteresis: HysteresisSpec = Field(default=HysteresisSpec(), description="Limits of how often the plan changes.")
     explore_percent: float = Field(
-        default=1, ge=0, le=20, description="Share of device seconds that may be spent on learning other depths."
+        default=1, ge=0, le=20, description="Share of the device's time for measuring other depths, in percent."
     )
-    tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7)] = ()
+    tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7)] = Field(
+        default=(),
+        description="Kinds of requests with measurements and plan rows of their own.",
+        examples=[[{"name": "code", "match": "```"}]],
+    )
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _is_consistent(self) -> Self:
         if (self.method in DRAFT_FREE) != (self.draft is None):
             raise ValueError(DRAFT_MESSAGE.format(field="draft.uri"))
         if self.draft and self.draft.quantization and self.method not in WITH_MLP:

@@ -1,4 +1,4 @@
-"""What users read: ``status``. Written on change alone, with figures rounded."""
+"""Observed state that users read: ``status``. It is written on change only, with rounded figures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,37 @@ from pydantic import Field
 
 from specdecode_operator.api.schema import Api, Text
 
+MAX_MESSAGE = 4096
+"""Maximum characters of the message of a condition or the reason of a decision."""
+_Message = Annotated[str, Field(max_length=MAX_MESSAGE)]
+
 
 class ConditionType(StrEnum):
-    """A condition exists only while its feature is in use. Ready means that somebody answers, and nothing more."""
+    """Types of conditions. The first six are always present, the others only while their feature is in use.
+
+    | type | True means |
+    |---|---|
+    | Ready | the generation is observed, the rollout is finished, and all wanted workers serve (kstatus: Current) |
+    | Available | at least one worker serves requests, whatever generation it is of |
+    | Progressing | a rollout or a change of the number of workers is under way |
+    | Reconciling | the operator has not yet made the children equal to the spec (kstatus: InProgress) |
+    | Stalled | the children will not become equal to the spec without a change by a person (kstatus: Failed) |
+    | Reconciled | all children were applied |
+    | MemoryFits | the model fits the memory of the device |
+    | DraftCompatible | the draft fits the target |
+    | SpeculationEffective | speculation is measured faster than plain decoding |
+    | ScalingLimited | the number of workers cannot follow the demand |
+    | ReportsFresh | all ready workers send reports |
+    | WorkersAlike | no worker differs from its peers |
+    | Pinned | a shape is pinned by annotation |
+    """
 
     ready = "Ready"
+    available = "Available"
     progressing = "Progressing"
+    reconciling = "Reconciling"
+    stalled = "Stalled"
+    reconciled = "Reconciled"
     memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
     speculation_effective = "SpeculationEffective"
@@ -22,138 +47,183 @@ class ConditionType(StrEnum):
     reports_fresh = "ReportsFresh"
     workers_alike = "WorkersAlike"
     pinned = "Pinned"
-    reconciled = "Reconciled"
 
 
 class Condition(Api):
-    """As metav1.Condition."""
+    """Condition as in metav1.Condition."""
 
-    type: Text
-    status: Literal["True", "False", "Unknown"]
-    reason: Text
-    message: Annotated[str, Field(max_length=4096)] = ""
-    last_transition_time: Text
-    observed_generation: int = 0
+    type: Text = Field(description="Type of the condition, such as Ready.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
+    reason: Text = Field(description="Reason in one CamelCase word.")
+    message: _Message = Field(default="", description="Sentence with the details, and with names of objects.")
+    last_transition_time: Text = Field(description="Time of the last change of status.")
+    observed_generation: int = Field(default=0, description="Generation of the spec that the condition is about.")
 
 
 Cause = Literal["bounds", "loses", "gain", "trial", "probe", "up", "down", "mode", "pin"]
-"""Of a decision: what the spec allows; speculation that loses; a measured gain; what runs to be measured, new or after
-a stop; demand that rises or falls; a mode or a pin that somebody set."""
+"""Cause of a decision: bounds of the spec; speculation that loses; a measured gain; a trial of an unmeasured shape; a
+probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin."""
 
 
 class Decision(Api):
-    """One decision: what was measured, what changed, from what to what, why, and later what it brought."""
+    """Decision of the operator: its measurements, the change, its reason, and later its realised gain."""
 
-    time: Text
+    time: Text = Field(description="Time of the decision.")
     kind: Literal["Plan", "Replicas", "Steering"] = Field(
-        default="Plan", description="Plan: rows moved. Replicas: workers were added or removed. Steering: mode or pin."
+        default="Plan",
+        description="Plan: rows of the plan changed. Replicas: the number of workers changed. Steering: a user changed "
+        "the mode or the pin.",
     )
-    load: Text = Field(description="What moved: the row's concurrency, context and task; or replicas; or every load.")
-    before: Text
-    after: Text
-    measured: Text | None = Field(default=None, description="What was measured when it was decided.")
+    load: Text = Field(description="Changed part: concurrency, context and task of a row; or replicas; or every load.")
+    before: Text = Field(description="Value before the decision.")
+    after: Text = Field(description="Value after the decision.")
+    measured: Text | None = Field(default=None, description="Measurements that the decision is based on.")
     expected_gain_percent: float | None = Field(
-        default=None, description="More tokens in the same time, as the model of the worker predicts."
+        default=None, description="Expected gain in tokens per second, in percent."
     )
     realised_gain_percent: float | None = Field(
         default=None,
-        description="More tokens in the same time, as measured: the steps of the first 500 drafts after the change "
-        "against those of the shape before it, at equal numbers of sequences. Absent until then.",
+        description="Measured gain in tokens per second, in percent: the first 500 drafts after the change against "
+        "the shape before it, at equal numbers of sequences. Absent until then.",
     )
-    cause: Cause | None = Field(default=None, description="The reason in a word, as the operator's metrics count it.")
-    reason: Annotated[str, Field(max_length=4096)]
+    cause: Cause | None = Field(default=None, description="Cause in one word, as the operator's metrics count it.")
+    reason: _Message = Field(description="Reason of the decision, in a sentence.")
 
 
 class SpeculationStatus(Api):
-    """What speculation does now. Figures are differences of the fleet's counters."""
+    """Speculation at the present load. Figures are of all workers together."""
 
-    depth: int | None = Field(default=None, description="Depth of the row in use at the present load.")
-    nodes: int | None = Field(default=None, description="Nodes of that row's shape.")
-    acceptance_rate: float | None = Field(default=None, description="Accepted over drafted tokens.")
-    accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
-    speedup: float | None = Field(default=None, description="Time that plain decoding would take over the time taken.")
-    measured_at: Text | None = Field(default=None, description="When the three figures above last changed.")
-    plan_version: int | None = Field(default=None, description="Version of the plan that is out; it only rises.")
-    pinned: Text | None = Field(default=None, description="The pin in force (annotation specdecode.io/pin).")
-    recommended: Text | None = Field(
-        default=None, description="What Auto would run at the present load (mode Advisory, or while pinned)."
+    depth: int | None = Field(default=None, description="Draft depth of the row in use at the present load.")
+    nodes: int | None = Field(default=None, description="Draft tokens of the shape of that row.")
+    acceptance_rate: float | None = Field(default=None, description="Accepted tokens over drafted tokens.")
+    accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted tokens / drafts.")
+    speedup: float | None = Field(default=None, description="Time of plain decoding over the time taken.")
+    measured_at: Text | None = Field(default=None, description="Time of the last change of the three figures above.")
+    device_hours_saved: float | None = Field(
+        default=None,
+        description="Device hours that plain decoding would have taken in addition: the sum of (speedup - 1) x device "
+        "hours of decoding.",
     )
-    last_decision: Annotated[str, Field(max_length=4096)] | None = None
-    history: Annotated[tuple[Decision, ...], Field(max_length=10, description="Newest first.")] = ()
+    plan_version: int | None = Field(default=None, description="Version of the applied plan. It only rises.")
+    pinned: Text | None = Field(default=None, description="Pin in force (annotation specdecode.io/pin).")
+    recommended: Text | None = Field(
+        default=None,
+        description="Shape that mode Auto would run at the present load. Present in mode Advisory and while pinned.",
+    )
+    last_decision: _Message | None = Field(default=None, description="Latest decision, in a sentence.")
+    history: Annotated[tuple[Decision, ...], Field(max_length=10)] = Field(
+        default=(), description="Latest decisions, the newest first."
+    )
 
 
 class TaskStatus(Api):
-    """One task of spec.speculation.tasks, at the present load."""
+    """One task of spec.speculation.tasks, at the present load. ``other`` means all requests without a task."""
 
-    name: Text
-    mode: Text | None = Field(
-        default=None, description="Who decides: the task's mode, else speculation.mode; or Pinned."
-    )
-    depth: int | None = Field(default=None, description="Depth of the task's row.")
+    name: Text = Field(description="Name of the task.")
+    mode: Text | None = Field(default=None, description="Mode in force for the task, or Pinned.")
+    depth: int | None = Field(default=None, description="Draft depth of the task's row.")
     acceptance_rate: float | None = Field(default=None, description="Accepted tokens over the depth of the row.")
-    accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
+    accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted tokens / drafts.")
+    ttft_milliseconds: float | None = Field(
+        default=None, description="Mean time to the first token of the last minute, in milliseconds."
+    )
+    itl_milliseconds: float | None = Field(
+        default=None, description="Mean inter-token latency of the last minute, in milliseconds."
+    )
+    speedup: float | None = Field(default=None, description="Time of plain decoding over the time taken.")
+
+
+class ModelStatus(Api):
+    """Model that the workers serve."""
+
+    uri: Text | None = Field(default=None, description="URI of the model, as in spec.model.uri.")
+    revision: Text | None = Field(
+        default=None,
+        description="Revision of the model, for hf:// the commit. An unpinned URI is resolved once, and new pods use "
+        "this revision.",
+    )
 
 
 class DraftStatus(Api):
-    """Hash and source of the draft that the workers run."""
+    """Draft that the workers run."""
 
-    hash: Text | None = None
-    uri: Text | None = None
+    hash: Text | None = Field(default=None, description="Hash of the draft's weights.")
+    uri: Text | None = Field(default=None, description="URI of the draft.")
 
 
 class MemoryStatus(Api):
-    """Memory of one worker's device, as it stood before anything was loaded."""
+    """Memory of one worker's device, computed before anything is loaded."""
 
-    limit: Text | None = Field(default=None, description="Of the GPU, or the container's limit.")
-    weights: Text | None = Field(default=None, description="Of the target, on each device.")
-    drafts: Text | None = None
-    kv_cache: Text | None = Field(default=None, description="Keys and values of the target and the drafts.")
-    reserve: Text | None = Field(default=None, description="Left alone.")
-    kv_tokens: int | None = Field(default=None, description="Tokens of keys and values that there is room for.")
+    limit: Text | None = Field(default=None, description="Memory of the GPU, or the container's limit on CPUs.")
+    weights: Text | None = Field(default=None, description="Weights of the target on each device.")
+    drafts: Text | None = Field(default=None, description="Weights of the drafts.")
+    kv_cache: Text | None = Field(default=None, description="KV cache of the target and the drafts.")
+    reserve: Text | None = Field(
+        default=None, description="Memory outside of engine.gpuMemoryUtilization, which is not used."
+    )
+    kv_tokens: int | None = Field(default=None, description="Size of the KV cache in tokens.")
 
 
 class TrafficStatus(Api):
-    """Demand over the last minute, whole fleet."""
+    """Demand of the last minute, all workers together."""
 
-    running: float | None = None
-    waiting: float | None = None
-    tokens_per_second: float | None = None
-    synthetic: bool | None = Field(default=None, description="Synthetic knobs are on in some worker.")
+    running: float | None = Field(default=None, description="Running requests, on average.")
+    waiting: float | None = Field(default=None, description="Queued requests, on average.")
+    tokens_per_second: float | None = Field(default=None, description="Emitted tokens per second.")
+    synthetic: bool | None = Field(default=None, description="Whether synthetic knobs of tests are on in a worker.")
 
 
 class CapacityStatus(Api):
-    """Why there are as many workers as there are."""
+    """Basis of the number of workers."""
 
     wanted_replicas: int | None = Field(
-        default=None, description="Workers that demand asks for, before the bounds of spec.scaling."
+        default=None, description="Workers that the demand needs, before the bounds of spec.scaling."
     )
     requests_per_second: float | None = Field(
-        default=None, description="Arrivals of the observed mix that one worker carries within the objectives."
+        default=None,
+        description="Requests per second of the observed mix that one worker serves within the objectives.",
     )
-    arrivals_per_second: float | None = Field(default=None, description="Measured arrivals, whole fleet.")
-    limited_by: Text | None = Field(default=None, description="The limit that one worker meets first.")
+    arrivals_per_second: float | None = Field(
+        default=None, description="Measured arrivals per second, all workers together."
+    )
+    limited_by: Text | None = Field(
+        default=None,
+        description="Limit that one worker reaches first: slots (maxNumSeqs), cache (KV cache), ttft or itl "
+        "(objectives).",
+    )
 
 
 class Status(Api):
-    """What is so."""
+    """Observed state of the deployment."""
 
-    observed_generation: int | None = None
-    url: Text | None = None
-    replicas: int = 0
-    ready_replicas: int = 0
-    selector: Text | None = None
+    observed_generation: int | None = Field(
+        default=None, description="Generation of the spec that the status is about."
+    )
+    url: Text | None = Field(default=None, description="Base URL of the OpenAI API within the cluster.")
+    replicas: int = Field(default=0, description="Number of workers.")
+    ready_replicas: int = Field(default=0, description="Number of workers that are ready.")
+    selector: Text | None = Field(default=None, description="Label selector of the workers, for autoscalers.")
     ready: Text | None = Field(default=None, description="Ready over wanted workers, for the READY column.")
-    reason: Text | None = Field(default=None, description="Why it is not all well, for the REASON column.")
+    reason: Text | None = Field(
+        default=None,
+        description="Reason of the condition to examine first, for the REASON column. Absent: all is well.",
+    )
     conditions: Annotated[
         tuple[Condition, ...],
         Field(
             max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
         ),
-    ] = ()
-    resolved_image: Text | None = None
-    speculation: SpeculationStatus | None = None
-    tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8)] = ()
-    draft: DraftStatus | None = None
-    traffic: TrafficStatus | None = None
-    capacity: CapacityStatus | None = None
-    memory: MemoryStatus | None = None
+    ] = Field(
+        default=(),
+        description="Conditions. Ready, Available, Progressing, Reconciling, Stalled and Reconciled are always there.",
+    )
+    resolved_image: Text | None = Field(default=None, description="Image of the workers.")
+    model: ModelStatus | None = Field(default=None, description="Model that the workers serve.")
+    speculation: SpeculationStatus | None = Field(default=None, description="Speculation at the present load.")
+    tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8)] = Field(
+        default=(), description="Measurements of each task at the present load."
+    )
+    draft: DraftStatus | None = Field(default=None, description="Draft that the workers run.")
+    traffic: TrafficStatus | None = Field(default=None, description="Demand of the last minute.")
+    capacity: CapacityStatus | None = Field(default=None, description="Basis of the number of workers.")
+    memory: MemoryStatus | None = Field(default=None, description="Memory of one worker's device.")

@@ -1,17 +1,21 @@
-"""SpecDecodeDeployment, version v1alpha1: what users write (spec) and what they read (status).
+"""SpecDecodeDeployment, version v1alpha1: desired state (spec) and observed state (status).
 
-These models are the single source of the CRD: ``crd.py`` makes crds/*.yaml of them. Descriptions are what ``kubectl
-explain`` prints. One file a half of the resource; this is the name under which the rest of the operator knows them.
+These models are the only source of the CRD, which ``crd.py`` generates, and of docs/api.md. ``kubectl explain`` prints
+their descriptions. The rest of the operator imports them from this module.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
+from specdecode_operator.api.engine import OPERATOR_FLAGS, EngineSpec
 from specdecode_operator.api.schema import (
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
+    NAME_MESSAGE,
+    NAME_PATTERN,
     PAUSED_ANNOTATION,
     PIN_ANNOTATION,
     PLURAL,
@@ -21,6 +25,7 @@ from specdecode_operator.api.schema import (
     ModelUri,
     Name,
     Text,
+    is_valid_name,
     rule,
     rules,
 )
@@ -32,7 +37,7 @@ from specdecode_operator.api.spec import (
     SecretKeyRef,
     Spec,
     StorageSpec,
-    WorkersSpec,
+    TlsSpec,
 )
 from specdecode_operator.api.speculation import (
     DRAFT_MESSAGE,
@@ -55,11 +60,13 @@ from specdecode_operator.api.status import (
     Decision,
     DraftStatus,
     MemoryStatus,
+    ModelStatus,
     SpeculationStatus,
     Status,
     TaskStatus,
     TrafficStatus,
 )
+from specdecode_operator.api.workers import ApiKeysSecretRef, EnvVarSpec, RolloutSpec, WorkersSpec
 
 __all__ = [
     "COLUMNS",
@@ -68,12 +75,17 @@ __all__ = [
     "GROUP",
     "KIND",
     "MAX_NAME_LENGTH",
+    "NAME_MESSAGE",
+    "NAME_PATTERN",
+    "OPERATOR_FLAGS",
     "PAUSED_ANNOTATION",
     "PIN_ANNOTATION",
     "PLURAL",
     "VERSION",
+    "AcceleratorSpec",
     "Anything",
     "Api",
+    "ApiKeysSecretRef",
     "CapacityStatus",
     "Cause",
     "Condition",
@@ -83,14 +95,20 @@ __all__ = [
     "DraftSpec",
     "DraftStatus",
     "DrainSpec",
+    "EngineSpec",
+    "EnvVarSpec",
     "HysteresisSpec",
     "MemoryStatus",
     "ModelCacheSpec",
     "ModelSpec",
+    "ModelStatus",
     "ModelUri",
     "Name",
     "NamedDraftSpec",
     "ObjectiveSpec",
+    "ResourceClaimSpec",
+    "ResourcesSpec",
+    "RolloutSpec",
     "ScalingSpec",
     "SecretKeyRef",
     "Spec",
@@ -103,16 +121,18 @@ __all__ = [
     "TaskSpec",
     "TaskStatus",
     "Text",
+    "TlsSpec",
     "TrafficStatus",
     "TreeSpec",
     "WorkersSpec",
+    "is_valid_name",
     "rule",
     "rules",
 ]
 
 
 class SpecDecodeDeployment(Api):
-    """A model served with speculative decoding that tunes itself."""
+    """Model that is served with speculative decoding tuned from measurements."""
 
     spec: Spec
     status: Status | None = None
@@ -121,10 +141,14 @@ class SpecDecodeDeployment(Api):
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Ready", "type": "string", "jsonPath": ".status.ready"},
     {"name": "Replicas", "type": "integer", "jsonPath": ".status.replicas"},
+    {"name": "Model", "type": "string", "jsonPath": ".spec.model.uri"},
+    {"name": "Mode", "type": "string", "jsonPath": ".spec.speculation.mode"},
     {"name": "Depth", "type": "integer", "jsonPath": ".status.speculation.depth"},
     {"name": "Accept", "type": "number", "jsonPath": ".status.speculation.acceptanceRate"},
     {"name": "Speedup", "type": "number", "jsonPath": ".status.speculation.speedup"},
-    {"name": "Draft", "type": "string", "jsonPath": ".status.draft.hash"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "Draft", "type": "string", "jsonPath": ".status.draft.hash", "priority": 1},
+    {"name": "URL", "type": "string", "jsonPath": ".status.url", "priority": 1},
     {"name": "Reason", "type": "string", "jsonPath": ".status.reason", "priority": 1},
 )
+"""Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""

@@ -122,7 +122,7 @@ def _carried(
     limits = scaling.Limits(
         max_sequences=most,
         cache_tokens=cache,
-        ttit_seconds=None if objective.ttit_milliseconds is None else objective.ttit_milliseconds / 1000,
+        itl_seconds=None if objective.itl_milliseconds is None else objective.itl_milliseconds / 1000,
         ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
     )
     ahead = learned.startup_seconds or STARTUP_SECONDS

@@ -1,32 +1,54 @@
-"""Kubernetes objects that a deployment consists of, as pure functions of its spec. Applied by cluster.py."""
+"""Kubernetes objects of a deployment, as pure functions of its spec."""
 
 from specdecode_operator.manifests.config import worker_config
 from specdecode_operator.manifests.identity import (
     ADMIN_TOKEN_KEY,
     DELETION_COST_ANNOTATION,
+    NAME_LABEL,
     PLAN_KEY,
+    ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
+    VARIANT_LABEL,
+    Role,
+    TokenScope,
     admin_secret_name,
     child_names,
+    headless_name,
     plan_name,
     selector,
     service_url,
     state_name,
+    tokens_name,
     worker_name,
 )
-from specdecode_operator.manifests.objects import admin_secret, budget, plan_config_map, service, state_config_map
+from specdecode_operator.manifests.objects import (
+    admin_secret,
+    budget,
+    headless_service,
+    plan_config_map,
+    service,
+    state_config_map,
+    tokens_secret,
+)
 from specdecode_operator.manifests.template import pod_template, rolling_hash
 from specdecode_operator.manifests.workload import resolved_image, workload
 
 __all__ = [
     "ADMIN_TOKEN_KEY",
     "DELETION_COST_ANNOTATION",
+    "NAME_LABEL",
     "PLAN_KEY",
+    "ROLE_LABEL",
     "SPEC_HASH_ANNOTATION",
+    "VARIANT_LABEL",
+    "Role",
+    "TokenScope",
     "admin_secret",
     "admin_secret_name",
     "budget",
     "child_names",
+    "headless_name",
+    "headless_service",
     "plan_config_map",
     "plan_name",
     "pod_template",
@@ -37,6 +59,8 @@ __all__ = [
     "service_url",
     "state_config_map",
     "state_name",
+    "tokens_name",
+    "tokens_secret",
     "worker_config",
     "worker_name",
     "workload",

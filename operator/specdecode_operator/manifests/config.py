@@ -1,18 +1,35 @@
-"""The mapping from what a user promised themselves (spec) to what a worker is told (WorkerConfig)."""
+"""Configuration of a worker (WorkerConfig) from the spec of its deployment."""
 
 from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
+from typing import Literal
 
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, ServerConfig, WorkerConfig
 
 CACHE_DIR = "/var/cache/specdecode"
+TOKENS_DIR = "/etc/specdecode/tokens"
+"""Folder with the admin tokens: the files ``operator``, ``router`` and ``capture``."""
+API_KEYS_DIR = "/etc/specdecode/api-keys"
+"""Folder with the API keys of the public port."""
+TLS_DIR = "/etc/specdecode/tls"
+"""Folder with the certificate, in the files of a Secret of type kubernetes.io/tls."""
+MAX_THREADS = 1024
+"""Largest number of torch threads, beyond any machine."""
+_FACTORS = {
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)},
+    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
+}
+"""Factors of the suffixes of a Kubernetes quantity."""
 
 
 def worker_config(spec: Spec, uid: str) -> WorkerConfig:
-    """What travels in the pod's environment. Nothing in here may be live: a change of it rolls the pods."""
+    """Return the configuration in the environment of a pod. It holds nothing live: a change replaces the pods."""
     return WorkerConfig(
         deployment_uid=uid,
         model=ModelConfig(
@@ -32,46 +49,76 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
             NamedDraft(name=draft.name, method=draft.method, uri=draft.uri, quantization=draft.quantization)
             for draft in spec.speculation.drafts
         ),
-        engine=EngineConfig(
-            max_num_seqs=spec.workers.max_num_seqs,
-            kv_cache_tokens=spec.workers.kv_cache_tokens,
-            max_num_batched_tokens=spec.workers.max_num_batched_tokens or EngineConfig().max_num_batched_tokens,
-            threads=threads(spec),
-            device="cuda" if spec.workers.gpu else "cpu",
-            tensor_parallel_size=spec.workers.tensor_parallel_size,
-        ),
-        server=ServerConfig(
-            endpoint_delay_seconds=spec.drain.endpoint_delay_seconds,
-            grace_period_seconds=spec.drain.grace_period_seconds,
-        ),
+        engine=_engine(spec),
+        server=_server(spec),
         cache_dir=CACHE_DIR,
     )
 
 
+def _engine(spec: Spec) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=spec.workers.max_num_seqs,
+        kv_cache_tokens=spec.workers.kv_cache_tokens,
+        max_num_batched_tokens=spec.workers.max_num_batched_tokens or EngineConfig().max_num_batched_tokens,
+        threads=threads(spec),
+        device=device(spec),
+        tensor_parallel_size=spec.workers.ranks,
+        gpu_memory_utilization=spec.engine.gpu_memory_utilization,
+        enforce_eager=spec.engine.enforce_eager,
+        sampler=spec.engine.sampler,
+    )
+
+
+def _server(spec: Spec) -> ServerConfig:
+    keys = spec.workers.api_keys_secret_ref
+    return ServerConfig(
+        max_waiting=spec.engine.max_waiting,
+        endpoint_delay_seconds=spec.drain.endpoint_delay_seconds,
+        grace_period_seconds=spec.drain.grace_period_seconds,
+        admin_tokens_path=TOKENS_DIR,
+        api_keys_path=f"{API_KEYS_DIR}/{keys.key or ''}".rstrip("/") if keys else None,
+        tls_cert_file=f"{TLS_DIR}/tls.crt" if spec.tls else None,
+        tls_key_file=f"{TLS_DIR}/tls.key" if spec.tls else None,
+    )
+
+
+def device(spec: Spec) -> Literal["auto", "cpu", "cuda"]:
+    """Return the device. A resource claim may bring a GPU or another device, so the worker examines what is there."""
+    if spec.workers.accelerator.count:
+        return "cuda"
+    return "auto" if spec.workers.resource_claims else "cpu"
+
+
 def model_uris(spec: Spec) -> list[str]:
-    """Of the target and all drafts, each once."""
+    """Return the URIs of the target and all drafts, each once."""
     speculation = spec.speculation
     drafts = [speculation.draft, *speculation.drafts]
     return list(dict.fromkeys([spec.model.uri, *(draft.uri for draft in drafts if draft and draft.uri)]))
 
 
 def default_served_name(uri: str) -> str:
-    """The last part of the URI: ``hf://org/name@revision`` is served as ``name``."""
+    """Return the last part of the URI: ``hf://org/name@revision`` is served as ``name``."""
     return uri.partition("://")[2].rstrip("/").rsplit("/", 1)[-1].partition("@")[0]
 
 
 def threads(spec: Spec) -> int | None:
-    """Torch threads of a CPU worker: whole cores of its limit. More would be throttled in the middle of a step."""
-    limits = spec.workers.resources.get("limits") or {}
-    if spec.workers.gpu or "cpu" not in limits:
+    """Return the torch threads of a CPU worker: whole cores of its limit, because more would be throttled in a step."""
+    limits = spec.workers.resources.limits
+    if device(spec) != "cpu" or "cpu" not in limits:
         return None
-    return max(1, int(cores(limits["cpu"])))
+    whole = min(cores(limits["cpu"]), Decimal(MAX_THREADS))
+    return max(1, int(whole))
 
 
 def cores(quantity: object) -> Decimal:
-    """A CPU quantity such as ``2``, ``1.5`` or ``500m``."""
+    """Return the value of a CPU quantity such as ``2``, ``1.5`` or ``500m``.
+
+    Raises:
+        SpecError: The text is no quantity.
+    """
     text = str(quantity)
+    suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
     try:
-        return Decimal(text[:-1]) / 1000 if text.endswith("m") else Decimal(text)
+        return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
     except InvalidOperation:
         raise SpecError(f"workers.resources.limits.cpu is {text!r}; write cores such as 2, 1.5 or 500m") from None

@@ -1,59 +1,106 @@
-"""Names, labels and owners of a deployment's children."""
+"""Names, labels and owners of a deployment's children.
+
+| role (label specdecode.io/role) | pods | in the public Service |
+|---|---|---|
+| worker | serve requests: prompts and decoding | yes |
+| prefill | compute prompts only, and pass the KV cache on | no |
+| router | accept requests and choose a worker for each | no |
+| job | train or evaluate drafts; they end by themselves | no |
+
+Selectors are immutable, so a later version may add roles and must not change these.
+"""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.types import Deployment
 
-ROLE = "worker"
+
+class Role(StrEnum):
+    """Values of the label specdecode.io/role, described in the table of this module."""
+
+    worker = "worker"
+    prefill = "prefill"
+    router = "router"
+    job = "job"
+
+
+class TokenScope(StrEnum):
+    """Files of the tokens Secret. A worker admits a token to the routes of its file's scope."""
+
+    operator = "operator"
+    router = "router"
+    capture = "capture"
+
+
+NAME_LABEL = f"{GROUP}/name"
+ROLE_LABEL = f"{GROUP}/role"
+VARIANT_LABEL = f"{GROUP}/variant"
 VARIANT = "stable"
 PLAN_KEY = "plan.json"
 ADMIN_TOKEN_KEY = "token"
+"""Key of the Secret ``<name>-admin``, which workers of versions before the tokens Secret use."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
+"""Annotation of the workload: hash of the part of the spec that its pod template was made from."""
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Kubernetes' own: of the pods of a ReplicaSet that shrinks, the one with the lowest goes first."""
-"""On the workload: hash of the part of the spec that its pod template was made of."""
+"""Annotation of Kubernetes: when a ReplicaSet shrinks, the pods with the lowest cost are removed first."""
 
 
 def worker_name(name: str) -> str:
+    """Return the name of the workload and of its PodDisruptionBudget."""
     return f"{name}-worker"
 
 
+def headless_name(name: str) -> str:
+    """Return the name of the headless Service that has an address for every ready worker."""
+    return f"{name}-workers"
+
+
 def plan_name(name: str) -> str:
+    """Return the name of the ConfigMap with the plan."""
     return f"{name}-plan"
 
 
 def state_name(name: str) -> str:
+    """Return the name of the ConfigMap with the deployment state."""
     return f"{name}-state"
 
 
-def child_names(name: str) -> tuple[str, ...]:
-    """Of everything that is applied again and again."""
-    return name, worker_name(name), plan_name(name), state_name(name)
+def tokens_name(name: str) -> str:
+    """Return the name of the Secret with the admin tokens."""
+    return f"{name}-tokens"
 
 
 def admin_secret_name(name: str) -> str:
+    """Return the name of the Secret with the admin token of workers from before the tokens Secret."""
     return f"{name}-admin"
 
 
-def service_url(namespace: str, name: str) -> str:
-    return f"http://{name}.{namespace}.svc/v1"
+def child_names(name: str) -> tuple[str, ...]:
+    """Return the names of all objects that the operator creates for a deployment."""
+    return name, worker_name(name), headless_name(name), plan_name(name), state_name(name), tokens_name(name)
+
+
+def service_url(namespace: str, name: str, *, tls: bool = False) -> str:
+    """Return the base URL of the OpenAI API within the cluster."""
+    return f"{'https' if tls else 'http'}://{name}.{namespace}.svc/v1"
 
 
 def service_labels(name: str) -> dict[str, str]:
-    """What the Service selects: every variant that takes requests."""
-    return {f"{GROUP}/name": name, f"{GROUP}/role": ROLE}
+    """Return the labels that the Services select: every variant that accepts requests."""
+    return {NAME_LABEL: name, ROLE_LABEL: Role.worker.value}
 
 
 def selector(name: str) -> dict[str, str]:
-    """Labels of one workload's pods; immutable once applied."""
-    return {**service_labels(name), f"{GROUP}/variant": VARIANT}
+    """Return the labels of the pods of the workload; immutable once applied."""
+    return {**service_labels(name), VARIANT_LABEL: VARIANT}
 
 
 def metadata(deployment: Deployment, name: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a child: owned, so that it goes when the deployment goes, operator or not."""
+    """Return the metadata of a child. The owner reference lets it end with the deployment, without the operator."""
     return {
         "name": name,
         "namespace": deployment.namespace,

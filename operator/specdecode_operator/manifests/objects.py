@@ -1,68 +1,108 @@
-"""The smaller children: Service, ConfigMaps, Secret, PodDisruptionBudget."""
+"""Smaller children: Services, ConfigMaps, Secret and PodDisruptionBudget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specdecode_operator.manifests.identity import (
     ADMIN_TOKEN_KEY,
     PLAN_KEY,
     admin_secret_name,
+    headless_name,
     metadata,
     plan_name,
     selector,
     service_labels,
     state_name,
+    tokens_name,
     worker_name,
 )
 from specdecode_operator.types import Deployment, Manifest
-from specdecode_worker.contract import Plan
+from specdecode_worker.contract import Plan, Port
 
 
 def service(deployment: Deployment) -> Manifest:
-    """The endpoint. The admin port is not in it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(deployment, deployment.name),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": service_labels(deployment.name),
-            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
-        },
-    }
+    """Return the endpoint of the OpenAI API. The admin port is not part of it."""
+    tls = deployment.spec.tls is not None
+    port = {"name": "https", "port": 443} if tls else {"name": "http", "port": 80}
+    ports = [{**port, "targetPort": "http", "protocol": "TCP"}]
+    return _service(deployment, deployment.name, {"type": "ClusterIP", "ports": ports})
+
+
+def headless_service(deployment: Deployment) -> Manifest:
+    """Return the Service whose DNS name has the addresses of all ready workers, with both ports.
+
+    Routers and certificates (``*.<name>-workers.<namespace>.svc``) use it.
+    """
+    name = "https" if deployment.spec.tls is not None else "http"
+    ports = [
+        {"name": name, "port": Port.http, "targetPort": "http", "protocol": "TCP"},
+        {"name": "admin", "port": Port.admin, "targetPort": "admin", "protocol": "TCP"},
+    ]
+    return _service(
+        deployment, headless_name(deployment.name), {"type": "ClusterIP", "clusterIP": "None", "ports": ports}
+    )
 
 
 def plan_config_map(deployment: Deployment, plan: Plan) -> Manifest:
-    """What new pods mount."""
+    """Return the ConfigMap with the plan that new pods mount."""
     return _config_map(deployment, plan_name(deployment.name), {PLAN_KEY: plan.model_dump_json()})
 
 
 def state_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:
-    """The operator's memory of this deployment."""
+    """Return the ConfigMap with the state that survives the operator."""
     return _config_map(deployment, state_name(deployment.name), data)
 
 
+def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -> Manifest:
+    """Return the Secret with the admin tokens. It is created once and never applied again.
+
+    Args:
+        deployment: Owner of the Secret.
+        tokens: Tokens by scope (``TokenScope``), the current one first. Each scope becomes a file, one token a line.
+    """
+    files = {str(scope): "".join(f"{token}\n" for token in lines) for scope, lines in tokens.items()}
+    return _secret(deployment, tokens_name(deployment.name), files)
+
+
 def admin_secret(deployment: Deployment, token: str) -> Manifest:
-    """Guards the workers' admin ports. Created once, never applied again."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "metadata": metadata(deployment, admin_secret_name(deployment.name)),
-        "stringData": {ADMIN_TOKEN_KEY: token},
-    }
+    """Return the Secret with the admin token that workers from before the tokens Secret read."""
+    return _secret(deployment, admin_secret_name(deployment.name), {ADMIN_TOKEN_KEY: token})
 
 
 def budget(deployment: Deployment) -> Manifest:
-    """One worker at a time may be drained."""
+    """Return the PodDisruptionBudget: one worker at a time may be evicted, and broken ones always."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(deployment, worker_name(deployment.name)),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment.name)}},
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": selector(deployment.name)},
+        },
+    }
+
+
+def _service(deployment: Deployment, name: str, spec: Mapping[str, Any]) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, name),
+        "spec": {"selector": service_labels(deployment.name), **spec},
     }
 
 
 def _config_map(deployment: Deployment, name: str, data: Mapping[str, str]) -> Manifest:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(deployment, name), "data": dict(data)}
+
+
+def _secret(deployment: Deployment, name: str, files: Mapping[str, str]) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": metadata(deployment, name),
+        "stringData": dict(files),
+    }

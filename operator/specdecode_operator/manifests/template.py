@@ -1,4 +1,4 @@
-"""The pod template of a worker: all that rolls pods when it changes."""
+"""Pod template of a worker. Every change of it replaces the pods."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from typing import Any
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
-from specdecode_operator.manifests.identity import ADMIN_TOKEN_KEY, admin_secret_name, selector
+from specdecode_operator.manifests.identity import selector
 from specdecode_operator.manifests.merge import merged
+from specdecode_operator.manifests.scheduling import scheduling
 from specdecode_operator.manifests.volumes import COMPILED_DIR, PLAN_PATH, model_mounts, serving_mounts, volumes
 from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
 
 USER = 65532
+"""User and group of all containers."""
 STARTUP_SECONDS = 3600
-"""How long loading a model may take before the kubelet gives up on a pod."""
+"""Time in which a worker must load its model, in seconds. After that the kubelet restarts it."""
+LIVE_FIELDS = frozenset({"update_policy", "recycle", "rollout"})
+"""Fields of spec.workers that are no part of the pod template."""
 
 
 def rolling_hash(spec: Spec) -> str:
-    """Hash of the part of the spec that rolls pods. What is live (bounds, mode, scaling) is not in it.
+    """Return the hash of the part of the spec that replaces pods. Live fields (bounds, mode, scaling) are not in it.
 
-    Fields at their defaults are left out, so that a field that a later version adds changes no hash: this text must
-    stay what it is from version to version, or an upgrade rolls every pod.
+    Fields at their defaults are left out, so that a field that a later version adds changes no hash. The hash of a spec
+    must not change from version to version, because that would replace every pod.
     """
     speculation = spec.speculation
+    engine = spec.engine.model_dump(mode="json", exclude_defaults=True)
     part = {
         "model": spec.model.model_dump(mode="json", exclude_defaults=True),
         "method": speculation.method,
@@ -35,7 +40,9 @@ def rolling_hash(spec: Spec) -> str:
         "required": speculation.required,
         **({"drafts": [_rolling_draft(draft) for draft in speculation.drafts]} if speculation.drafts else {}),
         **_rolling_quantization(speculation.draft),
-        "workers": spec.workers.model_dump(mode="json", exclude={"update_policy", "recycle"}, exclude_defaults=True),
+        **({"engine": engine} if engine else {}),
+        **({"tls": spec.tls.secret_name} if spec.tls else {}),
+        "workers": spec.workers.model_dump(mode="json", exclude=set(LIVE_FIELDS), exclude_defaults=True),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
     }
@@ -51,16 +58,27 @@ def _rolling_quantization(draft: DraftSpec | NamedDraftSpec | None) -> dict[str,
 
 
 def pod_template(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
-    """Ours with ``workers.template`` merged over it; the selector's labels stay whatever the overlay says."""
+    """Return the operator's pod template with ``workers.template`` merged over it.
+
+    The labels of the selector stay, whatever the user's template says.
+
+    Raises:
+        SpecError: The user's template cannot be merged, or the result is too large for the state ConfigMap.
+    """
     spec = deployment.spec
     labels = selector(deployment.name)
     ours = {"metadata": {"labels": labels}, "spec": _pod(deployment, defaults)}
     template = merged(ours, spec.workers.template)
-    template = merged(template, {"metadata": {"labels": labels}})
+    template = _labelled(template, labels)
     size = len(json.dumps(template))
     if size > MAX_TEMPLATE_BYTES:
         raise SpecError(f"workers.template makes a pod template of {size} bytes; at most {MAX_TEMPLATE_BYTES} fit")
     return template
+
+
+def _labelled(template: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
+    """Return the template with these labels, also where the user's template removed labels or metadata."""
+    return merged({"metadata": {"labels": {}}, **template}, {"metadata": {"labels": labels}})
 
 
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
             "runAsUser": USER,
             "runAsGroup": USER,
             "fsGroup": USER,
-            # A model cache of many gigabytes is not walked through at every start.
+            # Kubernetes does not walk through a model cache of many gigabytes at every start.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -83,6 +101,7 @@ def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "initContainers": [_pull(spec, defaults)],
         "containers": [_worker(deployment, defaults)],
         "volumes": volumes(spec, deployment.name),
+        **scheduling(spec.workers, selector(deployment.name)),
     }
     if spec.workers.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.workers.image_pull_secrets]
@@ -110,33 +129,36 @@ def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
         **_container(spec, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *model_uris(spec)],
         "env": [{"name": "HOME", "value": "/tmp"}, *([{"name": "HF_TOKEN", "valueFrom": token}] if token else [])],
-        "resources": spec.workers.resources,
+        "resources": spec.workers.resources.model_dump(mode="json", exclude_defaults=True),
         "volumeMounts": model_mounts(spec),
     }
 
 
 def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
+    tls = spec.tls is not None
     return {
         **_container(spec, defaults, "worker"),
-        "command": ["specdecode-worker", "serve"],
+        "command": ["specdecode-worker", "serve", *spec.engine.extra_args],
         "env": _environment(deployment),
+        **({"envFrom": [dict(source) for source in spec.workers.env_from]} if spec.workers.env_from else {}),
         "ports": [
             {"name": "http", "containerPort": Port.http, "protocol": "TCP"},
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
         ],
         "resources": _resources(spec),
-        "startupProbe": _probe("/ready", period=2, failures=STARTUP_SECONDS // 2),
-        "readinessProbe": _probe("/ready", period=2, failures=2),
-        "livenessProbe": _probe("/health", period=10, failures=6),
-        "volumeMounts": serving_mounts(spec),
+        "startupProbe": _probe("/ready", tls=tls, period=2, failures=STARTUP_SECONDS // 2),
+        "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
+        "livenessProbe": _probe("/health", tls=tls, period=10, failures=6),
+        "volumeMounts": serving_mounts(spec, deployment.name),
     }
 
 
 def _environment(deployment: Deployment) -> list[dict[str, Any]]:
+    """Return the variables of the worker; those of ``workers.env`` replace the operator's of the same name."""
     config = worker_config(deployment.spec, deployment.uid).model_dump_json(exclude_defaults=True)
-    token = {"name": admin_secret_name(deployment.name), "key": ADMIN_TOKEN_KEY}
-    found: list[dict[str, Any]] = [
+    count = threads(deployment.spec)
+    ours: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
         # The image's own values of these lie in the model cache, which is read-only here and may be shared.
         {"name": "XDG_CACHE_HOME", "value": COMPILED_DIR},
@@ -144,28 +166,31 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{COMPILED_DIR}/inductor"},
         {"name": Env.config, "value": config},
         {"name": Env.plan_path, "value": PLAN_PATH},
-        {"name": Env.admin_token, "valueFrom": {"secretKeyRef": token}},
         {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
     ]
-    keys = deployment.spec.workers.api_keys_secret_ref
-    if keys:
-        reference = {"secretKeyRef": {"name": keys.name, "key": keys.key}}
-        found.append({"name": Env.api_keys, "valueFrom": reference})
-    count = threads(deployment.spec)
-    return found + ([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else [])
+    users = [
+        variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in deployment.spec.workers.env
+    ]
+    return list({variable["name"]: variable for variable in (*ours, *users)}.values())
 
 
 def _resources(spec: Spec) -> dict[str, Any]:
-    if not spec.workers.gpu:
-        return spec.workers.resources
-    gpus = {"limits": {"nvidia.com/gpu": spec.workers.tensor_parallel_size}}
-    return merged(spec.workers.resources, gpus, "workers.resources")
+    """Return the resources of the worker's container, with its devices."""
+    workers = spec.workers
+    resources: dict[str, Any] = workers.resources.model_dump(mode="json", exclude_defaults=True)
+    if workers.accelerator.count:
+        limits = {**workers.resources.limits, workers.accelerator.resource: workers.accelerator.count}
+        resources = {**resources, "limits": limits}
+    if workers.resource_claims:
+        resources["claims"] = [{"name": claim.name} for claim in workers.resource_claims]
+    return resources
 
 
-def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:
-    """A timeout of five seconds: one second fails now and then on a busy node."""
+def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
+    """Return a probe with a timeout of five seconds: one second fails now and then on a busy node."""
     return {
-        "httpGet": {"path": path, "port": "http"},
+        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

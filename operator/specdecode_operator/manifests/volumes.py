@@ -1,12 +1,20 @@
-"""Volumes of a worker pod and where they are mounted."""
+"""Volumes of a worker pod, and where they are mounted."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Spec
-from specdecode_operator.manifests.config import CACHE_DIR, model_uris
-from specdecode_operator.manifests.identity import PLAN_KEY, plan_name
+from specdecode_operator.manifests.config import (
+    API_KEYS_DIR,
+    CACHE_DIR,
+    TLS_DIR,
+    TOKENS_DIR,
+    model_uris,
+)
+from specdecode_operator.manifests.identity import PLAN_KEY, plan_name, tokens_name
 
 PLAN_DIR = "/etc/specdecode/plan"
 PLAN_PATH = f"{PLAN_DIR}/{PLAN_KEY}"
@@ -17,19 +25,24 @@ give, so the folder must not be shared with another pod and is never part of the
 COMPILED_LIMIT = "4Gi"
 """Size of the compiled kernels of Triton and torch. Some hundred megabytes are usual; a pod beyond is evicted."""
 TMP_LIMIT = "2Gi"
-"""Size of /tmp. The worker keeps a socket there, and libraries their small files."""
+"""Size of /tmp, for a socket of the worker and small files of libraries."""
 SHM_LIMIT = "2Gi"
 """Size of /dev/shm, which is memory of the pod. NCCL needs some hundred megabytes with eight devices."""
+SECRET_MODE = 0o440
+"""Mode of mounted secrets: only root and the pod's group read them."""
+_LABEL = re.compile("[a-z0-9]([-a-z0-9]{0,55}[a-z0-9])?")
 
 
 def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
+    """Return the volumes of a worker pod of the deployment ``name``."""
     claims = [
-        {"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        {"name": claim_volume(claim), "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         for claim in model_claims(spec)
     ]
     return [
         {"name": "model-cache", **_cache(spec)},
         {"name": "plan", "configMap": {"name": plan_name(name)}},
+        *(secret for secret, _ in _secrets(spec, name)),
         {"name": "compiled", "emptyDir": {"sizeLimit": COMPILED_LIMIT}},
         {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_LIMIT}},
@@ -44,28 +57,54 @@ def model_mounts(spec: Spec, *, read_only: bool = False) -> list[dict[str, Any]]
     """
     cache = {"name": "model-cache", "mountPath": CACHE_DIR, **({"readOnly": True} if read_only else {})}
     claims = [
-        {"name": f"claim-{claim}", "mountPath": f"{CLAIMS_DIR}/{claim}", "readOnly": True}
+        {"name": claim_volume(claim), "mountPath": f"{CLAIMS_DIR}/{claim}", "readOnly": True}
         for claim in model_claims(spec)
     ]
     return [cache, {"name": "tmp", "mountPath": "/tmp"}, *claims]
 
 
-def serving_mounts(spec: Spec) -> list[dict[str, Any]]:
+def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
     """Return the mounts of the worker. Only `pull` writes models, so that a worker cannot change what another serves.
 
-    The plan is mounted as a folder: a file mounted by subPath would never see an update.
+    Plan and secrets are mounted as folders: a file mounted by subPath would never be updated.
     """
+    secrets = [
+        {"name": secret["name"], "mountPath": folder, "readOnly": True} for secret, folder in _secrets(spec, name)
+    ]
     return [
         *model_mounts(spec, read_only=True),
         {"name": "compiled", "mountPath": COMPILED_DIR},
         {"name": "plan", "mountPath": PLAN_DIR, "readOnly": True},
+        *secrets,
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
 
 
 def model_claims(spec: Spec) -> list[str]:
-    """Claims named by ``pvc://claim/path`` URIs, each once."""
+    """Return the claims named by ``pvc://claim/path`` URIs, each once."""
     return list(dict.fromkeys(uri[6:].split("/", 1)[0] for uri in model_uris(spec) if uri.startswith("pvc://")))
+
+
+def claim_volume(claim: str) -> str:
+    """Return the name of a claim's volume: a DNS label, although a claim's name may be longer and have dots."""
+    short = claim if _LABEL.fullmatch(claim) else hashlib.sha256(claim.encode()).hexdigest()[:10]
+    return f"claim-{short}"
+
+
+def _secrets(spec: Spec, name: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the mounted Secrets as volumes, with their folders."""
+    secrets = [(_secret("tokens", tokens_name(name)), TOKENS_DIR)]
+    if spec.workers.api_keys_secret_ref:
+        reference = spec.workers.api_keys_secret_ref
+        secrets.append((_secret("api-keys", reference.name, reference.key), API_KEYS_DIR))
+    if spec.tls:
+        secrets.append((_secret("tls", spec.tls.secret_name), TLS_DIR))
+    return secrets
+
+
+def _secret(volume: str, name: str, key: str | None = None) -> dict[str, Any]:
+    items = {"items": [{"key": key, "path": key}]} if key else {}
+    return {"name": volume, "secret": {"secretName": name, "defaultMode": SECRET_MODE, **items}}
 
 
 def _cache(spec: Spec) -> dict[str, Any]:

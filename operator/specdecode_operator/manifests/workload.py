@@ -1,4 +1,4 @@
-"""The child Deployment: its pods' template, and how it rolls."""
+"""Child Deployment: its pods and its rollout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from specdecode_operator.types import Deployment, Manifest
 
 
 def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str, replicas: int) -> Manifest:
-    """A new pod must serve before an old one goes."""
+    """Return the child Deployment.
+
+    Args:
+        deployment: Owner of the child.
+        template: Pod template.
+        spec_hash: Hash of the part of the spec that the template was made from.
+        replicas: Number of workers.
+    """
+    rollout = deployment.spec.workers.rollout
+    strategy = {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -21,13 +30,14 @@ def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str
             "revisionHistoryLimit": 2,
             "progressDeadlineSeconds": STARTUP_SECONDS + 60,
             "selector": {"matchLabels": selector(deployment.name)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy},
             "template": template,
         },
     }
 
 
 def resolved_image(template: Mapping[str, Any]) -> str:
-    """Image of the worker container."""
-    containers = template.get("spec", {}).get("containers", [])
-    return next((str(found.get("image", "")) for found in containers if found.get("name") == "worker"), "")
+    """Return the image of the worker container; empty if there is none."""
+    containers = (template.get("spec") or {}).get("containers") or []
+    images = (container.get("image") for container in containers if container.get("name") == "worker")
+    return str(next(images, "") or "")

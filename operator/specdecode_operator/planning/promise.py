@@ -31,7 +31,7 @@ class Promise:
 
     @classmethod
     def of(cls, objective: ObjectiveSpec, prompt: Prompt) -> Promise:
-        ttit, ttft = objective.ttit_milliseconds, objective.ttft_milliseconds
+        ttit, ttft = objective.itl_milliseconds, objective.ttft_milliseconds
         return cls(
             ttit_seconds=None if ttit is None else ttit / 1000,
             ttft_seconds=None if ttft is None else ttft / 1000,

@@ -25,7 +25,7 @@ HALVINGS = 6
 MOST_DOUBT = 5.0
 """A step that might as well take 150 times as long is not known at all; more makes no difference."""
 
-Limit = Literal["slots", "ttit", "ttft", "cache"]
+Limit = Literal["slots", "itl", "ttft", "cache"]
 """As in records.Capacity."""
 
 
@@ -77,7 +77,7 @@ class Limits:
 
     max_sequences: int
     cache_tokens: float | None = None
-    ttit_seconds: float | None = None
+    itl_seconds: float | None = None
     ttft_seconds: float | None = None
 
 
@@ -159,8 +159,8 @@ def _at(sequences: float, mix: Mix, pace: Pace, limits: Limits, doubt: float) ->
 
 
 def _broken(sequences: float, seconds: float, step: Step, mix: Mix, limits: Limits) -> Limit | None:
-    if limits.ttit_seconds is not None and seconds / step.least_tokens > limits.ttit_seconds:
-        return "ttit"
+    if limits.itl_seconds is not None and seconds / step.least_tokens > limits.itl_seconds:
+        return "itl"
     if limits.ttft_seconds is None:
         return None
     service = mix.output_tokens * seconds / step.tokens

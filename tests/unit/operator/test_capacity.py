@@ -70,7 +70,7 @@ def test_without_a_promise_a_fifth_of_the_slots_is_for_bursts() -> None:
     ("limits", "by", "sequences"),
     [
         # t / 2 = 14 ms at t = 28 ms: 20 + b + 0.1 * 100 * b * 2 / 200 = 28 where 1.1 b = 8.
-        ({"ttit_seconds": 0.014}, "ttit", 8 / 1.1),
+        ({"itl_seconds": 0.014}, "itl", 8 / 1.1),
         ({"cache_tokens": 3000.0}, "cache", 9.0),
         ({"ttft_seconds": 0.0425, "max_sequences": 64}, "ttft", 7.58),
     ],
@@ -82,12 +82,12 @@ def test_the_first_promise_that_breaks_bounds_it(limits: dict[str, Any], by: str
 
 
 def test_doubt_lowers_it() -> None:
-    mean, least = (capacity(MIX, pace, replace(LIMITS, ttit_seconds=0.014), doubt=doubt) for doubt in (0, 1.28))
+    mean, least = (capacity(MIX, pace, replace(LIMITS, itl_seconds=0.014), doubt=doubt) for doubt in (0, 1.28))
     assert least.rate < 0.9 * mean.rate
 
 
 def test_a_promise_out_of_reach_is_said_so() -> None:
-    found = capacity(MIX, pace, replace(LIMITS, ttit_seconds=0.005))
+    found = capacity(MIX, pace, replace(LIMITS, itl_seconds=0.005))
     assert not found.attainable
     told = limited(ScalingSpec(max_replicas=9), 3, [], found)
     assert told is not None
@@ -124,7 +124,7 @@ def test_any_worker_has_a_capacity(
         return Step(base + each * sequences + read * prompt_tokens, 1 + tokens % 8, 1.0, 0.1)
 
     request = Mix(prompt_tokens=mix[0], output_tokens=mix[1], context_tokens=mix[2])
-    limits = Limits(max_sequences=most, cache_tokens=1e4, ttit_seconds=ttit, ttft_seconds=ttft)
+    limits = Limits(max_sequences=most, cache_tokens=1e4, itl_seconds=ttit, ttft_seconds=ttft)
     mean, least = (capacity(request, any_pace, limits, doubt=doubt) for doubt in (0.0, 1.28))
     assert 0 < least.rate <= mean.rate * (1 + 1e-9)
     assert 0 < mean.sequences <= most
@@ -182,7 +182,7 @@ def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
 # --- replicas -----------------------------------------------------------------------------------------------------
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=8, scale_down_window_seconds=60)
-ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="ttit")
+ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="itl")
 
 
 def demand(rate: float, *, waiting: float = 0, running: float = 1, trusted: bool = True, **carried: Any) -> Demand:

@@ -222,7 +222,7 @@ def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
     )
     tasks = [{"name": "hard"}]
     assert depths(settled(spec(tasks=tasks), learned), BUSY)["other"] == 5
-    found = settled(spec(tasks=tasks, objective={"ttitMilliseconds": 40}), learned)
+    found = settled(spec(tasks=tasks, objective={"itlMilliseconds": 40}), learned)
     assert 1 <= depths(found, BUSY)["other"] <= 3, "0.02 + 0.006 depth must stay below 0.04"
 
 
@@ -231,7 +231,7 @@ def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
     learned = LearnedState(
         acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=500, hard=500)
     )
-    promised = spec(tasks=[{"name": "hard"}], objective={"ttitMilliseconds": 40})
+    promised = spec(tasks=[{"name": "hard"}], objective={"itlMilliseconds": 40})
     assert depths(settled(promised, learned)) == {"other": 5, "hard": 0}
 
 
@@ -266,7 +266,7 @@ timed = st.lists(
 objectives = st.fixed_dictionaries(
     {},
     optional={
-        "ttitMilliseconds": st.floats(0.1, 1e5),
+        "itlMilliseconds": st.floats(0.1, 1e5),
         "ttftMilliseconds": st.floats(1, 1e5),
         "minSpeedup": st.floats(1, 3),
     },

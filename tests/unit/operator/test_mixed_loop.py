@@ -69,7 +69,10 @@ def test_a_task_that_turns_bad_stops_and_the_other_goes_on(seed: int) -> None:
 def test_trees_come_near_the_best_tree(seed: int) -> None:
     tasks = {"other": TaskTruth(2, [0.45, 0.2, 0.1])}
     loop = mixed_loop(
-        tasks, seed=seed, speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": QUICK}, workers={"gpu": False}
+        tasks,
+        seed=seed,
+        speculation={"tree": {"topK": 3, "maxNodes": 16}, "hysteresis": QUICK},
+        workers={"accelerator": {"count": 0}},
     )
     loop.polls(30)
     found = worker_of(loop).shapes()

@@ -102,12 +102,12 @@ def test_a_pod_without_a_place_is_told() -> None:
 
 def test_a_tighter_promise_means_less_capacity() -> None:
     loose, tight = (
-        decided(4, speculation={"objective": {"ttitMilliseconds": most}}, **OPERATOR).capacity for most in (100, 10)
+        decided(4, speculation={"objective": {"itlMilliseconds": most}}, **OPERATOR).capacity for most in (100, 10)
     )
     assert loose is not None
     assert tight is not None
     assert tight.rate < 0.8 * loose.rate
-    assert tight.limited_by == "ttit"
+    assert tight.limited_by == "itl"
 
 
 def test_a_start_is_timed_from_making_to_ready() -> None:

@@ -1,6 +1,7 @@
 """Command ``serve``: run the OpenAI-compatible server.
 
-In a pod the configuration comes from the environment, elsewhere from flags.
+In a pod the configuration comes from the environment, and flags replace single values of it. Elsewhere all of it comes
+from flags.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ _SERVER = ServerConfig()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command to ``parser``."""
     parser.epilog = (
-        f"Flags that vLLM has too are named as there. With ${Env.config} set, as the operator sets it in a pod, no "
-        f"flag but --api-key is read; keys may also stand in ${Env.api_keys}."
+        f"Flags that vLLM has too are named as there. With ${Env.config} set, as the operator sets it in a pod, flags "
+        f"of server, engine and capture replace values of it; others are refused. ${Env.api_keys} may hold keys."
     )
+    # The operator refuses flags that it sets itself by their whole names.
+    parser.allow_abbrev = False
     add_model_flags(parser)
     add_shape_flags(parser)
     parser.add_argument("--speculative-config", metavar="JSON", help="vLLM's form of --method, --draft and --depth")
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_flags(parser)
     _add_engine_flags(parser)
     _add_capture_flags(parser)
+    parser.set_defaults(flag_defaults={action.dest: action.default for action in parser._actions})
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     """Return the exit code: 0 after a clean shutdown, 1 if the engine or requests were lost, 2 for a wrong config."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config, plan = _pod_config(os.environ[Env.config]) if Env.config in os.environ else config_from_flags(args)
+        in_pod = Env.config in os.environ
+        config, plan = _pod_config(os.environ[Env.config], args) if in_pod else config_from_flags(args)
     except ValueError as error:
         return _refuse(error, 2)
     try:
@@ -222,14 +227,25 @@ def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
     return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE)
 
 
-def _pod_config(text: str) -> tuple[WorkerConfig, None]:
-    """Read the configuration of a pod; its plan is mounted separately.
+def _pod_config(text: str, args: argparse.Namespace) -> tuple[WorkerConfig, None]:
+    """Read the configuration of a pod, with the flags of server, engine and capture applied; its plan is mounted.
 
     Raises:
-        ValueError: The configuration is invalid; the message names the fields.
+        ValueError: The configuration is invalid, or a flag is one that only the configuration may set. The message
+            names the fields or the flag.
     """
+    given = {name for name, default in args.flag_defaults.items() if getattr(args, name, default) != default}
+    engine, server = given & EngineConfig.model_fields.keys(), given & ServerConfig.model_fields.keys()
+    capture = {name for name in given if name.startswith("capture")}
+    if others := sorted(given - engine - server - capture - {"api_key"}):
+        raise ValueError(f"--{others[0].replace('_', '-')}: with ${Env.config} set, it is set there and not by a flag")
     try:
-        return WorkerConfig.model_validate_json(text), None
+        config = WorkerConfig.model_validate_json(text)
+        values = config.model_dump()
+        values["engine"] |= {name: getattr(args, name) for name in engine}
+        values["server"] |= {name: getattr(args, name) for name in server}
+        values |= {"capture": _capture(args)} if capture else {}
+        return (WorkerConfig.model_validate(values) if given else config), None
     except ValidationError as error:
         raise ValueError(f"${Env.config}: {_fields(error)}") from None
 

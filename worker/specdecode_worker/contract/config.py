@@ -118,7 +118,10 @@ class ServerConfig(Written):
     It is read again when it changes. None leaves the keys of environment and flag alone.
     """
     admin_tokens_path: str | None = None
-    """Folder whose files ``operator``, ``router`` and ``capture`` hold the tokens; it is read again when it changes."""
+    """Folder whose files ``operator``, ``router`` and ``capture`` hold the tokens, one a line.
+
+    It is read again when it changes.
+    """
     shared_prefix_cache: bool = False
     """True lets requests with different API keys share cached prefixes, and see in ``cached_tokens`` that they do."""
     step_timeout_seconds: float = Field(default=60, gt=0)

@@ -214,7 +214,9 @@ def device_of(name: str) -> torch.device:
     """
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise ModelError("workers.gpu is true, but torch sees no GPU here; set it to false, or see to the driver")
+        raise ModelError(
+            "workers.accelerator asks for a GPU, but torch sees none here; set its count to 0, or check the driver"
+        )
     if name == "auto":
         return torch.device("cuda" if has_gpu else "cpu")
     return torch.device(name)

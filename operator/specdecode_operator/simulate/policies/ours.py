@@ -39,7 +39,7 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     }
     if "objective" in SpeculationSpec.model_fields and "objective" not in speculation:
         speculation["objective"] = {
-            "ttitMilliseconds": max(1, round(1000 * trace.ttit_seconds)),
+            "itlMilliseconds": max(1, round(1000 * trace.ttit_seconds)),
             "ttftMilliseconds": max(1, round(1000 * trace.ttft_seconds)),
         }
     spec: dict[str, Any] = {

@@ -193,7 +193,7 @@ class SimulatedWorker:
 SPEC: dict[str, Any] = {
     "model": {"uri": "embedded://t"},
     "speculation": {"method": "eagle3", "draft": {"uri": "embedded://d"}},
-    "workers": {"gpu": False, "maxNumSeqs": 16},
+    "workers": {"accelerator": {"count": 0}, "maxNumSeqs": 16},
 }
 
 

@@ -109,7 +109,7 @@ SPEC: dict[str, Any] = {
     "speculation": {
         "tree": {"topK": 2, "maxNodes": 6},
         "depth": {"max": 4},
-        "objective": {"ttitMilliseconds": 30, "ttftMilliseconds": 500},
+        "objective": {"itlMilliseconds": 30, "ttftMilliseconds": 500},
         "tasks": [{"name": "code"}],
         "hysteresis": {"minDwellSeconds": 0},
     },

@@ -154,3 +154,43 @@ def test_a_worker_that_cannot_capture_does_not_start(tmp_path: Path, capsys: pyt
     assert "cannot be written" in capsys.readouterr().err
     assert main(["serve", *words, str(tmp_path / "d"), "--capture-redact", "nobody.has:this"]) == 1
     assert "nobody.has:this" in capsys.readouterr().err
+
+
+def in_pod(monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkerConfig:
+    """Return the configuration of a pod whose command has these flags."""
+    started: list[WorkerConfig] = []
+
+    async def serve_nothing(config: WorkerConfig, plan: Plan | None, *, api_keys: list[str]) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(serve, "serve", serve_nothing)
+    monkeypatch.setenv(Env.config, '{"model": {"uri": "x", "served_name": "m"}, "engine": {"max_num_seqs": 3}}')
+    assert main(["serve", *words]) == 0
+    return started[0]
+
+
+def test_flags_in_a_pod_replace_single_values_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = in_pod(monkeypatch)
+    flags = ("--queue-timeout-seconds=5", "--api-key-metrics", "--no-enable-prefix-caching", "--capture", "/c")
+    config = in_pod(monkeypatch, *flags)
+    assert (config.server.queue_timeout_seconds, config.server.api_key_metrics) == (5, True)
+    assert (config.engine.enable_prefix_caching, config.engine.max_num_seqs) == (False, 3)
+    assert config.capture is not None
+    assert config.model == plain.model
+    assert config.server.host == plain.server.host == "0.0.0.0", "defaults of flags replace nothing"
+
+
+@pytest.mark.parametrize("words", [("--model", "y"), ("--depth", "2"), ("--queue-timeout-seconds", "-1")])
+def test_flags_that_a_pod_must_not_have_are_refused(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv(Env.config, '{"model": {"uri": "x", "served_name": "m"}}')
+    monkeypatch.setenv(ENV_PATH, str(tmp_path / "message"))
+    assert main(["serve", *words]) == 2
+    assert Env.config in capsys.readouterr().err
+
+
+def test_flags_are_not_abbreviated() -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--max-waitin", "2"])

@@ -111,10 +111,10 @@ def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSec
     def read() -> dict[str, str]:
         if not path.is_dir():
             raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
-        tokens = read_secrets(path)
-        if unknown := sorted(tokens.keys() - set(Scope)):
+        tokens = read_secrets(path, many=True)
+        known = {name: token for name, token in tokens.items() if name.partition("/")[0] in set(Scope)}
+        if unknown := sorted(tokens.keys() - known.keys()):
             log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
-        known = {scope: token for scope, token in tokens.items() if scope in set(Scope)}
         if not known:
             raise SecretFileError(f"{path} holds no token; it needs a file named {', '.join(Scope)}")
         return known

@@ -37,12 +37,14 @@ def read_fingerprint(path: Path) -> Fingerprint:
         raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
+def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> dict[str, str]:
     """Read the secrets of a folder (one a file) or of a file (one a line).
 
     Args:
         path: Folder or file.
         first_number: Number in the name of the first secret without a name (``key-1``).
+        many: A file of the folder may hold several secrets, one a line. Those after the first are named ``FILE/2``,
+            ``FILE/3`` and so on.
 
     Returns:
         The secrets by name, at least one.
@@ -51,7 +53,7 @@ def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
         SecretFileError: The path cannot be read, holds no secret or an invalid one.
     """
     try:
-        secrets = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
+        secrets = _read_folder(path, many=many) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
         raise SecretFileError(f"cannot read {path}: {reason}") from None
@@ -71,12 +73,15 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file())
 
 
-def _read_folder(folder: Path) -> dict[str, str]:
+def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:
     secrets = {}
     for file in _files(folder):
         if not _NAME.fullmatch(file.name):
             raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
-        secrets[file.name] = _checked(_read_text(file).strip(), str(file))
+        first, *others = _read_text(file).strip().splitlines() or [""] if many else [_read_text(file).strip()]
+        secrets[file.name] = _checked(first.strip(), str(file))
+        for number, line in enumerate(others, 2):
+            secrets[f"{file.name}/{number}"] = _checked(line.strip(), f"{file} line {number}")
     return secrets
 
 

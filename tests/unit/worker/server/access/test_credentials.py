@@ -12,6 +12,7 @@ from specdecode_worker.contract import Env, ServerConfig
 from specdecode_worker.server.access import generated_token
 from specdecode_worker.server.access.credentials import Credentials, load_credentials
 from specdecode_worker.server.access.generated_token import token_file
+from specdecode_worker.server.access.scopes import Scope, scope_of
 from specdecode_worker.server.errors import CannotStart
 
 ADMIN = {Env.admin_token: "admin"}
@@ -81,6 +82,20 @@ def test_tokens_of_folder_and_environment_have_their_scopes(tmp_path: Path) -> N
     assert (names_of("token-router"), names_of("token-unknown")) == (("router",), ())
     assert not credentials.generated_token
     assert not load(admin_tokens_path=str(tmp_path)).generated_token
+
+
+def test_file_of_a_scope_holds_several_tokens_during_a_rotation(tmp_path: Path) -> None:
+    (tmp_path / "operator").write_text("current\nprevious\n")
+    names_of = load(admin_tokens_path=str(tmp_path)).admin_tokens.current.names_of
+    assert (names_of("current"), names_of("previous"), names_of("current\nprevious")) == (
+        ("operator",),
+        ("operator/2",),
+        (),
+    )
+    assert {scope_of(name) for token in ("current", "previous") for name in names_of(token)} == {Scope.operator}
+    (tmp_path / "operator").write_text("two words\n")
+    with pytest.raises(CannotStart, match="one word"):
+        load(admin_tokens_path=str(tmp_path))
 
 
 def test_token_file_is_private_and_deleted_at_the_end(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec, Status
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -29,7 +29,7 @@ GOOD: list[dict[str, Any]] = [
     {"workers": {"template": {"spec": {"anything": {"goes": [1]}}}, "resources": {"limits": {"cpu": "1"}}}},
     {"model": {"uri": "hf://meta-llama/Llama-3.1-8B-Instruct@main"}},
     {"replicas": 0},
-    {"speculation": {"tree": {"maxNodes": 4, "topK": 2}, "objective": {"ttitMilliseconds": 20, "minSpeedup": 1.1}}},
+    {"speculation": {"tree": {"maxNodes": 4, "topK": 2}, "objective": {"itlMilliseconds": 20, "minSpeedup": 1.1}}},
     {"speculation": {"tasks": [{"name": "code", "mode": "Off"}, {"name": "sql", "depth": {"min": 2, "max": 8}}]}},
     {"workers": {"recycle": "OnCollapse"}},
     {"speculation": {"method": "ngram", "draft": None}},

@@ -1,8 +1,7 @@
-"""Children as pure functions: what a user's spec becomes, and what may never change a live pod template."""
+"""Tests of the children as pure functions of the spec, and of what may never change a live pod template."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -89,12 +88,6 @@ def test_quantised_weights_are_told_by_each_network() -> None:
     assert [one.quantization for one in (config.model, config.draft, *config.drafts)] == ["fp8", "int4", "int8"]
 
 
-def test_keys_of_the_public_port_come_from_a_secret() -> None:
-    found = template(workers={"apiKeysSecretRef": {"name": "keys", "key": "all"}})
-    assert environment(found)[Env.api_keys] == {"secretKeyRef": {"name": "keys", "key": "all"}}
-    assert Env.api_keys not in environment(template())
-
-
 @pytest.mark.parametrize(
     ("uri", "name"),
     [("hf://org/Llama-3@main", "Llama-3"), ("pvc://claim/a/b", "b"), ("file:///m/x/", "x"), ("embedded://e", "e")],
@@ -112,14 +105,6 @@ def test_threads_are_whole_cores_of_the_limit(quantity: Any, count: int) -> None
 def test_a_quantity_that_is_none_is_refused() -> None:
     with pytest.raises(SpecError, match="cores such as"):
         cores("many")
-
-
-def test_gpus_come_from_tensor_parallel_size() -> None:
-    found = template(workers={"gpu": True, "tensorParallelSize": 4, "resources": {"limits": {"memory": "8Gi"}}})
-    worker = container(found, "worker")
-    assert worker["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 4}
-    assert "nvidia.com/gpu" not in json.dumps(container(found, "pull")), "pulling needs no GPU"
-    assert "OMP_NUM_THREADS" not in environment(found)
 
 
 def test_the_pod_is_restricted() -> None:
@@ -270,6 +255,7 @@ LIVE: list[dict[str, Any]] = [
     {"speculation": {"tasks": [{"name": "code"}]}},
     {"scaling": {"minReplicas": 2, "maxReplicas": 9}},
     {"replicas": 3},
+    {"workers": {"rollout": {"maxSurge": "25%"}}},
 ]
 ROLLING: list[dict[str, Any]] = [
     {"model": {"dtype": "float32"}},
@@ -278,6 +264,12 @@ ROLLING: list[dict[str, Any]] = [
     {"speculation": {"draft": {"uri": "embedded://d", "quantization": "int4"}}},
     {"speculation": {"required": True}},
     {"workers": {"maxNumSeqs": 8}},
+    {"workers": {"env": [{"name": "A", "value": "b"}]}},
+    {"workers": {"accelerator": {"count": 1}}},
+    {"workers": {"priorityClassName": "high"}},
+    {"engine": {"maxWaiting": 8}},
+    {"engine": {"extraArgs": ["--api-key-metrics"]}},
+    {"tls": {"secretName": "t"}},
     {"workers": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
     {"drain": {"gracePeriodSeconds": 61}},
     {"storage": {"modelCache": {"hostPath": "/x"}}},

@@ -1,0 +1,261 @@
+"""Pods of a deployment: ``spec.workers``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
+from specdecode_operator.api.schema import (
+    Anything,
+    Api,
+    CountOrPercent,
+    Name,
+    rule,
+    rules,
+)
+
+RESERVED_ENV = ("SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME")
+"""Environment variables that the operator sets and that must not be replaced."""
+_RESERVED_MESSAGE = f"workers.env must not set {', '.join(RESERVED_ENV)}: the operator sets them"
+_SPLIT_MESSAGE = "workers.tensorParallelSize must be workers.accelerator.count or 1, unless that count is 0"
+_ROLLOUT_MESSAGE = "workers.rollout needs a maxSurge or a maxUnavailable above 0: otherwise no pod can be replaced"
+
+Objects = Annotated[tuple[Anything, ...], Field(max_length=32)]
+"""List of objects that the API server validates."""
+
+
+def _map(key: str) -> dict[str, Any]:
+    """Return the schema of a list whose items are identified, and merged by kubectl, by ``key``."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
+
+class EnvVarSpec(Api):
+    """Environment variable of the worker's container."""
+
+    name: Annotated[str, Field(pattern="^[-._a-zA-Z][-._a-zA-Z0-9]*$", max_length=256)] = Field(
+        description="Name of the variable.", examples=["NCCL_DEBUG"]
+    )
+    value: Annotated[str, Field(max_length=8192)] | None = Field(
+        default=None, description="Value of the variable. Absent: valueFrom, or the empty text.", examples=["WARN"]
+    )
+    value_from: Anything | None = Field(
+        default=None,
+        description="Source of the value, as in a container. Absent: value is used.",
+        examples=[{"secretKeyRef": {"name": "proxy", "key": "url"}}],
+    )
+
+
+class RolloutSpec(Api):
+    """Number of workers that a change of the spec may add and take away at a time.
+
+    The defaults work on a cluster without a spare accelerator. They cost the capacity of one worker while its successor
+    loads the model; with one replica the endpoint is away for that time. maxSurge 1 with maxUnavailable 0 keeps the
+    capacity and needs room for one more worker.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.maxSurge) || !has(self.maxUnavailable)"
+                " || !((self.maxSurge == 0 || self.maxSurge == '0%')"
+                " && (self.maxUnavailable == 0 || self.maxUnavailable == '0%'))",
+                _ROLLOUT_MESSAGE,
+            )
+        )
+    )
+
+    max_surge: CountOrPercent = Field(
+        default=0,
+        description="Workers beyond the replicas that a rollout may create, as a number or a percentage. Each needs a "
+        "spare accelerator.",
+        examples=[1],
+    )
+    max_unavailable: CountOrPercent = Field(
+        default=1,
+        description="Workers that a rollout may take away before their successors are ready, as a number or a "
+        "percentage.",
+        examples=["25%"],
+    )
+
+    @model_validator(mode="after")
+    def _makes_progress(self) -> Self:
+        if self.max_surge in (0, "0%") and self.max_unavailable in (0, "0%"):
+            raise ValueError(_ROLLOUT_MESSAGE)
+        return self
+
+
+class ApiKeysSecretRef(Api):
+    """Secret with the API keys of the public port. Workers read it again when it changes, without a restart."""
+
+    name: Name = Field(description="Secret in the same namespace.", examples=["llama-keys"])
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=253)] | None = Field(
+        default=None,
+        description="Entry that lists all API keys, one `name=key` or `key` a line. Absent: every entry of the Secret "
+        "is one API key, and its name is the client's name.",
+        examples=["keys.txt"],
+    )
+
+
+class SchedulingSpec(Api):
+    """Fields of the pod that decide where and as whom it runs."""
+
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
+        default_factory=dict,
+        description="Labels that a node must have.",
+        examples=[{"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}],
+    )
+    tolerations: Objects = Field(
+        default=(),
+        description="Taints of nodes that the pods tolerate, as in a pod.",
+        examples=[[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]],
+    )
+    affinity: Anything | None = Field(
+        default=None,
+        description="Affinity to nodes and pods, as in a pod. Absent: none.",
+        examples=[{"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": ["..."]}}}],
+    )
+    topology_spread_constraints: Objects = Field(
+        default=(),
+        description="Spread of the pods over nodes or zones, as in a pod. A constraint without a labelSelector counts "
+        "the workers of this deployment.",
+        examples=[
+            [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}],
+        ],
+    )
+    priority_class_name: Name | None = Field(
+        default=None, description="PriorityClass of the pods. Absent: the cluster's default.", examples=["serving"]
+    )
+    service_account_name: Name | None = Field(
+        default=None,
+        description="ServiceAccount of the pods, whose token is not mounted. Absent: default.",
+        examples=["model-reader"],
+    )
+    runtime_class_name: Name | None = Field(
+        default=None, description="RuntimeClass of the pods. Absent: the cluster's default.", examples=["nvidia"]
+    )
+
+
+class WorkersSpec(SchedulingSpec):
+    """Pods that serve the model. Changes replace them, except of updatePolicy, recycle and rollout."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.tensorParallelSize) || !has(self.accelerator) || self.accelerator.count == 0"
+                " || self.tensorParallelSize in [1, self.accelerator.count]",
+                _SPLIT_MESSAGE,
+            ),
+            rule(f"!has(self.env) || self.env.all(one, !(one.name in {list(RESERVED_ENV)}))", _RESERVED_MESSAGE),
+        )
+    )
+
+    image: Annotated[str, Field(max_length=512)] | None = Field(
+        default=None,
+        description="Image of the workers. Absent: the operator's setting worker.image.",
+        examples=["registry.example.com/specdecode-worker:1.0"],
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When nodes pull the image. Absent: the operator's setting worker.imagePullPolicy."
+    )
+    image_pull_secrets: Annotated[tuple[Name, ...], Field(max_length=8)] = Field(
+        default=(), description="Secrets with the credentials of the image's registry.", examples=[["registry"]]
+    )
+    accelerator: AcceleratorSpec = Field(
+        default=AcceleratorSpec(),
+        description="Devices of one worker. count 0 runs it on CPUs.",
+        examples=[{"resource": "nvidia.com/gpu", "count": 4}],
+    )
+    resource_claims: Annotated[tuple[ResourceClaimSpec, ...], Field(max_length=8, json_schema_extra=_map("name"))] = (
+        Field(
+            default=(),
+            description="Devices that are allocated for each worker by dynamic resource allocation, in addition to the "
+            "accelerator. Set accelerator.count to 0 where a claim brings the GPU.",
+        )
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Devices that the target is split over. Absent: accelerator.count, or 1 where that is 0.",
+        examples=[4],
+    )
+    resources: ResourcesSpec = Field(
+        default=ResourcesSpec(),
+        description="CPU, memory and other resources of the worker's container. The operator adds the accelerator.",
+    )
+    max_num_seqs: int = Field(
+        default=16, ge=1, le=1024, description="Sequences that one worker runs at a time. Others wait."
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        le=1048576,
+        description="Tokens that one step computes at most, prompts included. Absent: 512.",
+        examples=[2048],
+    )
+    kv_cache_tokens: int | None = Field(
+        default=None,
+        ge=256,
+        le=1073741824,
+        description="Size of the KV cache in tokens. Absent: what the free memory allows.",
+        examples=[131072],
+    )
+    update_policy: Literal["OnSpecChange", "Automatic"] = Field(
+        default="OnSpecChange",
+        description="When an upgrade of the operator may replace workers. OnSpecChange: with the next change of this "
+        "spec. Automatic: at once.",
+    )
+    rollout: RolloutSpec = Field(
+        default=RolloutSpec(),
+        description="Workers that a rollout adds and takes away at a time. The default works without a spare "
+        "accelerator and costs the capacity of one worker while its successor loads.",
+        examples=[{"maxSurge": 1, "maxUnavailable": 0}],
+    )
+    recycle: Literal["Never", "OnCollapse"] = Field(
+        default="Never",
+        description="OnCollapse replaces a worker whose acceptance collapses while that of its peers does not.",
+    )
+    api_keys_secret_ref: ApiKeysSecretRef | None = Field(
+        default=None,
+        description="API keys of the public port. Absent: every client is served.",
+        examples=[{"name": "llama-keys"}],
+    )
+    env: Annotated[tuple[EnvVarSpec, ...], Field(max_length=64, json_schema_extra=_map("name"))] = Field(
+        default=(),
+        description="Environment variables of the worker's container. They replace those of the same name that the "
+        f"operator sets, except {', '.join(RESERVED_ENV)}, which are refused.",
+        examples=[[{"name": "NCCL_DEBUG", "value": "WARN"}]],
+    )
+    env_from: Objects = Field(
+        default=(),
+        description="ConfigMaps and Secrets whose entries become environment variables, as in a container.",
+        examples=[[{"secretRef": {"name": "proxy"}}]],
+    )
+    template: Anything = Field(
+        default_factory=dict,
+        description="Pod template that is merged over the operator's, for everything that has no field of its own. "
+        "Containers are merged by name: 'worker', and the init container 'pull'. null removes a field.",
+        examples=[{"metadata": {"annotations": {"team": "search"}}}],
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Devices that the target is split over, with the default applied."""
+        return self.tensor_parallel_size or max(1, self.accelerator.count)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        count = self.accelerator.count
+        if self.tensor_parallel_size is not None and count and self.tensor_parallel_size not in (1, count):
+            raise ValueError(_SPLIT_MESSAGE)
+        if any(variable.name in RESERVED_ENV for variable in self.env):
+            raise ValueError(_RESERVED_MESSAGE)
+        for field, names in (
+            ("env", [variable.name for variable in self.env]),
+            ("resourceClaims", [claim.name for claim in self.resource_claims]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"Duplicate value: every item of workers.{field} needs a name of its own")
+        return self

@@ -1,0 +1,40 @@
+"""Fields of the pod that decide where and as whom it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import WorkersSpec
+from specdecode_operator.errors import SpecError
+
+
+def scheduling(workers: WorkersSpec, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of the pod that are set in ``spec.workers``; the API server validates them.
+
+    Args:
+        workers: The spec of the pods.
+        labels: Labels of the pods, for spread constraints without a labelSelector.
+
+    Raises:
+        SpecError: A spread constraint has no topologyKey, by which templates are merged.
+    """
+    claims = [claim.model_dump(mode="json", by_alias=True) for claim in workers.resource_claims]
+    fields: dict[str, Any] = {
+        "nodeSelector": dict(workers.node_selector),
+        "tolerations": [dict(toleration) for toleration in workers.tolerations],
+        "affinity": dict(workers.affinity or {}),
+        "topologySpreadConstraints": list(_spread(workers, labels)),
+        "priorityClassName": workers.priority_class_name,
+        "serviceAccountName": workers.service_account_name,
+        "runtimeClassName": workers.runtime_class_name,
+        "resourceClaims": claims,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _spread(workers: WorkersSpec, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for index, constraint in enumerate(workers.topology_spread_constraints):
+        if not isinstance(constraint.get("topologyKey"), str):
+            raise SpecError(f"workers.topologySpreadConstraints[{index}] needs a topologyKey")
+        yield {"labelSelector": {"matchLabels": dict(labels)}, **constraint}

@@ -1,0 +1,289 @@
+"""Tests of the parts of a pod template that single fields of the spec set: devices, scheduling, secrets and flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, deployment_with
+
+from specdecode_operator import manifests
+from specdecode_operator.errors import SpecError
+from specdecode_operator.manifests.config import cores
+from specdecode_operator.manifests.merge import merged
+from specdecode_worker.contract import EngineConfig, Env, ServerConfig, WorkerConfig
+
+Json = dict[str, Any]
+
+
+def pod_of(**spec: Any) -> Json:
+    pod: Json = manifests.pod_template(deployment_with(**spec), DEFAULTS)["spec"]
+    return pod
+
+
+def worker_of(pod: Json) -> Json:
+    worker: Json = next(container for container in pod["containers"] if container["name"] == "worker")
+    return worker
+
+
+def config_of(pod: Json) -> WorkerConfig:
+    text = next(variable["value"] for variable in worker_of(pod)["env"] if variable["name"] == Env.config)
+    return WorkerConfig.model_validate_json(text)
+
+
+def mount_of(pod: Json, folder: str) -> tuple[Json, Json]:
+    """Return the mount at a folder and its volume."""
+    mount = next(mount for mount in worker_of(pod)["volumeMounts"] if mount["mountPath"] == folder)
+    return mount, next(volume for volume in pod["volumes"] if volume["name"] == mount["name"])
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "limits", "device", "ranks"),
+    [
+        ({"accelerator": {"count": 1}}, {"nvidia.com/gpu": 1}, "cuda", 1),
+        ({"accelerator": {"count": 4}}, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"accelerator": {"count": 4}, "tensorParallelSize": 4}, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"accelerator": {"count": 2}, "tensorParallelSize": 1}, {"nvidia.com/gpu": 2}, "cuda", 1),
+        ({"accelerator": {"resource": "nvidia.com/mig-1g.10gb", "count": 1}}, {"nvidia.com/mig-1g.10gb": 1}, "cuda", 1),
+        ({"accelerator": {"count": 0}}, {}, "cpu", 1),
+        ({"accelerator": {"count": 0}, "tensorParallelSize": 2}, {}, "cpu", 2),
+    ],
+)
+def test_accelerator_sets_limits_device_and_ranks(workers: Json, limits: Json, device: str, ranks: int) -> None:
+    pod = pod_of(workers=workers)
+    assert worker_of(pod)["resources"].get("limits", {}) == limits
+    assert not pod["initContainers"][0]["resources"], "pulling needs no device"
+    assert (config_of(pod).engine.device, config_of(pod).engine.tensor_parallel_size) == (device, ranks)
+
+
+def test_accelerator_is_added_to_other_limits() -> None:
+    pod = pod_of(workers={"accelerator": {"count": 2}, "resources": {"limits": {"memory": "8Gi", "cpu": 4}}})
+    assert worker_of(pod)["resources"]["limits"] == {"memory": "8Gi", "cpu": 4, "nvidia.com/gpu": 2}
+    assert config_of(pod).engine.threads is None, "threads of a CPU do not matter on a GPU"
+
+
+def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_device() -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "one-h100"}
+    pod = pod_of(workers={"accelerator": {"count": 0}, "resourceClaims": [claim], "resources": {"limits": {"cpu": 2}}})
+    assert pod["resourceClaims"] == [claim]
+    assert worker_of(pod)["resources"] == {"limits": {"cpu": 2}, "claims": [{"name": "gpu"}]}
+    assert (config_of(pod).engine.device, config_of(pod).engine.threads) == ("auto", None)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value"), [("2k", 2000), ("1Ki", 1024), ("1e3", 1000), ("500m", 0.5), (3, 3), (".5", 0.5)]
+)
+def test_every_quantity_of_kubernetes_is_read(quantity: Any, value: float) -> None:
+    assert float(cores(quantity)) == value
+    assert config_of(pod_of(workers={"resources": {"limits": {"cpu": quantity}}})).engine.threads == max(
+        1, min(1024, int(value))
+    )
+
+
+# --- scheduling ----------------------------------------------------------------------------------------------------
+
+SCHEDULING: Json = {
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "high",
+    "serviceAccountName": "reader",
+    "runtimeClassName": "nvidia",
+}
+
+
+def test_scheduling_fields_reach_the_pod() -> None:
+    pod = pod_of(workers=SCHEDULING)
+    assert {name: pod[name] for name in SCHEDULING} == SCHEDULING
+    assert pod["automountServiceAccountToken"] is False
+    assert not SCHEDULING.keys() & pod_of().keys(), "absent fields are left to Kubernetes"
+
+
+def test_spread_counts_the_workers_unless_it_has_a_selector() -> None:
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    own = {**spread, "topologyKey": "host", "labelSelector": {"matchLabels": {"a": "b"}}}
+    labels = manifests.selector("demo")
+    found = pod_of(workers={"topologySpreadConstraints": [spread, own]})["topologySpreadConstraints"]
+    assert found == [{**spread, "labelSelector": {"matchLabels": labels}}, own]
+    with pytest.raises(SpecError, match=r"topologySpreadConstraints\[0\] needs a topologyKey"):
+        pod_of(workers={"topologySpreadConstraints": [{"maxSkew": 1}]})
+
+
+def test_template_is_merged_over_the_fields() -> None:
+    template = {"spec": {"nodeSelector": {"zone": "a"}, "priorityClassName": "low"}}
+    pod = pod_of(workers={**SCHEDULING, "template": template})
+    assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"disk": "fast", "zone": "a"}, "low")
+
+
+def test_env_of_users_replaces_that_of_the_operator() -> None:
+    secret = {"secretKeyRef": {"name": "s", "key": "k"}}
+    env = [{"name": "HOME", "valueFrom": secret}, {"name": "NCCL_DEBUG", "value": "WARN"}]
+    worker = worker_of(pod_of(workers={"env": env, "envFrom": [{"secretRef": {"name": "proxy"}}]}))
+    assert [variable for variable in worker["env"] if variable["name"] in ("HOME", "NCCL_DEBUG")] == env
+    assert worker["envFrom"] == [{"secretRef": {"name": "proxy"}}]
+
+
+# --- secrets -------------------------------------------------------------------------------------------------------
+
+
+def test_admin_tokens_are_a_folder_and_not_in_the_environment() -> None:
+    pod = pod_of()
+    folder = config_of(pod).server.admin_tokens_path
+    assert folder is not None
+    mount, volume = mount_of(pod, folder)
+    assert volume["secret"]["secretName"] == "demo-tokens"
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "a file by subPath is never updated"
+    assert Env.admin_token not in {variable["name"] for variable in worker_of(pod)["env"]}
+
+
+def test_tokens_secret_has_one_token_a_line_the_current_one_first() -> None:
+    scopes = manifests.TokenScope
+    secret = manifests.tokens_secret(deployment_with(), {scopes.operator: ["new", "old"], scopes.router: ["r"]})
+    assert secret["metadata"]["name"] == "demo-tokens"
+    assert secret["stringData"] == {"operator": "new\nold\n", "router": "r\n"}
+
+
+def test_api_keys_are_a_folder_or_one_file_of_it() -> None:
+    folder = pod_of(workers={"apiKeysSecretRef": {"name": "keys"}})
+    path = config_of(folder).server.api_keys_path
+    assert path is not None
+    assert mount_of(folder, path)[1]["secret"] == {"secretName": "keys", "defaultMode": 0o440}
+    one = pod_of(workers={"apiKeysSecretRef": {"name": "keys", "key": "all.txt"}})
+    assert config_of(one).server.api_keys_path == f"{path}/all.txt"
+    assert mount_of(one, path)[1]["secret"]["items"] == [{"key": "all.txt", "path": "all.txt"}]
+    assert config_of(pod_of()).server.api_keys_path is None
+
+
+def test_tls_is_mounted_probed_and_served() -> None:
+    deployment = deployment_with(tls={"secretName": "cert"})
+    pod = pod_of(tls={"secretName": "cert"})
+    server = config_of(pod).server
+    assert (server.tls_cert_file, server.tls_key_file) == ("/etc/specdecode/tls/tls.crt", "/etc/specdecode/tls/tls.key")
+    assert mount_of(pod, "/etc/specdecode/tls")[1]["secret"]["secretName"] == "cert"
+    probes = [worker_of(pod)[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {probe["scheme"] for probe in probes} == {"HTTPS"}
+    (port,) = manifests.service(deployment)["spec"]["ports"]
+    assert (port["name"], port["port"], port["targetPort"]) == ("https", 443, "http")
+    assert manifests.service_url("ns", "demo", tls=True) == "https://demo.ns.svc/v1"
+
+
+def test_without_tls_everything_is_plain_http() -> None:
+    assert "scheme" not in worker_of(pod_of())["readinessProbe"]["httpGet"]
+    (port,) = manifests.service(deployment_with())["spec"]["ports"]
+    assert (port["name"], port["port"]) == ("http", 80)
+    assert manifests.service_url("ns", "demo") == "http://demo.ns.svc/v1"
+
+
+# --- engine --------------------------------------------------------------------------------------------------------
+
+
+def test_engine_fields_reach_the_worker() -> None:
+    engine = {"gpuMemoryUtilization": 0.9, "maxWaiting": 7, "enforceEager": True, "sampler": "mss"}
+    pod = pod_of(engine={**engine, "extraArgs": ["--queue-timeout-seconds=5", "--api-key-metrics"]})
+    config = config_of(pod)
+    assert (config.engine.gpu_memory_utilization, config.engine.enforce_eager) == (0.9, True)
+    assert (config.engine.sampler, config.server.max_waiting) == ("mss", 7)
+    assert worker_of(pod)["command"] == [
+        "specdecode-worker", "serve", "--queue-timeout-seconds=5", "--api-key-metrics",
+    ]  # fmt: skip
+
+
+def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
+    config = config_of(pod_of(workers={"maxNumSeqs": EngineConfig().max_num_seqs}))
+    assert config.engine == EngineConfig(device="cpu")
+    assert config.server == ServerConfig(admin_tokens_path=config.server.admin_tokens_path)
+
+
+# --- other children ------------------------------------------------------------------------------------------------
+
+
+def test_default_rollout_needs_no_spare_device() -> None:
+    def strategy(**spec: Any) -> Json:
+        workload = manifests.workload(deployment_with(**spec), {}, "h", 1)
+        rolling: Json = workload["spec"]["strategy"]["rollingUpdate"]
+        return rolling
+
+    assert strategy() == {"maxSurge": 0, "maxUnavailable": 1}
+    spare = {"maxSurge": 1, "maxUnavailable": 0}
+    assert strategy(workers={"rollout": spare}) == spare
+
+
+def test_broken_workers_can_always_be_evicted() -> None:
+    budget = manifests.budget(deployment_with())["spec"]
+    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
+def test_headless_service_has_both_ports_of_the_workers() -> None:
+    spec = manifests.headless_service(deployment_with())["spec"]
+    assert spec["clusterIP"] == "None"
+    assert [port["name"] for port in spec["ports"]] == ["http", "admin"]
+    assert spec["selector"] == manifests.service(deployment_with())["spec"]["selector"]
+
+
+def test_child_names_are_those_of_all_children() -> None:
+    deployment = deployment_with()
+    children = [
+        manifests.service(deployment),
+        manifests.headless_service(deployment),
+        manifests.budget(deployment),
+        manifests.workload(deployment, {}, "h", 1),
+        manifests.state_config_map(deployment, {}),
+        manifests.tokens_secret(deployment, {}),
+    ]
+    names = {child["metadata"]["name"] for child in children} | {manifests.plan_name("demo")}
+    assert names == set(manifests.child_names("demo"))
+    assert len(manifests.child_names("demo")) == len(names)
+
+
+def test_roles_are_labels_that_selectors_use() -> None:
+    assert [str(role) for role in manifests.Role] == ["worker", "prefill", "router", "job"]
+    assert manifests.selector("demo")[manifests.ROLE_LABEL] == "worker"
+    assert manifests.selector("demo").keys() == {f"specdecode.io/{name}" for name in ("name", "role", "variant")}
+
+
+def test_claims_with_dots_and_long_names_have_valid_volumes() -> None:
+    claims = ("models.v1", "x" * 63)
+    for claim in claims:
+        volumes = pod_of(model={"uri": f"pvc://{claim}/llama"})["volumes"]
+        (name,) = [volume["name"] for volume in volumes if "persistentVolumeClaim" in volume]
+        assert len(name) <= 63
+        assert "." not in name
+
+
+# --- templates that cannot be merged ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ({"spec": "text"}, r"workers\.template\.spec must be an object, not 'text'"),
+        ({"spec": {"containers": "text"}}, r"workers\.template\.spec\.containers must be a list"),
+        ({"spec": {"containers": ["text"]}}, r"spec\.containers\[0\] must be an object with a name"),
+        ({"spec": {"containers": [{"image": "x"}]}}, r"spec\.containers\[0\] needs a name"),
+        ({"spec": {"containers": [{"name": ["x"]}]}}, r"spec\.containers\[0\]\.name must be a text or a number"),
+        ({"spec": {"containers": [{"name": "worker", "ports": ["8000"]}]}}, r"ports\[0\] must be an object"),
+        ({"spec": {"containers": [{"name": "worker", "resources": 1}]}}, r"resources must be an object"),
+        ({"spec": {"volumes": [{"name": "a", "x": 1}, {"name": "a", "items": 1}, 7]}}, r"volumes\[2\] must be an"),
+        ({"metadata": {"labels": "text"}}, r"workers\.template\.metadata\.labels must be an object"),
+        ({"spec": {"securityContext": []}}, r"securityContext must be an object"),
+    ],
+)
+def test_template_of_a_wrong_type_is_refused_by_path(template: Json, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        pod_of(workers={"template": template})
+
+
+@pytest.mark.parametrize("template", [{"spec": None}, {"metadata": None}, {"spec": {"containers": None}}])
+def test_removed_parts_leave_a_template_with_the_labels_of_the_selector(template: Json) -> None:
+    pod = manifests.pod_template(deployment_with(workers={"template": template}), DEFAULTS)
+    assert pod["metadata"]["labels"] == manifests.selector("demo")
+    assert isinstance(manifests.resolved_image(pod), str)
+
+
+def test_annotations_may_have_the_names_of_lists() -> None:
+    annotations = {"env": "prod", "ports": "none"}
+    assert merged({}, {"metadata": {"annotations": annotations}})["metadata"]["annotations"] == annotations
