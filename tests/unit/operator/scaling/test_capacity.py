@@ -16,22 +16,25 @@ from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.planning.pace import Pace, Request, prompt_token_seconds
 from specdecode_operator.planning.steptime import StepTimes
 from specdecode_operator.scaling import (
-    Carried,
+    TUNING,
     Demand,
     Limits,
     Mix,
+    ServiceLoad,
     arrival_rate,
     capacity,
     deletion_costs,
-    limited,
+    forecast_rate,
+    placement_problem,
     scale,
+    scaling_limit,
+    update_forecast,
 )
 from specdecode_operator.scaling.capacity import waiting_seconds
-from specdecode_operator.scaling.forecast import SAMPLE_SECONDS, expected_rate, observed
 from specdecode_operator.state.learned import ForecastState, LearnedState, LoadState, ScalingState, TrafficCell
 from specdecode_operator.telemetry.counters import NO_TRAFFIC
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity
+from specdecode_operator.types import Capacity, Worker
 
 MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
 LIMITS = Limits(max_sequences=16)
@@ -81,17 +84,19 @@ def test_the_first_promise_that_breaks_bounds_it(limits: dict[str, Any], by: str
     assert found.sequences == pytest.approx(sequences, rel=0.02)
 
 
-def test_doubt_lowers_it() -> None:
-    mean, least = (capacity(MIX, pace, replace(LIMITS, itl_seconds=0.014), doubt=doubt) for doubt in (0, 1.28))
+def test_a_lower_confidence_bound_is_lower() -> None:
+    mean, least = (
+        capacity(MIX, pace, replace(LIMITS, itl_seconds=0.014), standard_errors=errors) for errors in (0, 1.28)
+    )
     assert least.rate < 0.9 * mean.rate
 
 
 def test_a_promise_out_of_reach_is_said_so() -> None:
     found = capacity(MIX, pace, replace(LIMITS, itl_seconds=0.005))
     assert not found.attainable
-    told = limited(ScalingSpec(max_replicas=9), 3, [], found)
-    assert told is not None
-    assert told.reason == "ObjectiveOutOfReach"
+    limit = scaling_limit(ScalingSpec(max_replicas=9), 3, found)
+    assert limit is not None
+    assert limit.reason == "ObjectiveOutOfReach"
 
 
 def test_a_queue_grows_with_the_load() -> None:
@@ -114,7 +119,7 @@ positive = st.floats(1e-6, 1e4)
 def test_any_worker_has_a_capacity(
     law: tuple[float, float, float, float],
     mix: tuple[float, float, float],
-    ttit: float | None,
+    itl: float | None,
     ttft: float | None,
     most: int,
 ) -> None:
@@ -124,8 +129,8 @@ def test_any_worker_has_a_capacity(
         return Step(base + each * sequences + read * prompt_tokens, 1 + tokens % 8, 1.0, 0.1)
 
     request = Mix(prompt_tokens=mix[0], output_tokens=mix[1], context_tokens=mix[2])
-    limits = Limits(max_sequences=most, cache_tokens=1e4, itl_seconds=ttit, ttft_seconds=ttft)
-    mean, least = (capacity(request, any_pace, limits, doubt=doubt) for doubt in (0.0, 1.28))
+    limits = Limits(max_sequences=most, cache_tokens=1e4, itl_seconds=itl, ttft_seconds=ttft)
+    mean, least = (capacity(request, any_pace, limits, standard_errors=errors) for errors in (0.0, 1.28))
     assert 0 < least.rate <= mean.rate * (1 + 1e-9)
     assert 0 < mean.sequences <= most
 
@@ -185,20 +190,25 @@ SPEC = ScalingSpec(min_replicas=1, max_replicas=8, scale_down_window_seconds=60)
 ONE = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="itl")
 
 
-def demand(rate: float, *, waiting: float = 0, running: float = 1, trusted: bool = True, **carried: Any) -> Demand:
-    known = Carried(mean=ONE, least=ONE, rate=rate, recent_rate=rate, **{"least_rate": rate, **carried})
+def demand(rate: float, *, waiting: float = 0, running: float = 1, is_complete: bool = True, **load: Any) -> Demand:
+    usual = {"capacity_bound": ONE, "arrival_rate": rate, "window_arrival_rate": rate, "arrival_rate_bound": rate}
     return Demand(
-        now=running + waiting, recent=running, max_num_seqs=16, trusted=trusted, waiting=waiting, carried=known
+        requests=running + waiting,
+        window_requests=running,
+        max_num_seqs=16,
+        is_complete=is_complete,
+        waiting=waiting,
+        load=ServiceLoad(capacity=ONE, **{**usual, **load}),
     )
 
 
 def polls(demands: list[Demand], memory: ScalingState | None = None) -> list[int]:
-    memory, found = memory or ScalingState(replicas=1), []
+    memory, replicas = memory or ScalingState(replicas=1), []
     for index, one in enumerate(demands):
-        scaled = scale(SPEC, memory, one, start=1, now=1000.0 + 5 * index)
-        memory = scaled.memory
-        found.append(scaled.replicas)
-    return found
+        scaled = scale(SPEC, memory, one, now=1000.0 + 5 * index)
+        memory = scaled.state
+        replicas.append(scaled.replicas)
+    return replicas
 
 
 def test_replicas_are_arrivals_over_capacity_and_the_backlog_over_its_time() -> None:
@@ -219,14 +229,14 @@ def test_who_waits_for_long_is_not_kept_waiting() -> None:
 def test_a_wait_that_the_estimate_does_not_explain_adds_a_worker_once_all_are_there() -> None:
     waits = demand(1.0, waiting=9, ttft_seconds=2.0)
     assert polls([waits]) == [2]
-    assert polls([replace(waits, trusted=False)] * 3) == [1, 1, 1]
+    assert polls([replace(waits, is_complete=False)] * 3) == [1, 1, 1]
 
 
 def test_a_rate_that_few_arrivals_tell_raises_nothing_and_keeps_what_there_is() -> None:
-    few = demand(2.4, least_rate=1.9)
+    few = demand(2.4, arrival_rate_bound=1.9)
     assert polls([few] * 10) == [1] * 10
     assert polls([few] * 30, ScalingState(replicas=2))[-1] == 2
-    assert polls([demand(2.4, least_rate=2.1)] * 2) == [1, 2]
+    assert polls([demand(2.4, arrival_rate_bound=2.1)] * 2) == [1, 2]
 
 
 def test_arrivals_are_as_sure_as_they_are_many() -> None:
@@ -234,13 +244,13 @@ def test_arrivals_are_as_sure_as_they_are_many() -> None:
         """Of one poll of five seconds, so many times over."""
         traffic = {"other": NO_TRAFFIC._replace(arrivals=count)}
         window = [Delta(at=5.0 * index, seconds=5.0, traffic=traffic) for index in range(1, polls + 1)]
-        return arrival_rate(window, now=5.0 * polls, within=100, doubt=2)
+        return arrival_rate(window, now=5.0 * polls, within=100, standard_errors=2)
 
     assert least(1, 1) == 0, "one says nothing"
     assert least(4, 1) == 0
     assert least(4, 4) == pytest.approx((16 - 2 * 4) / 20)
     assert least(400, 4) == pytest.approx((1600 - 2 * 40) / 20)
-    assert arrival_rate([], now=0, within=15, doubt=2) == 0
+    assert arrival_rate([], now=0, within=15, standard_errors=2) == 0
 
 
 def test_falls_only_when_the_rest_has_a_tenth_to_spare() -> None:
@@ -249,8 +259,7 @@ def test_falls_only_when_the_rest_has_a_tenth_to_spare() -> None:
 
 
 def test_the_lower_bound_decides_the_fall_and_the_mean_the_rise() -> None:
-    doubtful = Carried(mean=ONE, least=replace(ONE, rate=1.0), rate=3.5, least_rate=3.5, recent_rate=3.5)
-    unsure = replace(demand(3.5), carried=doubtful)
+    unsure = demand(3.5, capacity_bound=replace(ONE, rate=1.0))
     assert polls([unsure] * 3, ScalingState(replicas=1))[-1] == 2
     assert polls([unsure] * 30, ScalingState(replicas=3))[-1] == 3
 
@@ -259,7 +268,7 @@ def test_a_forecast_raises_the_floor_and_is_no_demand() -> None:
     assert polls([demand(1.0, forecast_rate=5.0)] * 3)[-1] == 3
     assert polls([demand(1.0, forecast_rate=5.0)] * 40, ScalingState(replicas=4))[-1] == 3
     assert polls([demand(5.0, forecast_rate=0.0)] * 3)[-1] == 3, "never lowers"
-    assert scale(SPEC, ScalingState(), demand(1.0, forecast_rate=50.0), start=1, now=0).wanted == 1
+    assert scale(SPEC, ScalingState(), demand(1.0, forecast_rate=50.0), now=0).wanted == 1
 
 
 rates = st.floats(0, 1e6)
@@ -270,13 +279,13 @@ def test_more_demand_never_means_fewer_workers(
     rate: float, more: float, running: float, waiting: float, replicas: int, above: int, trusted: bool
 ) -> None:
     memory = ScalingState(replicas=replicas, above_polls=above, below_since=0)
-    less = scale(SPEC, memory, demand(rate, running=running, waiting=waiting, trusted=trusted), start=1, now=1000)
+    less = scale(SPEC, memory, demand(rate, running=running, waiting=waiting, is_complete=trusted), now=1000)
     for one in (
-        demand(rate + more, running=running, waiting=waiting, trusted=trusted),
-        demand(rate, running=running + more, waiting=waiting, trusted=trusted),
-        demand(rate, running=running, waiting=waiting + more, trusted=trusted),
+        demand(rate + more, running=running, waiting=waiting, is_complete=trusted),
+        demand(rate, running=running + more, waiting=waiting, is_complete=trusted),
+        demand(rate, running=running, waiting=waiting + more, is_complete=trusted),
     ):
-        greater = scale(SPEC, memory, one, start=1, now=1000)
+        greater = scale(SPEC, memory, one, now=1000)
         assert greater.replicas >= less.replicas
         assert greater.wanted >= less.wanted
         assert 1 <= greater.replicas <= 8
@@ -286,10 +295,11 @@ def test_more_demand_never_means_fewer_workers(
 
 
 def test_pods_without_a_place_are_told_before_the_maximum() -> None:
-    trouble = "Unschedulable: 0/3 nodes are available"
-    assert limited(SPEC, 3, [], ONE) is None
-    at_most = limited(SPEC, 9, [], ONE)
-    unplaced = limited(SPEC, 9, [trouble, "worker: CrashLoopBackOff: x"], ONE)
+    troubles = ("Unschedulable: 0/3 nodes are available", "worker: CrashLoopBackOff: x")
+    workers = [Worker(name=name, uid=name, address=None, ready=False, trouble=name) for name in troubles]
+    assert scaling_limit(SPEC, 3, ONE) is None
+    at_most = scaling_limit(SPEC, 9, ONE)
+    unplaced = scaling_limit(SPEC, 9, ONE, placement_problems=[None, placement_problem(None, workers)])
     assert at_most is not None
     assert unplaced is not None
     assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
@@ -297,7 +307,7 @@ def test_pods_without_a_place_are_told_before_the_maximum() -> None:
 
 
 def test_the_least_loaded_goes_first_and_a_failing_one_before() -> None:
-    costs = deletion_costs({"a": 3.0, "b": 1.0, "c": 9.0}, failing=["c"])
+    costs = deletion_costs({"a": 3.0, "b": 1.0, "c": 9.0}, unhealthy=["c"])
     assert sorted(costs, key=lambda pod: costs[pod]) == ["c", "b", "a"]
     assert costs["c"] < 0 <= costs["b"]
 
@@ -306,11 +316,11 @@ def test_the_least_loaded_goes_first_and_a_failing_one_before() -> None:
 
 
 def days(rate_at: Any, count: float, memory: ForecastState | None = None) -> tuple[ForecastState, float]:
-    found, now = memory or ForecastState(), 0.0
+    state, now = memory or ForecastState(), 0.0
     while now < 86400 * count:
-        now += SAMPLE_SECONDS
-        found = observed(found, rate_at(now) * SAMPLE_SECONDS, SAMPLE_SECONDS, now=now)
-    return found, now
+        now += TUNING.sample_seconds
+        state = update_forecast(state, rate_at(now) * TUNING.sample_seconds, TUNING.sample_seconds, now=now)
+    return state, now
 
 
 def test_a_day_is_learnt_and_told_before_it_comes() -> None:
@@ -318,27 +328,27 @@ def test_a_day_is_learnt_and_told_before_it_comes() -> None:
         return 9.0 if 9 * 3600 <= now % 86400 < 18 * 3600 else 1.0
 
     memory, now = days(daily, 2 + 8.75 / 24)
-    soon, later = (expected_rate(memory, now=now, ahead_seconds=ahead) for ahead in (60, 1200))
+    soon, later = (forecast_rate(memory, now=now, ahead_seconds=ahead) for ahead in (60, 1200))
     assert soon < 2
     assert later > 6
 
 
 def test_a_ramp_is_carried_on_and_noise_is_not() -> None:
     ramp, now = days(lambda now: 1 + now / 600, 1 / 24)
-    assert expected_rate(ramp, now=now, ahead_seconds=300) > ramp.level
+    assert forecast_rate(ramp, now=now, ahead_seconds=300) > ramp.level
     noise, now = days(lambda now: 5 + 4 * (int(now / 60) % 2), 1 / 24)
-    assert expected_rate(noise, now=now, ahead_seconds=300) < 9
+    assert forecast_rate(noise, now=now, ahead_seconds=300) < 9
 
 
 def test_after_a_long_silence_nothing_is_foretold() -> None:
     memory, now = days(lambda now: 5.0, 0.1)
-    assert expected_rate(memory, now=now + 5000, ahead_seconds=60) == 0
+    assert forecast_rate(memory, now=now + 5000, ahead_seconds=60) == 0
 
 
 @given(st.lists(st.tuples(st.floats(-10, 1e9), st.floats(-1, 1e5), st.floats(0, 1e6)), max_size=30), st.floats(0, 1e5))
 def test_any_arrivals_have_a_forecast(seen: list[tuple[float, float, float]], ahead: float) -> None:
     memory = ForecastState()
     for arrivals, seconds, now in seen:
-        memory = observed(memory, arrivals, seconds, now=now)
-        assert math.isfinite(expected_rate(memory, now=now, ahead_seconds=ahead))
-        assert expected_rate(memory, now=now, ahead_seconds=ahead) >= 0
+        memory = update_forecast(memory, arrivals, seconds, now=now)
+        assert math.isfinite(forecast_rate(memory, now=now, ahead_seconds=ahead))
+        assert forecast_rate(memory, now=now, ahead_seconds=ahead) >= 0

@@ -19,14 +19,14 @@ def polls(
 ) -> list[int]:
     """Replicas after each poll, five seconds apart, at 10 sequences a worker: one worker carries 8. In the polls
     ``away`` a worker is not there."""
-    memory, found = memory or ScalingState(), []
+    memory, replicas = memory or ScalingState(), []
     for index, demand in enumerate(demands):
         there = trusted and index not in away
-        asked = Demand(now=demand, recent=demand, max_num_seqs=10, seconds=5, trusted=there)
-        scaled = scale(SPEC, memory, asked, start=1, now=1000.0 + 5 * index)
-        memory = scaled.memory
-        found.append(scaled.replicas)
-    return found
+        asked = Demand(requests=demand, window_requests=demand, max_num_seqs=10, seconds=5, is_complete=there)
+        scaled = scale(SPEC, memory, asked, now=1000.0 + 5 * index)
+        memory = scaled.state
+        replicas.append(scaled.replicas)
+    return replicas
 
 
 def test_rises_on_the_second_poll() -> None:
@@ -60,12 +60,13 @@ def test_the_window_begins_when_all_workers_are_there() -> None:
 
 def test_no_new_reading_changes_nothing() -> None:
     memory = ScalingState(replicas=2, above_polls=1, wanted=3)
-    scaled = scale(SPEC, memory, Demand(now=None), start=1, now=0)
-    assert (scaled.replicas, scaled.memory) == (2, memory)
+    scaled = scale(SPEC, memory, Demand(requests=None), now=0)
+    assert (scaled.replicas, scaled.state) == (2, memory)
 
 
 def test_wanted_tells_what_the_bound_cuts_off() -> None:
-    scaled = scale(SPEC, ScalingState(replicas=4), Demand(now=100, recent=100, max_num_seqs=10), start=1, now=0)
+    demand = Demand(requests=100, window_requests=100, max_num_seqs=10)
+    scaled = scale(SPEC, ScalingState(replicas=4), demand, now=0)
     assert (scaled.replicas, scaled.wanted) == (4, 13)
 
 
