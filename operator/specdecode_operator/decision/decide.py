@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specdecode_operator import manifests, planning
-from specdecode_operator.decision import in_use, overrides
+from specdecode_operator.decision import in_use
 from specdecode_operator.decision.learn_stage import Learnt, learn
 from specdecode_operator.decision.materialise_stage import Materialised, materialise
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
-from specdecode_operator.decision.size_stage import ReplicaDecision, size
-from specdecode_operator.health.remediation import Verdicts, verdicts
+from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
+from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry import staleness
@@ -44,13 +44,12 @@ def decide(
     learnt = learn(deployment, observed, buckets, now=now)
     planned = plan(deployment, observed, learnt.learned, buckets, now=now)
     with_plan = _with_plan(learnt.learned, planned)
-    healed, with_plan = verdicts(deployment, observed, with_plan, planned.plan, now=now)
+    healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
     session = replace(observed.session, baselines=learnt.baselines, window=learnt.window, silent=learnt.silent)
-    sized, with_size = size(deployment, observed, with_plan, session, learnt.delta, now=now)
-    sized, scaling = overrides.advise_replicas(deployment, sized, observed.session.learned.scaling, with_size.scaling)
-    with_size = with_size.model_copy(update={"scaling": scaling})
-    recorded = record(deployment, learnt.learned, with_size, planned.changes, sized.wanted, now=now)
-    materialised = materialise(deployment, observed, planned.plan, sized.replicas, defaults)
+    sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
+    with_size = _with_size(with_plan, healed, sized)
+    recorded = record(deployment, learnt.learned, with_size, planned.changes, sized.decision, now=now)
+    materialised = materialise(deployment, observed, planned.plan, sized.decision.replicas, defaults)
     learned = recorded.learned.model_copy(update={"template": materialised.template})
     figures = _figures(deployment, observed, learnt, planned, learned, buckets, now)
     session = replace(
@@ -60,7 +59,7 @@ def decide(
         published_at=now if figures else session.published_at,
     )
     decision = _decision(
-        deployment, observed, session, buckets, now, figures, learnt, planned, healed, sized, recorded, materialised
+        deployment, observed, session, buckets, now, figures, learnt, planned, healed, sized.decision, recorded, materialised
     )
     return decision, session
 
@@ -72,6 +71,18 @@ def _with_plan(learned: LearnedState, planned: Planned) -> LearnedState:
             "swept_at": planned.swept_at,
             "plan": planned.plan,
             "pin": planned.pin.text,
+        }
+    )
+
+
+def _with_size(learned: LearnedState, healed: Remediation, sized: SizeResult) -> LearnedState:
+    return learned.model_copy(
+        update={
+            "recycling": healed.recycling,
+            "recycled_at": healed.recycled_at,
+            "scaling": sized.state,
+            "forecast": sized.forecast,
+            "startup_seconds": sized.startup_seconds,
         }
     )
 
@@ -106,7 +117,7 @@ def _decision(
     figures: Figures | None,
     learnt: Learnt,
     planned: Planned,
-    healed: Verdicts,
+    healed: Remediation,
     sized: ReplicaDecision,
     recorded: Recorded,
     materialised: Materialised,
@@ -127,7 +138,7 @@ def _decision(
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
         pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),
-        suspects=healed.suspects,
+        suspects=healed.unhealthy,
         own_plans=healed.own_plans,
         excluded=healed.own,
         recycle=healed.recycle,

@@ -1,14 +1,13 @@
-"""Pins and mode Advisory: what the user prescribes, laid over what was measured. Pure."""
+"""Pins: shapes that the user prescribes, laid over what was measured. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specdecode_operator.api.pins import Pin, read_pin
-from specdecode_operator.decision.size_stage import ReplicaDecision
 from specdecode_operator.errors import SpecError
-from specdecode_operator.state.learned import RowState, ScalingState
+from specdecode_operator.state.learned import RowState
 from specdecode_operator.types import Deployment
 
 
@@ -52,16 +51,3 @@ def without_pinned(chosen: Iterable[RowState], known: Iterable[RowState], pin: P
         row if pin.shape_of(row.task) is None else before.get((row.task, row.concurrency, row.context), row)
         for row in chosen
     )
-
-
-def advise_replicas(
-    deployment: Deployment, sized: ReplicaDecision, before: ScalingState, after: ScalingState
-) -> tuple[ReplicaDecision, ScalingState]:
-    """In mode Advisory keep replicas and pods as they are, and only report what demand asks for."""
-    scaling = deployment.spec.scaling
-    if scaling is None or scaling.owner != "Operator" or deployment.spec.speculation.mode != "Advisory":
-        return sized, after
-    start = deployment.spec.replicas if before.replicas is None else before.replicas
-    replicas = max(scaling.min_replicas, min(scaling.max_replicas, start))
-    advised = replace(sized, replicas=replicas, deletion_costs={})
-    return advised, after.model_copy(update={"replicas": replicas})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision import history
+from specdecode_operator.decision.size_stage import ReplicaDecision
 from specdecode_operator.health import pod_health
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.types import Deployment
@@ -26,7 +27,7 @@ def record(
     before: LearnedState,
     after: LearnedState,
     row_changes: tuple[DecisionRecord, ...],
-    wanted: int | None,
+    sized: ReplicaDecision,
     *,
     now: float,
 ) -> Recorded:
@@ -37,13 +38,13 @@ def record(
         before: State before the stages plan and size.
         after: State after them.
         row_changes: Changes of plan rows.
-        wanted: Replicas that demand asks for. None without autoscaling.
+        sized: The replica decision, with its reason.
         now: Operator's clock, in seconds.
     """
     if deployment.paused:
         return Recorded(changes=row_changes, learned=history.recorded(after, row_changes, before.plan))
     steering = f"pin {after.pin}" if after.pin else f"mode {deployment.spec.speculation.mode}"
-    changes = (*_other_changes(deployment, before, after, steering, wanted, now), *row_changes)
+    changes = (*_other_changes(deployment, before, after, steering, sized, now), *row_changes)
     steered = after.model_copy(update={"steering": steering})
     return Recorded(changes=changes, learned=history.recorded(steered, changes, before.plan))
 
@@ -63,7 +64,7 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
 
 
 def _other_changes(
-    deployment: Deployment, before: LearnedState, after: LearnedState, steering: str, wanted: int | None, now: float
+    deployment: Deployment, before: LearnedState, after: LearnedState, steering: str, sized: ReplicaDecision, now: float
 ) -> tuple[DecisionRecord, ...]:
     """Return records of a mode or pin that was set, and of replicas that changed."""
     by_pin = after.pin != before.pin
@@ -73,5 +74,5 @@ def _other_changes(
     if scaling is not None and scaling.owner == "Operator":
         counts = before.scaling.replicas, after.scaling.replicas
         measured = history.measured(after, after.load.task)
-        records.append(history.scaled(*counts, measured, f"demand asks for {wanted} workers", now))
+        records.append(history.scaled(*counts, measured, sized.reason or f"demand asks for {sized.wanted} workers", now))
     return tuple(record for record in records if record)
