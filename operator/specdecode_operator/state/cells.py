@@ -159,13 +159,31 @@ class GainMeasurement(Stored):
 
 
 class ScalingState(Stored):
-    """Recent demand, for the rules 'up after two polls' and 'down only after the window'."""
+    """State of the replica decision: recent demand, owner of the replicas, and workers without a node.
+
+    Times are in seconds since the epoch.
+    """
 
     replicas: int | None = None
+    """Replicas that were set last."""
+    spec_replicas: int | None = None
+    """spec.replicas at that decision. None before the first one."""
+    owned: bool = False
+    """The operator owned the replicas at that decision."""
     wanted: int | None = None
+    """Workers that demand asked for, without bounds."""
     above_polls: int = 0
+    """Consecutive polls with more demand than workers."""
     below_since: float | None = None
-    """Start of the period of low demand. Polls without trusted figures move it forward."""
+    """Start of the period with less demand than workers; polls without complete readings move it forward."""
+    unplaced_since: float | None = None
+    """Time since which some workers have no node."""
+    placed_limit: int | None = None
+    """Upper bound of the replicas until ``retry_at``, after workers without a node were withdrawn."""
+    retry_at: float | None = None
+    """Time at which more workers are tried again."""
+    withdrawals: int = 0
+    """Consecutive withdrawals; each doubles the time until the next try."""
 
 
 class ForecastState(Stored):

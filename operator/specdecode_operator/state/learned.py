@@ -106,6 +106,8 @@ class LearnedState(Stored):
     pods: tuple[PodState, ...] = ()
     recycled_at: float | None = None
     """Time when a pod was last replaced because of its acceptance."""
+    recycling: str = ""
+    """Uid of the pod that is to be evicted for its acceptance, until its eviction is observed."""
     startup_seconds: float | None = None
     """Time from a pod's creation until it was ready, as last observed."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
@@ -114,6 +116,8 @@ class LearnedState(Stored):
     """The pin in force: the last one that could be read."""
     steering: str = ""
     """Mode or pin that the plan last followed, as text."""
+    saved_device_seconds: float = 0.0
+    """Device seconds that speculation saved so far against plain decoding of the same tokens; losses are negative."""
     template: TemplateState | None = Field(default=None, exclude=True)
     """The applied pod template. Left out of dumps; it has a section of its own."""
     parked: tuple[DraftEstimates, ...] = Field(default=(), max_length=MAX_PARKED_DRAFTS, exclude=True)

@@ -7,8 +7,8 @@
 | `estimates` | 1 | planning | estimates that do not depend on the draft | 24 |
 | `estimates.<draft hash>` | 1 | planning | acceptance, requests, drafted step times; rows if parked | 32 each |
 | `scaling` | 1 | scaling | scaling, forecast, startup_seconds | 2 |
-| `pods` | 1 | health | pods, recycled_at | 32 |
-| `history` | 1 | decision | history, following | 24 |
+| `pods` | 1 | health | pods, recycled_at, recycling | 32 |
+| `history` | 1 | decision | history, following, saved_device_seconds | 24 |
 | `template` | 1 | manifests | applied pod template, hash of its spec, image | 20 |
 | `applied` | 1 | kube | digests of the applied children | 8 |
 
@@ -99,7 +99,7 @@ SECTIONS = (
         owner="health",
         content="figures of each pod",
         bound=32 * KIB,
-        fields=("pods", "recycled_at"),
+        fields=("pods", "recycled_at", "recycling"),
     ),
     Section(
         name="history",
@@ -107,7 +107,7 @@ SECTIONS = (
         owner="decision",
         content="latest decisions and gains being measured",
         bound=24 * KIB,
-        fields=("history", "following"),
+        fields=("history", "following", "saved_device_seconds"),
     ),
     Section(name=TEMPLATE, version=1, owner="manifests", content="applied pod template", bound=MAX_TEMPLATE_BYTES),
     Section(name=APPLIED, version=1, owner="kube", content="digests of the applied children", bound=8 * KIB),
