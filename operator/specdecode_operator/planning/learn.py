@@ -1,8 +1,13 @@
-"""Moves the estimates by what one poll brought. An estimate that nothing new is known of stays. Pure."""
+"""Update the estimates with the measurements of one poll; estimates without new measurements stay. Pure.
+
+Estimates belong to a draft. When the current draft changes, those of the old draft are parked, and those of the new
+draft are restored if they are known, so that a rollback or a canary loses nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -10,23 +15,42 @@ from specdecode_operator.planning.acceptance import design_effect
 from specdecode_operator.planning.change import rate_changed
 from specdecode_operator.planning.forgetting import apart, is_recent, joined, kept_share, short
 from specdecode_operator.planning.learn_steps import learn_costs, learn_prefill, learn_wander
-from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RequestCell, TrafficCell
-from specdecode_operator.telemetry.counters import NO_HITS, NO_REQUESTS, NO_TRAFFIC, Hits, RequestSums, TrafficSums
+from specdecode_operator.state.learned import (
+    AcceptanceCell,
+    DraftEstimates,
+    LearnedState,
+    LoadState,
+    RequestCell,
+    RowState,
+    StepTimeCell,
+    TrafficCell,
+)
+from specdecode_operator.state.sections import MAX_PARKED_DRAFTS
+from specdecode_operator.telemetry.counters import (
+    NO_HITS,
+    NO_REQUESTS,
+    NO_TRAFFIC,
+    CellKey,
+    Hits,
+    RequestSums,
+    TrafficSums,
+)
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES
 
 HALF_LIFE_DRAFTS = 300.0
 HALF_LIFE_REQUESTS = 200.0
 SETTLED_DRAFTS = 40.0
-"""So many new drafts that did not contradict the older ones no longer stand apart; of steps, LEAST_STEPS of change."""
+"""Number of new drafts after which they are no longer counted apart, if they did not contradict the older ones.
+For steps the number is change.LEAST_STEPS."""
 LEAST_STEPS_OF_LOAD, LEAST_SECONDS_OF_LOAD = 10, 1.0
-"""A poll with fewer steps in less time says nothing about the load."""
+"""A poll with fewer steps and less time in them does not update the load."""
 DEEPER_WEIGHT = 1.0
-"""Drafts that older evidence counts for where the acceptance of a shallower depth has changed: far less than what the
-depth above says (acceptance.DEPTH_WEIGHT), for who accepts less at first hardly accepts as much as ever later."""
+"""Weight, in drafts, of older evidence where the acceptance of a shallower depth has changed. It is far less than the
+weight of the depth above (acceptance.DEPTH_WEIGHT), because acceptance usually falls at all depths together."""
 RANK_DIGITS = 3
 LEAST_RANK = 0.05
-"""A decayed count that is less than this says nothing."""
+"""Decayed counts below this are rounded to zero."""
 HALF_LIFE_ARRIVALS = 100.0
 
 _SEQUENCES = FEATURES.index("sequences")
@@ -35,9 +59,9 @@ Parent = Literal["main", "sibling"]
 
 
 def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
-    """``learned`` with the estimates moved."""
+    """Return ``learned`` with the estimates updated by ``delta``, which is of the draft that most workers run."""
     if delta.draft and delta.draft != learned.draft:
-        learned = _of_new_draft(learned, delta.draft)
+        learned = _with_draft(learned, delta.draft)
     return learned.model_copy(
         update={
             "acceptance": tuple(_acceptance(learned, delta, now)),
@@ -51,10 +75,79 @@ def learn(learned: LearnedState, delta: Delta, *, now: float) -> LearnedState:
     )
 
 
-def _of_new_draft(learned: LearnedState, draft: str) -> LearnedState:
-    """A new draft starts from nothing and at depth.initial; but plain steps cost what they did."""
-    plain = tuple(cell for cell in learned.costs if cell.draft_passes == 0)
-    return learned.model_copy(update={"draft": draft, "rows": (), "acceptance": (), "requests": (), "costs": plain})
+def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) -> LearnedState:
+    """Return ``learned`` with the parked estimates of ``draft`` updated by ``delta``.
+
+    Only acceptance, requests and step times with draft passes of that draft change; they become the most recently
+    used. A draft that is not parked yet starts from nothing. The current draft is updated by ``learn`` alone.
+
+    Args:
+        learned: State before.
+        draft: Hash of a draft that some workers run and that is not the current one.
+        delta: Measurements of these workers.
+        now: Time in seconds since the epoch.
+    """
+    if not draft or draft == learned.draft or not (delta.acceptance or delta.siblings or delta.requests or delta.steps):
+        return learned
+    known = next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
+    own = learned.model_copy(update={"acceptance": known.acceptance, "requests": known.requests, "costs": known.costs})
+    drafted = {key: moments for key, moments in delta.steps.items() if key.draft_passes}
+    updated = known.model_copy(
+        update={
+            "acceptance": tuple(_acceptance(own, delta, now)),
+            "requests": tuple(_requests(known.requests, delta)),
+            "costs": tuple(learn_costs(own, replace(delta, steps=drafted), now)),
+        }
+    )
+    return _with_parked(learned, updated) if updated != known else learned
+
+
+def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
+    """Return ``learned`` with ``draft`` as the current draft: restored if it is parked, else from nothing.
+
+    Step times without draft passes do not depend on the draft and stay.
+    """
+    old = DraftEstimates(
+        draft=learned.draft,
+        acceptance=tuple(map(_settled_acceptance, learned.acceptance)),
+        requests=learned.requests,
+        costs=tuple(_settled_cost(cell) for cell in learned.costs if cell.draft_passes),
+        rows=tuple(map(_settled_row, learned.rows)),
+    )
+    if old.acceptance or old.requests or old.costs or old.rows:
+        learned = _with_parked(learned, old)
+    new = next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
+    plain = (cell for cell in learned.costs if not cell.draft_passes)
+    return learned.model_copy(
+        update={
+            "draft": draft,
+            "rows": new.rows,
+            "acceptance": new.acceptance,
+            "requests": new.requests,
+            "costs": tuple(sorted((*plain, *new.costs), key=CellKey.of)),
+            "parked": tuple(parked for parked in learned.parked if parked.draft != draft),
+        }
+    )
+
+
+def _with_parked(learned: LearnedState, estimates: DraftEstimates) -> LearnedState:
+    """Return ``learned`` with these estimates parked first; the least recently used of too many are dropped."""
+    others = (parked for parked in learned.parked if parked.draft != estimates.draft)
+    return learned.model_copy(update={"parked": (estimates, *others)[:MAX_PARKED_DRAFTS]})
+
+
+def _settled_acceptance(cell: AcceptanceCell) -> AcceptanceCell:
+    """Return the cell without its test for recent changes, which is void after a pause."""
+    return cell.model_copy(update={"new_hits": 0.0, "new_total": 0.0, "changed_at": 0.0})
+
+
+def _settled_cost(cell: StepTimeCell) -> StepTimeCell:
+    return cell.model_copy(update={"new_values": (), "spell_at": 0.0, "changed_at": 0.0})
+
+
+def _settled_row(row: RowState) -> RowState:
+    """Return the row without the changes of the last hour."""
+    return row.model_copy(update={"moves": ()})
 
 
 def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[AcceptanceCell]:
@@ -72,7 +165,10 @@ def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[Acc
 def _doubted(
     known: Iterable[AcceptanceCell], delta: Delta, effects: Mapping[str, float], now: float
 ) -> Iterable[AcceptanceCell]:
-    """A change at one depth takes weight from what is known of the deeper ones of that task: they are seen seldom."""
+    """Yield the cells, with less weight for the depths below one whose acceptance has changed.
+
+    Deeper tokens are drafted less often, so that their own evidence would show the change late.
+    """
     changed: dict[str, int] = {}
     for cell in known:
         fresh = delta.acceptance.get((cell.task, cell.depth), NO_HITS)
@@ -93,8 +189,11 @@ def _lighter(cell: AcceptanceCell, share: float) -> AcceptanceCell:
 
 
 def _evidence(known: AcceptanceCell | None, fresh: Hits, effect: float, now: float) -> tuple[Hits, Hits, Hits, float]:
-    """What was known, what of it was new, what is new now, and the share of the old that is kept: longer where drafts
-    of one request resemble each other, for an estimate must outlast a request or two."""
+    """Return the known counts, the new part of them, the counts of this poll, and the share of the old that stays.
+
+    The share is larger where the drafts of one request resemble each other (``effect``), because an estimate must
+    cover more than one or two requests.
+    """
     before = Hits(known.hits, known.total, known.ranks) if known else NO_HITS
     gathered = Hits(known.new_hits, known.new_total) if known and is_recent(known.at, now) else NO_HITS
     return before, gathered, fresh, kept_share(fresh.total, now - known.at if known else 0, HALF_LIFE_DRAFTS * effect)
@@ -120,7 +219,7 @@ def _depth(
 
 
 def _ranks(counts: tuple[float, ...]) -> tuple[float, ...]:
-    """Rounded, without what stands for nothing at the end: most ranks of most cells."""
+    """Return the counts rounded, without trailing counts below LEAST_RANK."""
     rounded = [max(0.0, float(f"{count:.{RANK_DIGITS}g}")) for count in counts]
     while rounded and rounded[-1] < LEAST_RANK:
         rounded.pop()
@@ -138,7 +237,7 @@ def _requests(known: Iterable[RequestCell], delta: Delta) -> Iterable[RequestCel
 
 
 def _traffic(known: Iterable[TrafficCell], delta: Delta) -> Iterable[TrafficCell]:
-    """All tasks forget alike, by what came in of any: a task that comes no more leaves the mix."""
+    """Yield the traffic by task. All tasks decay by the requests of all, so that a task without requests fades out."""
     cells = {cell.task: TrafficSums(*cell.sums) for cell in known}
     count = sum(max(0.0, fresh.arrivals, fresh.finished) for fresh in delta.traffic.values())
     keep = kept_share(count, delta.seconds, HALF_LIFE_ARRIVALS) if count else 1.0
@@ -151,7 +250,7 @@ def _traffic(known: Iterable[TrafficCell], delta: Delta) -> Iterable[TrafficCell
 
 
 def _load(known: LoadState, delta: Delta, now: float) -> LoadState:
-    """The load of this poll, if there was any worth the name."""
+    """Return the load of this poll, or ``known`` if the poll had too few steps."""
     decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}
     count = sum(moments.count for moments in decoding.values())
     if count < LEAST_STEPS_OF_LOAD and sum(moments.seconds for moments in decoding.values()) < LEAST_SECONDS_OF_LOAD:

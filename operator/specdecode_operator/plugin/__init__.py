@@ -1,5 +1,5 @@
-"""``kubectl specdecode``: what every deployment does and why, for the person on call. No torch, no kopf.
+"""``kubectl specdecode``: show what each deployment does and why. Needs neither torch nor kopf.
 
-``cli`` reads the command line, ``api`` speaks to the API server with the user's own kubeconfig, the rest turns what
-was read into text and is pure.
+``cli`` reads the command line and ``api`` talks to the API server with the user's own kubeconfig. The other modules
+format what was read, and are pure.
 """

@@ -1,4 +1,4 @@
-"""The API server as the user may see it: the plugin's only I/O. Foreign errors become PluginError here, once."""
+"""Access to the API server with the user's rights: the plugin's only I/O. Errors become PluginError here, once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
-from pydantic import ValidationError
 
 from specdecode_operator.api.v1alpha1 import GROUP, PIN_ANNOTATION, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
-from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.learned import LearnedState, read_state
 
 Resource = dict[str, Any]
 
@@ -30,7 +29,7 @@ class Api:
             config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
             self.namespace = _namespace(kubeconfig, context)
         except (ConfigException, OSError) as error:
-            raise PluginError(f"no cluster: {error}; set KUBECONFIG, or give --kubeconfig or --context") from error
+            raise PluginError(f"no cluster: {error}; set KUBECONFIG, or use --kubeconfig or --context") from error
         settings.retries = False
         self._host = settings.host
         connection = client.ApiClient(settings)
@@ -38,37 +37,39 @@ class Api:
         self._core = client.CoreV1Api(connection)
 
     def list(self, namespace: str | None) -> list[Resource]:
-        """All of a namespace; of the cluster when it is None."""
+        """Return the deployments of a namespace, or of the whole cluster if it is None."""
         if namespace is None:
-            found = self._call(lambda: self._ours.list_cluster_custom_object(GROUP, VERSION, PLURAL, **_limits()))
+            listed = self._call(lambda: self._ours.list_cluster_custom_object(GROUP, VERSION, PLURAL, **_limits()))
         else:
-            found = self._call(
+            listed = self._call(
                 lambda: self._ours.list_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, **_limits())
             )
-        return list(found["items"])
+        return list(listed["items"])
 
     def get(self, namespace: str, name: str) -> Resource:
-        found: Resource = self._call(
+        """Return one deployment."""
+        resource: Resource = self._call(
             lambda: self._ours.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name, **_limits())
         )
-        return found
+        return resource
 
-    def remembered(self, namespace: str, name: str) -> LearnedState | None:
-        """What the operator wrote down; None where there is nothing yet, or another version wrote it."""
-        found = self._call(
+    def learned_state(self, resource: Resource) -> LearnedState | None:
+        """Return what the operator measured for a deployment, or None if it has not written anything readable yet."""
+        metadata = resource["metadata"]
+        response = self._call(
             lambda: self._core.read_namespaced_config_map(
-                f"{name}-state", namespace, _preload_content=False, **_limits()
+                f"{metadata['name']}-state", metadata["namespace"], _preload_content=False, **_limits()
             )
         )
         try:
-            return LearnedState.model_validate_json(json.loads(found.data)["data"]["memory.json"])
-        except (KeyError, ValueError, ValidationError):
+            return read_state(json.loads(response.data).get("data") or {}, metadata["uid"]).learned
+        except (AttributeError, ValueError):
             return None
 
     def pin(self, namespace: str, name: str, text: str | None) -> Resource:
-        """Sets the annotation, or takes it off; returns the resource as it is now."""
+        """Set the annotation specdecode.io/pin, or remove it if ``text`` is None. Return the changed deployment."""
         body = {"metadata": {"annotations": {PIN_ANNOTATION: text}}}
-        found: Resource = self._call(
+        resource: Resource = self._call(
             lambda: self._ours.patch_namespaced_custom_object(
                 GROUP,
                 VERSION,
@@ -81,7 +82,7 @@ class Api:
                 **_limits(),
             )
         )
-        return found
+        return resource
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:
@@ -90,7 +91,7 @@ class Api:
             raise PluginError(_sentence(error)) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             reason = str(getattr(error, "reason", None) or error)
-            raise PluginError(f"the cluster at {self._host} does not answer: {reason}") from error
+            raise PluginError(f"the API server at {self._host} does not answer: {reason}") from error
 
 
 def _limits() -> dict[str, Any]:
@@ -98,22 +99,22 @@ def _limits() -> dict[str, Any]:
 
 
 def _namespace(kubeconfig: str | None, context: str | None) -> str:
-    """Of the context that is used, as kubectl goes by it."""
+    """Return the namespace of the context in use, as kubectl does."""
     contexts, active = config.list_kube_config_contexts(config_file=kubeconfig)
-    chosen = next((found for found in contexts if found["name"] == context), active)
+    chosen = next((one for one in contexts if one["name"] == context), active)
     return str(chosen["context"].get("namespace") or "default")
 
 
 def _sentence(error: client.ApiException) -> str:
-    """A missing kind answers in plain text, a missing object as a Status that names it."""
+    """Return the error as a sentence. For a missing kind the response is plain text, for a missing object a Status."""
     try:
         message = str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
         message = ""
     if error.status == 404 and not message:
-        return f"this cluster does not know {PLURAL}.{GROUP}: install the chart, or the files in crds/"
+        return f"this cluster does not know {PLURAL}.{GROUP}: install the chart, or apply the files in crds/"
     if error.status == 401:
-        return f"the cluster does not know who you are: {message or error.reason}; renew the credentials of the context"
+        return f"the credentials are not valid: {message or error.reason}; renew the credentials of the context"
     if error.status == 403:
-        return f"you may not do this: {message or error.reason}"
+        return f"you do not have the rights for this: {message or error.reason}"
     return message or f"the API server answered {error.status} {error.reason}"

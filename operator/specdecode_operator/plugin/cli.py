@@ -1,4 +1,4 @@
-"""``kubectl specdecode``: the command line. kubectl finds it as the program kubectl-specdecode on PATH."""
+"""Command line of ``kubectl specdecode``. kubectl runs the program kubectl-specdecode that it finds on PATH."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specdecode_operator.plugin.api import Api
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import detail, overview, spec_of
 from specdecode_operator.plugin.past import past
-from specdecode_operator.plugin.simulation import hand_over
+from specdecode_operator.plugin.simulation import run_simulator
 
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 with a sentence on standard error."""
+    """Run a command and return the exit code: 0, or 1 with a sentence on standard error."""
     args = _parser().parse_args(argv)
     try:
         return int(args.command(args, Api(args.kubeconfig, args.context)) or 0)
@@ -32,44 +32,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        print(f"error: the cluster's resource is of another version than this program: {where}", file=sys.stderr)
+        print(f"error: the deployment has another API version than this plugin: {where}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("-n", "--namespace", help="namespace of the deployment; the context's when absent")
-    common.add_argument("--context", help="context of the kubeconfig")
-    common.add_argument("--kubeconfig", help="kubeconfig file; KUBECONFIG or ~/.kube/config when absent")
-    parser = argparse.ArgumentParser("kubectl specdecode", description="What speculative decoding does here, and why.")
+    parser = argparse.ArgumentParser(
+        "kubectl specdecode",
+        description="Show what speculative decoding does in each deployment, and why.",
+        parents=[_common(is_main=True)],
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[..., object], text: str, *, optional: bool = False) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, parents=[common], help=text, description=text)
-        found.add_argument("name", metavar="NAME", nargs="?" if optional else None, help="a SpecDecodeDeployment")
-        found.set_defaults(command=command)
-        return found
+        added = commands.add_parser(name, parents=[_common(is_main=False)], help=text, description=text)
+        added.add_argument(
+            "name", metavar="NAME", nargs="?" if optional else None, help="name of a SpecDecodeDeployment"
+        )
+        added.set_defaults(command=command)
+        return added
 
-    status = add("status", _status, "every deployment in a line; with NAME its tasks and conditions", optional=True)
-    status.add_argument("-A", "--all-namespaces", action="store_true")
-    status.add_argument("-w", "--watch", action="store_true", help="draw it anew until interrupted")
-    status.add_argument("--interval", type=_seconds, default=2.0, metavar="SECONDS", help="of --watch (default: 2)")
-    add("explain", _explain, "why this depth, why this many workers, and the numbers behind")
-    add("history", _history, "the last decisions: what was measured, expected and realised")
-    pin = add("pin", _pin, "hold a shape at every load, whatever the mode; the guard stays on")
-    pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or tasks: code=chain:6,chat=none")
-    add("unpin", _unpin, "give the deployment back to its mode")
-    simulate = add("simulate", _simulate, "replay the deployment against modelled workers, with what was measured here")
-    simulate.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="flags of specdecode-operator simulate")
+    status = add("status", _status, "show one line per deployment; with NAME its tasks and conditions", optional=True)
+    status.add_argument("-A", "--all-namespaces", action="store_true", help="show the deployments of all namespaces")
+    status.add_argument("-w", "--watch", action="store_true", help="repeat until interrupted")
+    status.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="time between two updates (default: 2)"
+    )
+    add("explain", _explain, "show the reasons for depth and number of workers, with the measurements")
+    add("history", _history, "show the latest decisions with measurements, expected gain and realised gain")
+    pin = add("pin", _pin, "fix the shape at every load, in any mode; the guard stays active")
+    pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
+    add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
+    simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
+    simulate.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-operator simulate`"
+    )
     return parser
+
+
+def _common(*, is_main: bool) -> argparse.ArgumentParser:
+    """Return the options that may stand before and after the command. After it they have no defaults, which would
+    replace the values from before it."""
+    default = None if is_main else argparse.SUPPRESS
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "-n", "--namespace", default=default, help="namespace of the deployment (default: that of the context)"
+    )
+    common.add_argument("--context", default=default, help="context of the kubeconfig (default: the current one)")
+    common.add_argument(
+        "--kubeconfig", default=default, help="kubeconfig file (default: KUBECONFIG, else ~/.kube/config)"
+    )
+    return common
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if value < 0.2:
-        raise argparse.ArgumentTypeError("at least 0.2 seconds")
+        raise argparse.ArgumentTypeError("must be at least 0.2 seconds")
     return value
 
 
@@ -94,19 +115,18 @@ def _status(args: argparse.Namespace, api: Api) -> None:
 
 def _status_lines(args: argparse.Namespace, api: Api) -> list[str]:
     if args.name and args.all_namespaces:
-        raise PluginError("a NAME is of one namespace: leave out --all-namespaces")
+        raise PluginError("NAME and --all-namespaces exclude each other")
     if args.name:
         return detail(api.get(_where(args, api), args.name), time.time())
-    found = api.list(None if args.all_namespaces else _where(args, api))
-    return overview(found, time.time(), namespaces=args.all_namespaces)
+    resources = api.list(None if args.all_namespaces else _where(args, api))
+    return overview(resources, time.time(), namespaces=args.all_namespaces)
 
 
 def _explain(args: argparse.Namespace, api: Api) -> None:
-    namespace = _where(args, api)
-    resource = api.get(namespace, args.name)
-    learned, problem = None, "nothing is written down yet"
+    resource = api.get(_where(args, api), args.name)
+    learned, problem = None, "the operator has not stored any yet"
     try:
-        learned = api.remembered(namespace, args.name)
+        learned = api.learned_state(resource)
     except PluginError as error:
         problem = str(error)
     _print(explain(resource, learned, time.time(), problem))
@@ -117,27 +137,26 @@ def _history(args: argparse.Namespace, api: Api) -> None:
 
 
 def _pin(args: argparse.Namespace, api: Api) -> None:
-    """A slip is refused here, before it is written."""
+    """Set the pin. An invalid shape is refused before anything is written."""
     namespace = _where(args, api)
     resource = api.get(namespace, args.name)
     if read_pin(args.shape, spec_of(resource).speculation) is None:
-        raise PluginError("a shape is missing; write chain:3, none, or use unpin")
+        raise PluginError("SHAPE is empty; write chain:3 or none, or use unpin")
     api.pin(namespace, args.name, args.shape)
-    print(f"{args.name} is pinned to {args.shape}; `kubectl specdecode unpin {args.name}` gives it back")
+    print(f"{args.name} is pinned to {args.shape}. To remove the pin: kubectl specdecode unpin {args.name}")
     if (resource["metadata"].get("annotations") or {}).get(PAUSED_ANNOTATION, "false") != "false":
-        print("it is paused: the pin waits until the annotation specdecode.io/paused is gone")
+        print("The deployment is paused. The pin takes effect when the annotation specdecode.io/paused is removed.")
 
 
 def _unpin(args: argparse.Namespace, api: Api) -> None:
     resource = api.pin(_where(args, api), args.name, None)
     mode = (resource["spec"].get("speculation") or {}).get("mode", "Auto")
-    print(f"{args.name} follows its mode again: {mode}")
+    print(f"{args.name} is not pinned any more. Its mode is {mode}.")
 
 
 def _simulate(args: argparse.Namespace, api: Api) -> int:
-    namespace = _where(args, api)
-    resource = api.get(namespace, args.name)
-    return hand_over(resource, api.remembered(namespace, args.name), args.rest)
+    resource = api.get(_where(args, api), args.name)
+    return run_simulator(resource, api.learned_state(resource), args.rest)
 
 
 if __name__ == "__main__":

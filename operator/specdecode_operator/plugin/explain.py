@@ -1,39 +1,49 @@
-"""``explain``: why this depth, why this many workers, and the numbers behind. Pure.
+"""Text of ``explain``: the reasons for the depth and for the number of workers, with the measurements. Pure.
 
-From the spec, the status and, where the user may read it, what the operator remembers.
+It is made from the spec, the status and, if the user may read it, the state that the operator stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, Status
 from specdecode_operator.plugin.numbers import acceptance_lines, row_lines, step_lines
-from specdecode_operator.plugin.overview import bad, mode_of, spec_of, status_of
+from specdecode_operator.plugin.overview import mode_of, spec_of, status_of, unmet
 from specdecode_operator.plugin.text import age, figure, percent, word, wrapped
 from specdecode_operator.state.learned import LearnedState
 
 
 def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, problem: str = "") -> list[str]:
-    """``problem`` says why there is no memory to read."""
+    """Return the lines of ``explain``.
+
+    Args:
+        resource: SpecDecodeDeployment as the API server has it.
+        learned: Stored state. None if it cannot be read.
+        now: Time in seconds since the epoch.
+        problem: Reason why there is no stored state.
+    """
     spec, status = spec_of(resource), status_of(resource)
     name = f"{resource['metadata']['namespace']}/{resource['metadata']['name']}"
     lines = [f"{name}   {spec.model.uri}   ready {word(status.ready)}", ""]
-    lines += ["WHY THIS DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
+    lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
-        lines += ["", "THE NUMBERS BEHIND", *_indented(_numbers(learned))]
+        lines += ["", "MEASUREMENTS", *_indented(_measurements(learned))]
     elif problem:
-        lines += ["", *wrapped(f"The operator's own figures cannot be read: {problem}", "  ")]
-    lines += ["", "WHY THIS MANY WORKERS", *_indented(_workers(spec, status, now))]
-    found = [f"{one.type} is {one.status}, {one.reason}: {one.message}" for one in bad(status.conditions)]
-    if found:
-        lines += ["", "WHAT IS NOT WELL", *_indented(found)]
+        lines += ["", *wrapped(f"The stored measurements cannot be shown: {problem}", "  ")]
+    lines += ["", "WORKERS", *_indented(_workers(spec, status, now))]
+    problems = [f"{one.type} is {one.status}, {one.reason}: {one.message}" for one in unmet(status.conditions)]
+    if problems:
+        lines += ["", "PROBLEMS", *_indented(problems)]
     return lines
 
 
-def _indented(lines: Any) -> list[str]:
+def _indented(lines: Iterable[str]) -> list[str]:
     return [line if line.startswith("  ") else "\n".join(wrapped(line, "  ")) for line in lines]
+
+
+# --- depth --------------------------------------------------------------------------------------------------------
 
 
 def _depth(
@@ -41,96 +51,119 @@ def _depth(
 ) -> Iterator[str]:
     speculation = status.speculation
     if spec.speculation.method == "none" or speculation is None:
-        yield "speculation.method is none: no draft is loaded, every token is decoded plainly."
+        yield "Speculation is off because speculation.method is none. No draft is loaded."
         return
-    yield f"Depth {word(speculation.depth)} runs at the present load, plan version {word(speculation.plan_version)}."
-    yield _who_decides(mode_of(resource), spec)
+    yield f"Depth at the current load: {word(speculation.depth)}, from plan version {word(speculation.plan_version)}."
+    yield _deciding_mode(mode_of(resource), spec)
     if speculation.recommended:
-        yield f"Without that, {speculation.recommended} would run at the present load."
+        yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _guard(status, learned)
     yield (
-        f"Measured {age(speculation.measured_at, now)} ago: acceptance {figure(speculation.acceptance_rate)},"
-        f" {figure(speculation.accepted_length)} tokens a step, speedup {figure(speculation.speedup)}."
+        f"Measured {age(speculation.measured_at, now)} ago: acceptance rate {figure(speculation.acceptance_rate)},"
+        f" {figure(speculation.accepted_length)} tokens per step, speedup {figure(speculation.speedup)}."
         if speculation.measured_at
-        else "Nothing was measured yet: figures need 500 drafts within a minute."
+        else "There are no measurements yet. They need 500 drafts within a minute."
     )
-    last = next((found for found in speculation.history if found.kind == "Plan"), None)
+    yield from _saved(resource)
+    last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
     if last:
-        yield from _last(last, now)
+        yield from _last_change(last, now)
 
 
-def _who_decides(mode: str, spec: Spec) -> str:
+def _deciding_mode(mode: str, spec: Spec) -> str:
     depth, hysteresis = spec.speculation.depth, spec.speculation.hysteresis
     if mode.startswith("Pin "):
-        return f"It is pinned: {mode.removeprefix('Pin ')} (annotation specdecode.io/pin). The guard stays on."
-    words = {
-        "Paused": "The deployment is paused: nothing but status is written.",
-        "Off": "Mode Off: the draft is loaded and not used.",
-        "Static": f"Mode Static: depth.initial, {depth.initial}.",
-        "Advisory": "Mode Advisory: the plan stays as it is.",
+        return f"The pin {mode.removeprefix('Pin ')} decides (annotation specdecode.io/pin). The guard stays active."
+    sentences = {
+        "Paused": "The deployment is paused: the operator updates its status only.",
+        "Off": "Mode Off: the draft is loaded but not used.",
+        "Static": f"Mode Static: the depth is speculation.depth.initial, {depth.initial}.",
+        "Advisory": "Mode Advisory: the operator recommends a shape and does not change the plan.",
     }
-    return words.get(
+    return sentences.get(
         mode,
-        f"Mode Auto: the least time per token among depths {depth.min} to {depth.max}; a row moves for"
-        f" {hysteresis.min_gain_percent:g} % or more, after {hysteresis.min_dwell_seconds} s or more.",
+        f"Mode Auto: the depth between {depth.min} and {depth.max} with the least time per token. It changes for a gain"
+        f" of at least {hysteresis.min_gain_percent:g} % and at most once in {hysteresis.min_dwell_seconds} s.",
     )
 
 
 def _guard(status: Status, learned: LearnedState | None) -> Iterator[str]:
-    """The plan says one thing and the workers' guards another."""
+    """Yield a line if the plan speculates and the guards of the workers run plain decoding."""
     speculation = status.speculation
     if learned is None or learned.plan is None or speculation is None or speculation.depth != 0:
         return
     planned = [row.shape for row in learned.plan.rows] or [learned.plan.initial]
     if all(shape.nodes for shape in planned):
-        yield "Every row of the plan speculates: the guards of the workers hold it back at this load."
+        yield (
+            "Every row of the plan speculates, but the guards of the workers run plain decoding at this load: they"
+            " measured that speculation is slower."
+        )
 
 
-def _last(found: Decision, now: float) -> Iterator[str]:
-    brought = (
-        f"it brought {percent(found.realised_gain_percent)}"
-        if found.realised_gain_percent is not None
-        else "what it brought is not measured yet"
+def _saved(resource: dict[str, Any]) -> Iterator[str]:
+    """Yield the device hours saved, from the status as it is: operators before this field do not write it."""
+    saved = ((resource.get("status") or {}).get("speculation") or {}).get("deviceHoursSaved")
+    if isinstance(saved, int | float):
+        yield f"Device hours saved: {figure(float(saved))}, compared with plain decoding of the same tokens."
+
+
+def _last_change(decision: Decision, now: float) -> Iterator[str]:
+    realised = (
+        f"Realised gain: {percent(decision.realised_gain_percent)}."
+        if decision.realised_gain_percent is not None
+        else "The realised gain is not measured yet."
     )
     yield (
-        f"The last change, {age(found.time, now)} ago at {found.load}: {found.before} -> {found.after}. Expected"
-        f" {percent(found.expected_gain_percent)}, {brought}."
+        f"Last change, {age(decision.time, now)} ago, at {decision.load}: {decision.before} -> {decision.after}."
+        f" Expected gain: {percent(decision.expected_gain_percent)}. {realised}"
     )
-    yield f"Because: {found.reason}"
+    yield f"Reason: {decision.reason}"
 
 
-def _numbers(learned: LearnedState) -> Iterator[str]:
-    yield f"Load that was seen last: {learned.load.sequences:.1f} sequences a step, most of task {learned.load.task}."
+# --- measurements and workers ---------------------------------------------------------------------------------------
+
+
+def _measurements(learned: LearnedState) -> Iterator[str]:
+    yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
+    if learned.parked:
+        drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
+        yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."
     yield from acceptance_lines(learned)
     yield from step_lines(learned)
     yield from row_lines(learned)
 
 
 def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
-    scaling, traffic, capacity = spec.scaling, status.traffic, status.capacity
+    yield from _owner(spec)
+    traffic, capacity = status.traffic, status.capacity
+    if traffic:
+        yield (
+            f"Demand in the last minute: {figure(traffic.running, 1)} running and {figure(traffic.waiting, 1)} waiting"
+            f" requests, {figure(traffic.tokens_per_second, 0)} tokens per second. A worker runs up to"
+            f" {spec.workers.max_num_seqs} requests."
+        )
+    if capacity and capacity.requests_per_second is not None:
+        limit = f" (limited by {capacity.limited_by})" if capacity.limited_by else ""
+        yield (
+            f"Capacity of one worker: {figure(capacity.requests_per_second)} requests per second of this mix{limit}."
+            f" Arrivals: {figure(capacity.arrivals_per_second)} per second."
+        )
+    if capacity and capacity.wanted_replicas is not None:
+        yield f"The demand needs {capacity.wanted_replicas} workers."
+    history = status.speculation.history if status.speculation else ()
+    last = next((decision for decision in history if decision.kind == "Replicas"), None)
+    if last:
+        yield f"Last change, {age(last.time, now)} ago: {last.before} -> {last.after}. Reason: {last.reason}."
+
+
+def _owner(spec: Spec) -> Iterator[str]:
+    """Yield lines that name the owner of the number of workers."""
+    scaling = spec.scaling
     if scaling is None:
-        yield f"spec.replicas is {spec.replicas}, and without spec.scaling nobody else sets it."
+        yield f"spec.replicas sets the number of workers to {spec.replicas}; spec.scaling is absent."
     elif scaling.owner == "External":
-        yield f"scaling.owner is External: an HPA, KEDA or a person set spec.replicas to {spec.replicas}."
+        yield f"spec.replicas sets the number of workers to {spec.replicas}. An HPA, KEDA or a user may change it."
     else:
         yield f"The operator scales between {scaling.min_replicas} and {scaling.max_replicas} workers."
         if spec.speculation.mode == "Advisory":
-            yield "Mode Advisory: the replicas stay as they are."
-    if traffic:
-        yield (
-            f"Demand, last minute: {figure(traffic.running, 1)} requests run, {figure(traffic.waiting, 1)} wait,"
-            f" {figure(traffic.tokens_per_second, 0)} tokens a second; one worker runs {spec.workers.max_num_seqs}."
-        )
-    if capacity and capacity.requests_per_second is not None:
-        limit = f", limited by {capacity.limited_by}" if capacity.limited_by else ""
-        yield (
-            f"One worker carries {figure(capacity.requests_per_second)} requests a second of this mix{limit};"
-            f" {figure(capacity.arrivals_per_second)} arrive."
-        )
-    if capacity and capacity.wanted_replicas is not None:
-        yield f"Demand asks for {capacity.wanted_replicas} workers."
-    last = next(
-        (one for one in (status.speculation.history if status.speculation else ()) if one.kind == "Replicas"), None
-    )
-    if last:
-        yield f"The last change, {age(last.time, now)} ago: {last.before} -> {last.after}: {last.reason}."
+            yield "Mode Advisory: the operator recommends a number of workers and does not change it."

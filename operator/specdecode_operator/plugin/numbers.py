@@ -1,4 +1,4 @@
-"""The operator's remembered figures as tables: acceptance by depth, measured steps, rows of the plan. Pure."""
+"""Tables of the stored measurements: acceptance by depth, step times, rows of the plan. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_STEPS = 1
 
 
 def acceptance_lines(learned: LearnedState) -> Iterator[str]:
-    """How often the draft's first choice was right, by task and depth, along the main path."""
+    """Yield the acceptance rate of the draft's first choice by task and depth, along the main path."""
     main = [cell for cell in learned.acceptance if cell.parent == "main"]
     tasks = sorted({cell.task for cell in main})
     if not tasks:
@@ -31,7 +31,7 @@ def acceptance_lines(learned: LearnedState) -> Iterator[str]:
 
 
 def step_lines(learned: LearnedState) -> Iterator[str]:
-    """Kinds of steps at the context of the present load, each against plain steps of as many sequences."""
+    """Yield the step times at the context of the current load, compared with plain steps of as many sequences."""
     cells = [cell for cell in learned.costs if cell.context_bucket == learned.load.context_bucket and not cell.prefill]
     timed = sorted(
         (_Steps(cell) for cell in cells if Moments(cell.values).count >= _LEAST_STEPS), key=lambda s: s.order
@@ -45,24 +45,24 @@ def step_lines(learned: LearnedState) -> Iterator[str]:
             figure(steps.milliseconds, 1),
             figure(steps.tokens, 2),
             figure(steps.per_token, 1),
-            percent(steps.against(timed)),
+            percent(steps.gain(timed)),
             f"{steps.count:.0f}",
         )
         for steps in timed
     ]
     yield ""
-    head = ("STEPS", "SEQUENCES", "MS/STEP", "TOKENS", "MS/TOKEN", "AGAINST PLAIN", "REMEMBERED")
+    head = ("STEP", "SEQUENCES", "MS/STEP", "TOKENS", "MS/TOKEN", "GAIN", "STEPS SEEN")
     yield from table(head, rows, "  ")
 
 
 def row_lines(learned: LearnedState) -> Iterator[str]:
-    """The plan: a line for every task, a column for every concurrency, at the context of the present load."""
+    """Yield the plan at the context of the current load: a line per task, a column per concurrency."""
     plan = learned.plan
     if plan is None:
         return
     yield ""
     if not plan.rows:
-        yield f"  The plan has no rows: {plan.initial} runs at every load."
+        yield f"  The plan has no rows. The shape at every load is {plan.initial}."
         return
     context = min(learned.load.context_bucket, len(plan.buckets.context))
     heads = [_concurrency(plan.buckets, index) for index in range(len(plan.buckets.concurrency) + 1)]
@@ -89,7 +89,7 @@ def _rate(hits: tuple[float, float] | None) -> str:
 
 
 class _Steps:
-    """One remembered kind of step."""
+    """Step times of one kind of step."""
 
     def __init__(self, cell: StepTimeCell) -> None:
         moments = Moments(cell.values)
@@ -104,18 +104,18 @@ class _Steps:
     @property
     def name(self) -> str:
         if not self.nodes:
-            return "plain" if not self.passes else f"plain, shadow of {self.passes}"
+            return "plain" if not self.passes else f"plain, {self.passes} shadow passes"
         return f"depth {self.passes}" if self.nodes == self.passes else f"depth {self.passes}, {self.nodes} nodes"
 
     @property
     def per_token(self) -> float | None:
         return self.milliseconds / self.tokens if self.tokens else None
 
-    def against(self, timed: list[_Steps]) -> float | None:
-        """Percent more tokens in the same time than plain steps of about as many sequences."""
+    def gain(self, timed: list[_Steps]) -> float | None:
+        """Return the gain in percent over plain steps of about as many sequences: tokens in the same time."""
         plain = [steps for steps in timed if not steps.nodes and not steps.passes and steps.per_token]
         near = min(plain, key=lambda steps: abs(steps.sequences - self.sequences), default=None)
         if near is None or near is self or not self.per_token or near.per_token is None:
             return None
-        alike = 0.8 <= self.sequences / near.sequences <= 1.25
-        return 100 * (near.per_token / self.per_token - 1) if alike else None
+        is_comparable = 0.8 <= self.sequences / near.sequences <= 1.25
+        return 100 * (near.per_token / self.per_token - 1) if is_comparable else None

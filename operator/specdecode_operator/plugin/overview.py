@@ -1,4 +1,4 @@
-"""``status``: one line a deployment, and for a single one its tasks and what is not well. Pure."""
+"""Text of ``status``: one line per deployment, and for a single one its tasks and conditions. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, Condition, Spec,
 from specdecode_operator.plugin.text import age, figure, table, word
 
 HEAD = ("NAME", "READY", "MODE", "DEPTH", "ACCEPT", "TOK/STEP", "SPEEDUP", "TOK/S", "RUN", "WAIT", "WANT", "DECIDED")
-_GOOD_WHEN_FALSE = {"ScalingLimited", "Progressing"}
+_GOOD_WHEN_FALSE = {"ScalingLimited", "Progressing", "Stalled", "Reconciling"}
+_NEVER_A_PROBLEM = {"Progressing", "Reconciling"}
+"""Conditions that say that a change is under way."""
 
 
 def overview(resources: Sequence[dict[str, Any]], now: float, *, namespaces: bool = False) -> list[str]:
-    """A table; below it, whatever a deployment says that is not well."""
+    """Return a table; below it the reason of each deployment that has a problem."""
     if not resources:
         return ["no SpecDecodeDeployments found"]
     head = ("NAMESPACE", *HEAD) if namespaces else HEAD
@@ -26,7 +28,7 @@ def overview(resources: Sequence[dict[str, Any]], now: float, *, namespaces: boo
 
 
 def detail(resource: dict[str, Any], now: float) -> list[str]:
-    """One deployment: the line, its tasks, its conditions."""
+    """Return the line, the tasks and the conditions of one deployment."""
     status = status_of(resource)
     lines = overview([resource], now)
     if status.tasks:
@@ -35,22 +37,22 @@ def detail(resource: dict[str, Any], now: float) -> list[str]:
             for task in status.tasks
         ]
         lines += ["", *table(("TASK", "MODE", "DEPTH", "ACCEPT", "TOK/STEP"), rows)]
-    found = [(one.type, one.status, one.reason, age(one.last_transition_time, now)) for one in status.conditions]
-    return [*lines, "", *table(("CONDITION", "STATUS", "REASON", "SINCE"), found)] if found else lines
+    conditions = [(one.type, one.status, one.reason, age(one.last_transition_time, now)) for one in status.conditions]
+    return [*lines, "", *table(("CONDITION", "STATUS", "REASON", "SINCE"), conditions)] if conditions else lines
 
 
 def spec_of(resource: dict[str, Any]) -> Spec:
-    """As ``status_of``."""
+    """Return the spec, without fields of a newer operator, as ``status_of``."""
     return Spec.model_validate(_known(resource["spec"], Spec))
 
 
 def status_of(resource: dict[str, Any]) -> Status:
-    """Fields of a newer operator are left out rather than refused: a plugin may be older than what it looks at."""
+    """Return the status, without fields of a newer operator: the plugin may be older than the operator."""
     return Status.model_validate(_known(resource.get("status") or {}, Status))
 
 
 def mode_of(resource: dict[str, Any]) -> str:
-    """What decides: a pause before a pin, a pin before the mode."""
+    """Return what decides the depth: a pause, else a pin, else the mode."""
     annotations = resource["metadata"].get("annotations") or {}
     speculation = resource["spec"].get("speculation") or {}
     if annotations.get(PAUSED_ANNOTATION, "false") != "false":
@@ -61,12 +63,13 @@ def mode_of(resource: dict[str, Any]) -> str:
     return f"Pin {pinned}" if pinned else str(speculation.get("mode", "Auto"))
 
 
-def bad(conditions: Iterable[Condition]) -> list[Condition]:
-    """Conditions that somebody should look at."""
+def unmet(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the conditions that show a problem."""
     return [
-        found
-        for found in conditions
-        if found.status == ("True" if found.type in _GOOD_WHEN_FALSE else "False") and found.type != "Progressing"
+        condition
+        for condition in conditions
+        if condition.status == ("True" if condition.type in _GOOD_WHEN_FALSE else "False")
+        and condition.type not in _NEVER_A_PROBLEM
     ]
 
 
@@ -96,7 +99,7 @@ def _reason(resource: dict[str, Any]) -> list[str]:
 
 
 def _known(value: Any, model: Any) -> Any:
-    """``value`` without the fields that this version's models do not have, all the way down."""
+    """Return ``value`` without the fields that the models of this version do not have, at all levels."""
     if not isinstance(value, dict) or not hasattr(model, "model_fields"):
         return value
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
@@ -113,7 +116,7 @@ def _inside(value: Any, annotation: Any) -> Any:
 
 
 def _models(annotation: Any) -> Iterable[Any]:
-    """Models that a field's type names, however deep in unions and tuples."""
+    """Yield the models in a field's type, inside unions and tuples too."""
     if hasattr(annotation, "model_fields"):
         yield annotation
     for inner in getattr(annotation, "__args__", ()):

@@ -1,4 +1,4 @@
-"""``history``: the last decisions, what they promised and what they brought. Pure."""
+"""Text of ``history``: the latest decisions with their expected and realised gains. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 from specdecode_operator.plugin.overview import status_of
 from specdecode_operator.plugin.text import age, percent, table, wrapped
 
-HEAD = ("AGE", "KIND", "BEFORE", "AFTER", "EXPECTED", "REALISED", "WHERE")
+HEAD = ("AGE", "KIND", "BEFORE", "AFTER", "EXPECTED", "REALISED", "LOAD")
 
 
 def past(resource: dict[str, Any], now: float) -> list[str]:
-    """Newest first; under each line what was measured and why."""
+    """Return a table of decisions, newest first; below each line its measurements and its reason."""
     speculation = status_of(resource).speculation
     history = speculation.history if speculation else ()
     if not history:
-        return [f"nothing was decided for {resource['metadata']['name']} yet"]
+        return [f"no decisions for {resource['metadata']['name']} yet"]
     rows = [
         (
-            age(found.time, now),
-            found.kind,
-            found.before,
-            found.after,
-            percent(found.expected_gain_percent),
-            percent(found.realised_gain_percent),
-            found.load,
+            age(decision.time, now),
+            decision.kind,
+            decision.before,
+            decision.after,
+            percent(decision.expected_gain_percent),
+            percent(decision.realised_gain_percent),
+            decision.load,
         )
-        for found in history
+        for decision in history
     ]
     head, *lines = table(HEAD, rows)
     out = [head]
-    for line, found in zip(lines, history, strict=True):
+    for line, decision in zip(lines, history, strict=True):
         out.append(line)
-        out += wrapped(f"measured: {found.measured}", "      ") if found.measured else []
-        out += wrapped(f"because:  {found.reason}", "      ")
+        out += wrapped(f"measured: {decision.measured}", "      ") if decision.measured else []
+        out += wrapped(f"reason:   {decision.reason}", "      ")
     return out

@@ -1,4 +1,4 @@
-"""``simulate``: hands the deployment's spec and recorded figures to ``specdecode-operator simulate``."""
+"""Command ``simulate``: run ``specdecode-operator simulate`` with the deployment's spec and measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = "specdecode-operator"
 
 
 def document(resource: dict[str, Any], learned: LearnedState | None) -> dict[str, Any]:
-    """What is handed over: the resource as it is, and what the operator remembers of it under ``memory``."""
+    """Return the input of the simulator: the resource, and the operator's measurements under ``memory``."""
     metadata = {name: resource["metadata"][name] for name in ("namespace", "name", "uid")}
     return {
         "apiVersion": resource["apiVersion"],
@@ -30,12 +30,16 @@ def document(resource: dict[str, Any], learned: LearnedState | None) -> dict[str
     }
 
 
-def hand_over(resource: dict[str, Any], learned: LearnedState | None, flags: Sequence[str]) -> int:
-    """The simulator's exit code. Raises PluginError where it is not installed."""
+def run_simulator(resource: dict[str, Any], learned: LearnedState | None, flags: Sequence[str]) -> int:
+    """Run the simulator and return its exit code.
+
+    Raises:
+        PluginError: The simulator is not installed.
+    """
     program = _program()
     if program is None or not _simulates(program):
         raise PluginError(
-            f"`{PROGRAM} simulate` is not installed beside this program: pip install 'specdecode[operator]'"
+            f"`{PROGRAM} simulate` is not installed in the plugin's environment: pip install 'specdecode[operator]'"
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.json"
@@ -45,11 +49,11 @@ def hand_over(resource: dict[str, Any], learned: LearnedState | None, flags: Seq
 
 
 def _program() -> str | None:
-    """The one of this installation before any other on PATH."""
+    """Return the program of this installation, else the one on PATH."""
     own = Path(sys.executable).parent / PROGRAM
     return str(own) if own.exists() else shutil.which(PROGRAM)
 
 
 def _simulates(program: str) -> bool:
-    asked = subprocess.run([program, "simulate", "--help"], capture_output=True, text=True)
-    return asked.returncode == 0 and "--deployment" in asked.stdout
+    result = subprocess.run([program, "simulate", "--help"], capture_output=True, text=True)
+    return result.returncode == 0 and "--deployment" in result.stdout

@@ -1,4 +1,4 @@
-"""Tables, ages and figures as text. Pure."""
+"""Text of tables, ages and numbers. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ABSENT = "-"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
-    """Lines of left-aligned columns, as kubectl prints them."""
-    found = [list(head), *map(list, rows)]
-    widths = [max(len(row[column]) for row in found) for column in range(len(head))]
+    """Return lines of left-aligned columns, as kubectl prints them."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in lines) for column in range(len(head))]
     return [
         indent + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in found
+        for row in lines
     ]
 
 
@@ -32,7 +32,7 @@ def word(value: object) -> str:
 
 
 def age(time: str | None, now: float) -> str:
-    """How long ago a time of Kubernetes' was: 45s, 12m, 5h, 3d."""
+    """Return the age of a Kubernetes timestamp, such as 45s, 12m, 5h or 3d."""
     if not time:
         return ABSENT
     try:

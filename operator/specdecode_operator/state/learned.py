@@ -1,273 +1,326 @@
-"""What the operator keeps of one deployment for good: the JSON in the ConfigMap ``<name>-state``. Pure."""
+"""Learned state of one deployment, and its text in the sections of the ConfigMap ``<name>-state``. Pure.
+
+``sections`` has the registry of sections, ``compact`` their encoding, ``cells`` the records in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError
 
 from specdecode_operator.api.v1alpha1 import Decision
-from specdecode_worker.contract import Plan, TreeShape
+from specdecode_operator.state import trimming
+from specdecode_operator.state.cells import (
+    AcceptanceCell,
+    DraftEstimates,
+    ForecastState,
+    GainMeasurement,
+    LoadState,
+    PodState,
+    PodTaskState,
+    RequestCell,
+    RowState,
+    ScalingState,
+    StepTimeCell,
+    Stored,
+    TemplateState,
+    TrafficCell,
+)
+from specdecode_operator.state.compact import decode, encode
+from specdecode_operator.state.sections import (
+    ESTIMATES,
+    LEGACY_KEYS,
+    MAX_PARKED_DRAFTS,
+    MAX_STATE_BYTES,
+    MAX_TEMPLATE_BYTES,
+    META,
+    SECTIONS,
+    TEMPLATE,
+    draft_key,
+    section_of,
+    unknown_sections,
+)
+from specdecode_operator.state.step_moments import restore_cell, shorten_cell
+from specdecode_worker.contract import Plan
 
-MAX_STATE_BYTES = 64 * 1024
-MAX_TEMPLATE_BYTES = 20 * 1024
-MAX_LEARNED_BYTES = 40 * 1024
+__all__ = [
+    "MAX_STATE_BYTES",
+    "MAX_TEMPLATE_BYTES",
+    "AcceptanceCell",
+    "DraftEstimates",
+    "ForecastState",
+    "GainMeasurement",
+    "LearnedState",
+    "LoadState",
+    "PodState",
+    "PodTaskState",
+    "RenderedState",
+    "RequestCell",
+    "RowState",
+    "ScalingState",
+    "StepTimeCell",
+    "StoredState",
+    "TemplateState",
+    "TrafficCell",
+    "parse_state",
+    "read_state",
+    "render_state",
+    "write_state",
+]
 
-
-class Stored(BaseModel):
-    """Base of what is written down: fields of a newer operator are ignored, so that a downgrade keeps its memory."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class AcceptanceCell(Stored):
-    """Acceptance of one task at one depth: decayed hits and totals. ``at`` is the operator's clock.
-
-    The newest of them are also kept apart, until there are enough to say whether they contradict the others.
-    """
-
-    task: str
-    depth: int
-    hits: float
-    total: float
-    at: float
-    new_hits: float = 0
-    new_total: float = 0
-    changed_at: float = 0
-    """When new evidence contradicted the older last."""
-    parent: Literal["main", "sibling"] = "main"
-    """Whether the path to the parent was rank 0 all along."""
-    ranks: tuple[float, ...] = ()
-    """How often the target's token had rank 1, 2, ...; trailing zeros are left out."""
-
-
-class TrafficCell(Stored):
-    """Decayed sums of one task's traffic, in the order of TrafficSums."""
-
-    task: str
-    sums: tuple[float, float, float, float, float]
-
-
-class RequestCell(Stored):
-    """Decayed sums of one task's finished requests, in the order of RequestSums."""
-
-    task: str
-    sums: tuple[float, float, float, float, float, float]
-
-
-class StepTimeCell(Stored):
-    """Decayed moments of one kind of step; ``values`` as in sums.Moments, the newest of them also apart."""
-
-    tokens_bucket: int
-    draft_passes: int
-    prefill: bool
-    context_bucket: int
-    values: tuple[float, ...]
-    at: float
-    new_values: tuple[float, ...] = ()
-    polls: float = 1
-    """Decayed number of polls that the steps came in."""
-    spells: float = 1
-    """The same of minutes: how often the weather of the machine may have changed meanwhile."""
-    spell_at: float = 0
-    """When the last of them began."""
-    changed_at: float = 0
-    """When new steps contradicted the older ones last."""
-    made_up: float = 0
-    """Decayed number of the steps that a worker made up to time them: what they emitted is no answer, and left out."""
-
-
-class RowState(Stored):
-    """One row of the plan: what it runs, since when, and how patient to be with speculation that lost there."""
-
-    concurrency: int
-    context: int
-    task: str
-    depth: int
-    since: float = 0
-    stays: bool = False
-    """Was chosen to stay when the row of ``other`` moved: it follows nobody, even if it never moves itself."""
-    off_until: float = 0
-    patience: float = 0
-    probing: bool = False
-    """Speculation runs to be measured again; no verdict before there are new steps."""
-    trial: bool = False
-    """The shape runs to be timed, for nobody could say what it costs; it goes back at first doubt."""
-    parents: tuple[int, ...] = ()
-    """Of a tree; empty for the chain of ``depth``."""
-    moves: tuple[float, ...] = ()
-    """When it moved within the last hour, but for probes."""
-    no_trial_until: float = 0
-    trial_patience: float = 0
-    """What is waited after the next trial; it grows while trials are in vain."""
-
-    @property
-    def shape(self) -> TreeShape:
-        return _shape(self.parents, self.depth)
-
-    def running(self, shape: TreeShape, **more: Any) -> RowState:
-        """This row with another shape."""
-        parents = () if shape.is_chain else shape.parents
-        return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
-
-
-@lru_cache(maxsize=512)
-def _shape(parents: tuple[int, ...], depth: int) -> TreeShape:
-    """Made once: a shape is validated, and rows are asked for theirs all the time."""
-    return TreeShape(parents) if parents else TreeShape.chain(depth)
-
-
-class LoadState(Stored):
-    """The load that was last seen: it names the row that status shows while the deployment idles."""
-
-    sequences: float = 1
-    context_bucket: int = 0
-    task: str = "other"
-    at: float = 0
-
-
-class GainMeasurement(Stored):
-    """A change of the plan whose gain is still being measured; time, before and after name its decisions."""
-
-    time: str
-    before: str
-    after: str
-    rows: tuple[tuple[int, int, str], ...]
-    """Concurrency and context bucket and task of the rows that moved."""
-    before_seconds: float = 0
-    """What the tokens emitted since would have taken with the shape before, in sequence-seconds."""
-    seconds: float = 0
-    """What they took."""
-    drafts: float = 0
-    """Steps of a sequence since."""
-
-
-class ScalingState(Stored):
-    """Demand's recent past, for 'up on two polls' and 'down only after the window'."""
-
-    replicas: int | None = None
-    wanted: int | None = None
-    above_polls: int = 0
-    below_since: float | None = None
-    """Moved on by polls that cannot be trusted."""
-
-
-class ForecastState(Stored):
-    """Arrivals a second: of the last minutes, their trend, and by time of day."""
-
-    level: float = 0
-    trend: float = 0
-    """Of the level, per second."""
-    error: float = 0
-    """Mean absolute error of one sample ahead."""
-    seasons: tuple[float, ...] = ()
-    """By half hour of the day (UTC); -1 where none was seen yet."""
-    at: float | None = None
-    arrivals: float = 0
-    """Since the last sample, in ``seconds``."""
-    seconds: float = 0
-
-
-class PodTaskState(Stored):
-    """How often the first drafted token of one task was right on one pod: now, and in the past."""
-
-    task: str
-    hits: float = 0
-    total: float = 0
-    past_hits: float = 0
-    past_total: float = 0
-
-
-class PodState(Stored):
-    """One pod against its own past. Times are the operator's clock."""
-
-    uid: str
-    boot: str = ""
-    draft: str = ""
-    tasks: tuple[PodTaskState, ...] = ()
-    requests: tuple[float, float, float, float, float, float] = (0, 0, 0, 0, 0, 0)
-    """Decayed sums of its finished requests, all tasks together, in the order of RequestSums."""
-    pace: float | None = None
-    """Logarithm of its step times over the fleet's."""
-    doubts: int = 0
-    """Polls in a row that looked like a collapse."""
-    noticed: bool = False
-    """It seems to do worse than it used to and than its peers: what it does does not become its past."""
-    collapsed_since: float | None = None
-    slow_since: float | None = None
-    at: float = 0
-
-
-class TemplateState(Stored):
-    """The pod template that is applied, and the hash of the part of the spec that it was made of."""
-
-    spec_hash: str
-    template: dict[str, Any]
-    image: str
+Json = dict[str, Any]
 
 
 class LearnedState(Stored):
-    """What survives a restart of the operator."""
+    """Everything that survives a restart of the operator."""
 
-    format: int = 1
+    format: int = 2
     uid: str = ""
     draft: str = ""
-    """Hash of the draft that the estimates are of."""
+    """Hash of the current draft: the one that most workers run. The estimates below are of this draft."""
     plan: Plan | None = None
-    """The plan that is out; its version only rises."""
+    """The published plan. Its version never falls."""
     rows: tuple[RowState, ...] = ()
     swept_at: float = 0
-    """When the rows of all loads were looked at last."""
+    """Time when the rows of all loads were last chosen."""
     acceptance: tuple[AcceptanceCell, ...] = ()
     requests: tuple[RequestCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()
     prefill: tuple[float, ...] = ()
-    """Decayed moments of the steps with prefill, all kinds together; values as in sums.Moments."""
+    """Decayed moments of the steps with prefill, all kinds together, in the order of counters.Moments."""
     costs: tuple[StepTimeCell, ...] = ()
+    """Step times. Those without draft passes do not depend on the draft."""
     wander: float = 0.0025
-    """Relative variance of a kind of step's mean from poll to poll, beyond noise: neighbours, clocks, temperature.
+    """Relative variance of the mean of one kind of step from poll to poll, beyond noise: neighbours, clocks, heat.
 
-    Until it was seen, five percent are taken for granted.
+    The default, five percent squared, holds until it was measured.
     """
     load: LoadState = LoadState()
     scaling: ScalingState = ScalingState()
     forecast: ForecastState = ForecastState()
     pods: tuple[PodState, ...] = ()
     recycled_at: float | None = None
-    """When a pod was last replaced for its acceptance."""
+    """Time when a pod was last replaced because of its acceptance."""
+    recycling: str = ""
+    """Uid of the pod that is to be evicted for its acceptance, until its eviction is observed."""
     startup_seconds: float | None = None
-    """From a pod's making to its being ready, as seen last."""
+    """Time from a pod's creation until it was ready, as last observed."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
     following: tuple[GainMeasurement, ...] = Field(default=(), max_length=10)
     pin: str = ""
-    """The pin in force: the last one that read."""
+    """The pin in force: the last one that could be read."""
     steering: str = ""
-    """Mode or pin that the plan followed last, in words."""
+    """Mode or pin that the plan last followed, as text."""
+    saved_device_seconds: float = 0.0
+    """Device seconds that speculation saved so far against plain decoding of the same tokens; losses are negative."""
     template: TemplateState | None = Field(default=None, exclude=True)
-    """Stored under a key of its own."""
+    """The applied pod template. Left out of dumps; it has a section of its own."""
+    parked: tuple[DraftEstimates, ...] = Field(default=(), max_length=MAX_PARKED_DRAFTS, exclude=True)
+    """Estimates of drafts that are not current, the most recently used first. Left out of dumps, as ``template``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedState:
+    """Sections as text, by key, and what did not fit into MAX_STATE_BYTES."""
+
+    data: dict[str, str]
+    dropped: Mapping[str, int]
+    """Numbers of records that were left out, by what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """Content of a ConfigMap that was read."""
+
+    learned: LearnedState | None
+    """None if there is no state of this deployment."""
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """Sections of a newer operator."""
+    problems: tuple[str, ...] = ()
+    """Sections that could not be read, with the reason."""
 
 
 def render_state(learned: LearnedState) -> dict[str, str]:
-    """The data of the state ConfigMap, within its bound: the least visited cost cells go first, then pods."""
-    text = learned.model_dump_json(by_alias=True)
-    while len(text.encode()) > MAX_LEARNED_BYTES and learned.costs:
-        heaviest = sorted(learned.costs, key=lambda cell: -cell.values[0])
-        learned = learned.model_copy(update={"costs": tuple(heaviest[: len(heaviest) * 3 // 4])})
-        text = learned.model_dump_json(by_alias=True)
-    if len(text.encode()) > MAX_LEARNED_BYTES:
-        # Hundreds of pods: only those under suspicion have a past that matters to others than themselves.
-        pods = tuple(pod for pod in learned.pods if pod.collapsed_since is not None)[:64]
-        text = learned.model_copy(update={"pods": pods}).model_dump_json(by_alias=True)
-    template = learned.template.model_dump_json() if learned.template else ""
-    return {"memory.json": text, "template.json": template}
+    """Return the sections of ``learned`` as text, by key."""
+    return write_state(learned).data
+
+
+def write_state(learned: LearnedState) -> RenderedState:
+    """Return the sections of ``learned`` within MAX_STATE_BYTES, and what had to be left out for it.
+
+    The least visited step times of parked drafts go first, then figures of healthy pods, then parked drafts, the least
+    recently used first, and at last the least visited step times of the current draft.
+    """
+    data = _sections(learned, {})
+    dropped: dict[str, int] = {}
+    steps = trimming.steps(learned.parked, learned.pods, learned.costs)
+    while _size(data) > MAX_STATE_BYTES and (step := next(steps, None)) is not None:
+        learned = learned.model_copy(update={step.field: step.records})
+        dropped = {**dropped, step.what: dropped.get(step.what, 0) + step.dropped}
+        data = _sections(learned, dropped)
+    return RenderedState(data, dropped)
 
 
 def parse_state(data: Mapping[str, str], uid: str) -> LearnedState | None:
-    """Reads ``state_data`` back; None when it is another deployment's or of no use. Raises ValueError on garbage."""
-    learned = LearnedState.model_validate_json(data.get("memory.json", ""))
+    """Return the state that ``render_state`` wrote, or None if it is of another deployment or absent.
+
+    Raises:
+        ValueError: No section could be read.
+    """
+    stored = read_state(data, uid)
+    if stored.learned is None and stored.problems:
+        raise ValueError("; ".join(stored.problems))
+    return stored.learned
+
+
+def read_state(data: Mapping[str, str], uid: str, *, is_owned: bool = False) -> StoredState:
+    """Return the state of the deployment ``uid``. A section that cannot be read is left out, and the others stay.
+
+    Args:
+        data: Of the ConfigMap, in this format or in the one before sections.
+        uid: Of the deployment.
+        is_owned: The ConfigMap's owner reference has this uid, so that ``meta`` is not needed as a proof.
+    """
+    if META not in data and "memory.json" in data:
+        return _read_legacy(data, uid)
+    contents, problems = _contents(data)
+    meta = contents.pop(META, {})
+    if meta.get("uid") != uid and (meta or not is_owned):
+        return StoredState(None, problems=() if meta else (*problems, "section meta: it is missing or not valid"))
+    fields, drafts = _validated(contents, problems)
+    plan = fields.get("plan")
+    draft = str(meta.get("draft", plan.draft if plan else ""))
+    order = meta.get("parked")
+    learned = LearnedState(uid=uid, draft=draft).model_copy(update=fields)
+    learned = _with_drafts(learned, drafts, order if isinstance(order, list) else [])
+    return StoredState(learned, unknown_sections(data), tuple(problems))
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _size(data: Mapping[str, str]) -> int:
+    return sum(len(text.encode()) for text in data.values())
+
+
+def _sections(learned: LearnedState, dropped: Mapping[str, int]) -> dict[str, str]:
+    content = json.loads(learned.model_dump_json(by_alias=True))
+    content["costs"] = [shorten_cell(cell) for cell in content["costs"] if not cell["draft_passes"]]
+    meta = {
+        "format": learned.format,
+        "uid": learned.uid,
+        "draft": learned.draft,
+        "parked": [parked.draft for parked in learned.parked],
+        "dropped": dict(dropped),
+    }
+    data = {META: encode(1, meta)}
+    for section in SECTIONS:
+        if section.fields:
+            data[section.name] = encode(section.version, {name: content[name] for name in section.fields})
+    if learned.template:
+        data[TEMPLATE] = encode(1, {"template": learned.template.model_dump(mode="json")})
+    current = _current(learned)
+    if current.acceptance or current.requests or current.costs:
+        data[draft_key(current.draft)] = _draft_text.__wrapped__(current)
+    return {**data, **{draft_key(parked.draft): _draft_text(parked) for parked in learned.parked}}
+
+
+def _current(learned: LearnedState) -> DraftEstimates:
+    """Return the estimates of the current draft; its rows are in the section ``plan``."""
+    return DraftEstimates(
+        draft=learned.draft,
+        acceptance=learned.acceptance,
+        requests=learned.requests,
+        costs=tuple(cell for cell in learned.costs if cell.draft_passes),
+    )
+
+
+@lru_cache(maxsize=64)
+def _draft_text(estimates: DraftEstimates) -> str:
+    """Return the section of one draft, cached for parked drafts, which seldom change."""
+    content = json.loads(estimates.model_dump_json(by_alias=True))
+    return encode(1, {**content, "costs": [shorten_cell(cell) for cell in content["costs"]]})
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def _contents(data: Mapping[str, str]) -> tuple[dict[str, Json], list[str]]:
+    """Return the content of the known sections that can be decoded, and the reasons for the others."""
+    contents: dict[str, Json] = {}
+    problems: list[str] = []
+    for key, text in data.items():
+        section = section_of(key)
+        if section is None or (not section.fields and not section.is_per_draft and key not in (META, TEMPLATE)):
+            continue
+        try:
+            version, content = decode(text)
+            if version > section.version:
+                raise ValueError(f"version {version} is of a newer operator; this one reads {section.version}")
+            contents[key] = content
+        except (ValueError, RecursionError) as error:
+            problems.append(f"section {key}: {error}")
+    return contents, problems
+
+
+def _validated(contents: Mapping[str, Json], problems: list[str]) -> tuple[Json, list[DraftEstimates]]:
+    """Return the fields of LearnedState and the estimates of drafts; add to ``problems`` what is not valid."""
+    fields: Json = {}
+    drafts: list[DraftEstimates] = []
+    for key, content in contents.items():
+        try:
+            if key.startswith(f"{ESTIMATES}."):
+                drafts.append(DraftEstimates.model_validate_json(json.dumps(_restored(content))))
+                continue
+            part = LearnedState.model_validate_json(json.dumps(_restored(content)))
+            fields |= {name: getattr(part, name) for name in content if name in LearnedState.model_fields}
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            problems.append(f"section {key}: {error}")
+    return fields, drafts
+
+
+def _restored(content: Json) -> Json:
+    return {**content, "costs": [restore_cell(cell) for cell in content["costs"]]} if "costs" in content else content
+
+
+def _with_drafts(learned: LearnedState, drafts: Iterable[DraftEstimates], order: list[Any]) -> LearnedState:
+    """Return ``learned`` with the estimates of its current draft, and the others parked in ``order``."""
+    by_draft = {estimates.draft: estimates for estimates in drafts}
+    current = by_draft.pop(learned.draft, None)
+    ranks = {str(draft): rank for rank, draft in enumerate(order)}
+    parked = sorted(by_draft.values(), key=lambda estimates: ranks.get(estimates.draft, len(ranks)))
+    learned = learned.model_copy(update={"parked": tuple(parked[:MAX_PARKED_DRAFTS])})
+    if current is None:
+        return learned
+    costs = (*(cell for cell in learned.costs if not cell.draft_passes), *current.costs)
+    return learned.model_copy(
+        update={
+            "acceptance": current.acceptance,
+            "requests": current.requests,
+            "costs": tuple(sorted(costs, key=_kind_of_step)),
+        }
+    )
+
+
+def _kind_of_step(cell: StepTimeCell) -> tuple[int, int, bool, int]:
+    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket
+
+
+def _read_legacy(data: Mapping[str, str], uid: str) -> StoredState:
+    """Return the state from the format before sections."""
+    try:
+        learned = LearnedState.model_validate_json(data["memory.json"])
+        template = data.get("template.json")
+        found = TemplateState.model_validate_json(template) if template else None
+    except ValidationError as error:
+        return StoredState(None, problems=(f"the state of an older operator: {error}",))
     if learned.uid != uid:
-        return None
-    template = data.get("template.json")
-    return learned.model_copy(update={"template": TemplateState.model_validate_json(template) if template else None})
+        return StoredState(None)
+    learned = learned.model_copy(update={"format": 2, "template": found})
+    unknown = {key: text for key, text in unknown_sections(data).items() if key not in LEGACY_KEYS}
+    return StoredState(learned, unknown)

@@ -1,7 +1,7 @@
-"""What the operator remembers of one deployment between two looks at it. Pure.
+"""Session of one deployment: its learned state, and what the process measured and need not outlive it. Pure.
 
-``LearnedState`` outlives the operator. The rest of ``Session`` (the last reading of every worker, a minute of
-differences) lives in the process and is learnt anew after a restart.
+``LearnedState`` survives a restart of the operator. The rest of ``Session`` (the last report of each worker, the
+measurements of the last minute) is lost with the process and collected again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from specdecode_operator.state.learned import LearnedState, TemplateState
+from pydantic import TypeAdapter
+
+from specdecode_operator.state.learned import DraftEstimates, LearnedState, TemplateState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Report
 
 WINDOW_SECONDS = 60.0
+"""Length of the window of measurements, in seconds. Status shows figures of a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The last reading of one worker, packed: thousands are kept, and each is looked at once a poll."""
+    """Last report of one worker, which the next one is compared with. Packed, because there are thousands."""
 
     packed: bytes
     clock_seconds: float
     tag: str = ""
-    """Of the answer that brought it, as HTTP's ETag; empty where the worker gives none."""
+    """ETag of the response; empty if the worker sent none."""
 
     @classmethod
     def of(cls, report: Report, tag: str = "") -> Baseline:
@@ -34,91 +37,107 @@ class Baseline:
 
     @property
     def report(self) -> Report:
-        found = _unpacked(self.packed)
-        if found.clock_seconds == self.clock_seconds:
-            return found
-        return found.model_copy(update={"clock_seconds": self.clock_seconds})
+        report = _unpack_report(self.packed)
+        if report.clock_seconds == self.clock_seconds:
+            return report
+        return report.model_copy(update={"clock_seconds": self.clock_seconds})
 
     def at(self, clock_seconds: float) -> Baseline:
-        """The same reading, later."""
+        """Return the same report at a later time of the worker's clock."""
         return replace(self, clock_seconds=clock_seconds)
 
 
 @lru_cache(maxsize=64)
-def _unpacked(packed: bytes) -> Report:
-    """A look reads one several times, and many are looked at together."""
+def _unpack_report(packed: bytes) -> Report:
+    """Return the report, cached, because one decision reads it several times."""
     return Report.model_validate_json(zlib.decompress(packed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A ready worker that sends no report: since when, and how many looks in a row."""
+    """Period in which a ready worker sends no report."""
 
     since: float
     looks: int
+    """Consecutive rounds without a report."""
     problem: str
-    """Of the first look: later ones may differ in every number, and status is written on change."""
+    """Problem of the first of these rounds. Later ones may differ in every number, and status is written on change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """All loads were looked at and no row moved; none will, while nothing changes that rows are chosen by."""
+    """Validity of the latest choice of rows: nothing needs to be chosen again before ``until``."""
 
     basis: bytes
-    """Digest of that."""
+    """Digest of everything that the choice was made from."""
     since: float
     until: float
-    """When the next wait is over, operator's clock."""
+    """Time when the next dwell or back-off ends, by the operator's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Everything remembered."""
+    """Learned state of one deployment and the recent measurements."""
 
     learned: LearnedState = field(default_factory=LearnedState)
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
-    """Last reading by pod uid."""
+    """Last report by uid of the pod."""
     window: tuple[Delta, ...] = ()
-    """The fleet's differences of the last minute, oldest first."""
+    """Differences of the whole fleet within WINDOW_SECONDS, oldest first."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     """By uid of the pod."""
     published_at: float = 0
-    """When figures were last handed to status."""
+    """Time when figures were last given to status."""
     standing: Standing | None = None
     found: bool = True
-    """False when no state was stored: it may be new, or somebody deleted the ConfigMap."""
+    """False if no state was stored: the deployment is new, or its ConfigMap was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSession:
-    """A memory between two looks, nine tenths of it packed: a thousand are kept, and one is looked at once a poll.
+    """Session in about a tenth of its memory, for the time between two decisions. There are a thousand of them."""
 
-    Estimates, rows and differences are hundreds of small objects, each with its names and its numbers.
-    """
-
-    packed: bytes
+    learned: bytes
     template: bytes
+    parked: bytes
+    """Estimates of parked drafts, apart because they seldom change."""
     window: bytes
     rest: Session
-    """All else."""
+    """Session without the packed parts."""
 
     @classmethod
-    def of(cls, memory: Session) -> PackedSession:
-        template = memory.learned.template
+    def of(cls, session: Session, previous: PackedSession | None = None) -> PackedSession:
+        """Return ``session`` packed. Parts that equal those of ``previous`` are taken from there, which is faster."""
+        template, parked = session.learned.template, session.learned.parked
         return cls(
-            zlib.compress(memory.learned.model_dump_json(by_alias=True).encode(), 1),
-            zlib.compress(template.model_dump_json().encode(), 1) if template else b"",
-            zlib.compress(pickle.dumps(memory.window), 1),
-            replace(memory, learned=_NOTHING, window=()),
+            learned=zlib.compress(session.learned.model_dump_json(by_alias=True).encode(), 1),
+            template=zlib.compress(template.model_dump_json().encode(), 1) if template else b"",
+            parked=_pack_parked(parked, previous.parked if previous else b""),
+            window=zlib.compress(pickle.dumps(session.window), 1),
+            rest=replace(session, learned=_EMPTY, window=()),
         )
 
     @property
-    def memory(self) -> Session:
-        learned = LearnedState.model_validate_json(zlib.decompress(self.packed))
-        if self.template:
-            template = TemplateState.model_validate_json(zlib.decompress(self.template))
-            learned = learned.model_copy(update={"template": template})
+    def session(self) -> Session:
+        learned = LearnedState.model_validate_json(zlib.decompress(self.learned))
+        template = TemplateState.model_validate_json(zlib.decompress(self.template)) if self.template else None
+        learned = learned.model_copy(update={"template": template, "parked": _unpack_parked(self.parked)})
         return replace(self.rest, learned=learned, window=pickle.loads(zlib.decompress(self.window)))
 
 
-_NOTHING = LearnedState()
+_EMPTY = LearnedState()
+_PARKED = TypeAdapter(tuple[DraftEstimates, ...])
+
+
+def _pack_parked(parked: tuple[DraftEstimates, ...], previous: bytes) -> bytes:
+    if not parked:
+        return b""
+    if previous and parked is _unpack_parked(previous):
+        return previous
+    return zlib.compress(_PARKED.dump_json(parked), 1)
+
+
+@lru_cache(maxsize=32)
+def _unpack_parked(packed: bytes) -> tuple[DraftEstimates, ...]:
+    """Return the parked estimates, cached, so that unchanged ones are the same object and not packed again."""
+    return _PARKED.validate_json(zlib.decompress(packed)) if packed else ()

@@ -17,9 +17,10 @@ from resources import polled, resource_of
 
 from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
-from specdecode_operator.state.learned import render_state
+from specdecode_operator.state.learned import parse_state, render_state
 
 ROOT = "/apis/specdecode.io/v1alpha1"
+STATE = "/api/v1/namespaces/ns/configmaps/demo-state"
 
 
 class Server:
@@ -98,7 +99,7 @@ def demo(server: Server) -> str:
     path = f"{ROOT}/namespaces/ns/specdecodedeployments"
     server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [found]})
     server.answers[f"{path}/demo"] = 200, found
-    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = 200, {"data": render_state(loop.memory.learned)}
+    server.answers[STATE] = 200, {"data": render_state(loop.memory.learned)}
     return f"{path}/demo"
 
 
@@ -112,6 +113,52 @@ def test_status_goes_by_the_namespace_of_the_context(
     assert out.count("demo   ") >= 3
     assert "NAMESPACE" in out
     assert "TASK" in out
+
+
+@pytest.mark.parametrize(
+    "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status", "--interval", "3")]
+)
+def test_options_stand_before_or_after_the_command(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    path = f"{ROOT}/namespaces/other/specdecodedeployments"
+    server.answers[path] = 200, {"items": []}
+    assert main(["--kubeconfig", str(server.kubeconfig), *words]) == 0
+    assert "no SpecDecodeDeployments found" in capsys.readouterr().out
+    assert main([*words, "--kubeconfig", str(server.kubeconfig)]) == 0
+
+
+def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "status", "-n", "ns"]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",), ("simulate",)])
+def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "--namespace" in capsys.readouterr().out
+
+
+def test_explain_reads_the_state_of_an_older_operator(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = server.answers[STATE][1]["data"]
+    learned = parse_state(sections, "u1")
+    assert learned is not None
+    server.answers[STATE] = 200, {"data": {"memory.json": learned.model_dump_json(by_alias=True)}}
+    assert server.run("explain", "demo") == 0
+    assert "MEASUREMENTS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"meta": "{"}}, {"data": {"memory.json": "7"}}, []])
+def test_explain_without_readable_state_says_so(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str], answer: object
+) -> None:
+    server.answers[STATE] = 200, answer
+    assert server.run("explain", "demo") == 0
+    assert "has not stored any yet" in capsys.readouterr().out
 
 
 def test_watch_draws_until_it_is_interrupted(
@@ -134,15 +181,15 @@ def test_explain_and_history_read_what_the_operator_wrote(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.run("explain", "demo") == 0
-    assert "THE NUMBERS BEHIND" in capsys.readouterr().out
+    assert "MEASUREMENTS" in capsys.readouterr().out
     assert server.run("history", "demo") == 0
-    assert "nothing was decided" in capsys.readouterr().out
+    assert "no decisions for demo" in capsys.readouterr().out
 
 
 def test_explain_without_the_right_to_read_config_maps(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answers["/api/v1/namespaces/ns/configmaps/demo-state"] = refusal(403, "configmaps is forbidden")
+    server.answers[STATE] = refusal(403, "configmaps is forbidden")
     assert server.run("explain", "demo") == 0
     assert "configmaps is forbidden" in capsys.readouterr().out
 
@@ -168,7 +215,7 @@ def test_a_slip_is_refused_before_it_is_written(server: Server, demo: str, capsy
 def test_unpin_takes_the_annotation_off(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert server.run("unpin", "demo") == 0
     assert server.written[0][2] == {"metadata": {"annotations": {"specdecode.io/pin": None}}}
-    assert "follows its mode again: Auto" in capsys.readouterr().out
+    assert "not pinned any more. Its mode is Auto." in capsys.readouterr().out
 
 
 def test_pin_of_a_paused_deployment_says_that_it_waits(
@@ -176,7 +223,7 @@ def test_pin_of_a_paused_deployment_says_that_it_waits(
 ) -> None:
     server.answers[demo][1]["metadata"]["annotations"]["specdecode.io/paused"] = "true"
     assert server.run("pin", "demo", "chain:2") == 0
-    assert "the pin waits" in capsys.readouterr().out
+    assert "takes effect when" in capsys.readouterr().out
 
 
 def test_simulate_hands_the_deployment_over(
@@ -216,7 +263,9 @@ def test_no_crd(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not know specdecodedeployments.specdecode.io: install the chart" in said(capsys)
 
 
-@pytest.mark.parametrize(("code", "words"), [(403, "you may not do this"), (401, "does not know who you are")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(403, "you do not have the rights"), (401, "the credentials are not valid")]
+)
 def test_not_allowed(server: Server, capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
     server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments"] = refusal(code, "cannot list")
     assert server.run("status") == 1
@@ -243,4 +292,4 @@ def test_no_such_context(server: Server, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     server.answers[demo][1]["spec"]["model"]["uri"] = 7
     assert server.run("explain", "demo") == 1
-    assert "of another version than this program: model.uri" in said(capsys)
+    assert "another API version than this plugin: model.uri" in said(capsys)

@@ -1,4 +1,4 @@
-"""`kubectl specdecode`: the text that it makes of what the API server has."""
+"""`kubectl specdecode`: its text for what the API server has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdecode_operator.plugin.overview import HEAD, detail, overview
 from specdecode_operator.plugin.past import past
 from specdecode_operator.plugin.simulation import document
 from specdecode_operator.plugin.text import age, figure, percent, table
-from specdecode_operator.state.learned import AcceptanceCell
+from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> N
 def test_an_empty_history_is_said() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     polled(loop, 2)
-    assert past(resource_of(loop), loop.now) == ["nothing was decided for demo yet"]
+    assert past(resource_of(loop), loop.now) == ["no decisions for demo yet"]
 
 
 def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
-    assert "Depth 5 runs at the present load" in text
-    assert "Mode Auto: the least time per token among depths 0 to 5" in text
+    assert "Depth at the current load: 5" in text
+    assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
     assert "chain:3 -> chain:5" in text
-    assert "Demand asks for 1 workers." in text
+    assert "The demand needs 1 workers." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
     assert set(steps) == {"plain", *(f"depth {depth}" for depth in range(1, 6))}
@@ -142,20 +142,22 @@ def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:
 
 
 def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
-    text = "\n".join(explain(resource_of(deepened), None, deepened.now, "you may not do this: configmaps"))
-    assert "cannot be read: you may not do this" in text
-    assert "THE NUMBERS BEHIND" not in text
-    assert "WHY THIS MANY WORKERS" in text
+    text = "\n".join(
+        explain(resource_of(deepened), None, deepened.now, "you do not have the rights for this: configmaps")
+    )
+    assert "cannot be shown: you do not have the rights" in text
+    assert "MEASUREMENTS" not in text
+    assert "WORKERS" in text
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"speculation": {"mode": "Static"}}, "Mode Static: depth.initial, 3."),
+        ({"speculation": {"mode": "Static"}}, "Mode Static: the depth is speculation.depth.initial, 3."),
         ({"speculation": {"mode": "Off"}}, "Mode Off"),
-        ({"speculation": {"method": "none", "draft": None}}, "no draft is loaded"),
-        ({"scaling": {"owner": "External"}, "replicas": 1}, "scaling.owner is External"),
-        ({}, "without spec.scaling nobody else sets it"),
+        ({"speculation": {"method": "none", "draft": None}}, "No draft is loaded"),
+        ({"scaling": {"owner": "External"}, "replicas": 1}, "An HPA, KEDA or a user may change it"),
+        ({}, "spec.scaling is absent"),
     ],
 )
 def test_explain_says_who_decides(spec: dict[str, object], words: str) -> None:
@@ -199,3 +201,32 @@ def test_small_words() -> None:
     )
     assert table(("A", "LONG"), [("x", "y")]) == ["A   LONG", "x   y"]
     assert age("yesterday", 0) == "-"
+
+
+@pytest.mark.parametrize(("hours", "text"), [(12.5, "12.5"), (0, "0"), (-0.25, "-0.25")])
+def test_explain_shows_the_device_hours_saved(deepened: Loop, hours: float, text: str) -> None:
+    resource = resource_of(deepened)
+    resource["status"]["speculation"]["deviceHoursSaved"] = hours
+    assert f"  Device hours saved: {text}, compared with" in "\n".join(explain(resource, None, deepened.now))
+
+
+def test_explain_of_an_older_operator_has_no_device_hours(deepened: Loop) -> None:
+    assert "Device hours" not in "\n".join(explain(resource_of(deepened), None, deepened.now))
+
+
+def test_explain_names_other_drafts_with_measurements(deepened: Loop) -> None:
+    learned = remembered(deepened).model_copy(update={"parked": (DraftEstimates(draft="0123456789abcdef"),)})
+    assert "other drafts are stored too: 0123456789ab." in "\n".join(
+        explain(resource_of(deepened), learned, deepened.now)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "is_shown"),
+    [("Stalled", "True", True), ("Reconciling", "True", False), ("Ready", "False", True), ("Ready", "True", False)],
+)
+def test_explain_shows_conditions_that_are_a_problem(deepened: Loop, kind: str, status: str, is_shown: bool) -> None:
+    resource = resource_of(deepened)
+    times = {"lastTransitionTime": "1970-01-01T00:00:00Z"}
+    resource["status"]["conditions"] = [{"type": kind, "status": status, "reason": "R", "message": "m", **times}]
+    assert ("PROBLEMS" in explain(resource, None, deepened.now)) == is_shown
