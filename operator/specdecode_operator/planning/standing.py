@@ -17,8 +17,20 @@ from specdecode_operator.planning.trials import BUSY_SECONDS, FRESH_SECONDS
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.state.session import Standing
 
-BESIDE = {"swept_at", "history", "following", "pods", "forecast", "scaling", "startup_seconds", "recycled_at"}
-"""Of the memory, what no row is chosen by; some of it moves at every look."""
+BESIDE = {
+    "swept_at",
+    "history",
+    "following",
+    "pods",
+    "forecast",
+    "scaling",
+    "startup_seconds",
+    "recycled_at",
+    "recycling",
+    "parked",
+    "saved_device_seconds",
+}
+"""Fields of the state that no row depends on; some of them change with every poll."""
 MARGIN_SECONDS = 0.01
 """Before a wait is over rows are chosen anew: no rounding of times shall make one late."""
 
