@@ -11,18 +11,23 @@ from specdecode_operator.api.schema import Api, Text
 
 
 class ConditionType(StrEnum):
-    """A condition exists only while its feature is in use. Ready means that somebody answers, and nothing more."""
+    """Types of conditions, after kstatus.
+
+    Stalled and Reconciling exist only while True. A condition of a feature exists only while the feature is in use.
+    """
 
     ready = "Ready"
+    available = "Available"
+    stalled = "Stalled"
+    reconciling = "Reconciling"
     progressing = "Progressing"
     memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
     reports_fresh = "ReportsFresh"
-    workers_alike = "WorkersAlike"
+    workers_healthy = "WorkersHealthy"
     pinned = "Pinned"
-    reconciled = "Reconciled"
 
 
 class Condition(Api):
@@ -75,6 +80,9 @@ class SpeculationStatus(Api):
     measured_at: Text | None = Field(default=None, description="When the three figures above last changed.")
     plan_version: int | None = Field(default=None, description="Version of the plan that is out; it only rises.")
     pinned: Text | None = Field(default=None, description="The pin in force (annotation specdecode.io/pin).")
+    device_hours_saved: float | None = Field(
+        default=None, description="Device hours saved against plain decoding since the deployment was created."
+    )
     recommended: Text | None = Field(
         default=None, description="What Auto would run at the present load (mode Advisory, or while pinned)."
     )
@@ -92,6 +100,18 @@ class TaskStatus(Api):
     depth: int | None = Field(default=None, description="Depth of the task's row.")
     acceptance_rate: float | None = Field(default=None, description="Accepted tokens over the depth of the row.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted / drafts.")
+    ttft_milliseconds: float | None = Field(default=None, description="Mean time to the first token, in milliseconds.")
+    itl_milliseconds: float | None = Field(default=None, description="Mean inter-token latency, in milliseconds.")
+    speedup: float | None = Field(
+        default=None, description="Time that plain decoding would take for the task's tokens, over the time taken."
+    )
+
+
+class ModelStatus(Api):
+    """The model that new pods load."""
+
+    uri: Text | None = Field(default=None, description="URI of the spec.")
+    revision: Text | None = Field(default=None, description="Revision that new pods load.")
 
 
 class DraftStatus(Api):
@@ -151,6 +171,7 @@ class Status(Api):
         ),
     ] = ()
     resolved_image: Text | None = None
+    model: ModelStatus | None = None
     speculation: SpeculationStatus | None = None
     tasks: Annotated[tuple[TaskStatus, ...], Field(max_length=8)] = ()
     draft: DraftStatus | None = None

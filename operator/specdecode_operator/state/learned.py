@@ -245,6 +245,8 @@ class LearnedState(Stored):
     """The pin in force: the last one that read."""
     steering: str = ""
     """Mode or pin that the plan followed last, in words."""
+    saved_device_seconds: float = 0.0
+    """Device seconds that speculation saved so far against plain decoding of the same tokens; losses are negative."""
     template: TemplateState | None = Field(default=None, exclude=True)
     """Stored under a key of its own."""
 

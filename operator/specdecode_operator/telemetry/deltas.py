@@ -16,6 +16,7 @@ from specdecode_operator.telemetry.counters import (
     Moments,
     RequestSums,
     Sum,
+    TaskSums,
     TrafficSums,
     merged,
     summed,
@@ -46,6 +47,8 @@ class Delta:
     """The same where the path to the parent passed a sibling."""
     traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSums] = field(default_factory=dict)
+    """Decoding steps and latencies by task."""
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
     @property
@@ -88,6 +91,7 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         siblings=_acceptance(before, after, "sibling"),
         traffic=_difference(_traffic(before), _traffic(after)),
         requests=_requests(before, after),
+        tasks=_difference(_tasks(before), _tasks(after)),
         steps=_steps(before, after) if same_buckets else {},
     )
 
@@ -109,6 +113,7 @@ def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
         draft=draft,
         output_tokens=sum(delta.output_tokens for delta in found),
         traffic=merged(delta.traffic for delta in found),
+        tasks=merged(delta.tasks for delta in found),
         running=sum(delta.running for delta in found),
         waiting=sum(delta.waiting for delta in found),
         seconds=sum(delta.seconds for delta in found) / len(found),
@@ -141,6 +146,7 @@ def _added(found: Sequence[Delta]) -> Delta:
         siblings=merged(delta.siblings for delta in found),
         traffic=merged(delta.traffic for delta in found),
         requests=merged(delta.requests for delta in found),
+        tasks=merged(delta.tasks for delta in found),
         steps=merged(delta.steps for delta in found),
     )
 
@@ -178,6 +184,10 @@ def _traffic(report: Report) -> dict[str, TrafficSums]:
     )
 
 
+def _tasks(report: Report) -> dict[str, TaskSums]:
+    return summed((cell.task, TaskSums.of_cell(cell)) for cell in report.tasks)
+
+
 def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
     drafts = _loaded(after)
     return _difference(_by_task(before, drafts), _by_task(after, drafts))
@@ -212,7 +222,7 @@ def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key
     return {key: value for key, value in found.items() if _has_risen(value)}
 
 
-def _has_risen(value: Hits | RequestSums | TrafficSums | Moments) -> bool:
+def _has_risen(value: Hits | RequestSums | TrafficSums | Moments | TaskSums) -> bool:
     if isinstance(value, Moments):
         return min(value.count, value.seconds, value.seconds_squared, value.emitted) >= 0
     if isinstance(value, Hits):
