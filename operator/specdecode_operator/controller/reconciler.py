@@ -10,7 +10,7 @@ from typing import Any
 
 from specdecode_operator import manifests, metrics
 from specdecode_operator.api.v1alpha1 import KIND, Status
-from specdecode_operator.controller.events import EventNotice, notices
+from specdecode_operator.controller.events import EventNotice, event_notices
 from specdecode_operator.controller.observation import deployment_of, find, observe, status_of_resource
 from specdecode_operator.controller.status import failed_status, iso, status_of
 from specdecode_operator.decision.decide import decide
@@ -73,8 +73,9 @@ class Reconciler:
         except SpecError as error:
             before, generation = status_of_resource(resource), resource["metadata"]["generation"]
             status = failed_status(before, generation, "SpecRefused", str(error), now=time.time())
+            metrics.record_failure(key, status)
             await self._write(key, resource, status)
-            await self._tell(key, resource["metadata"]["uid"], notices(before, status, ()), time.time())
+            await self._tell(key, resource["metadata"]["uid"], event_notices(before, status, ()), time.time())
             metrics.RECONCILES.labels("refused").inc()
             return SPEC_ERROR_SECONDS
         await self._write(key, resource, status)
@@ -89,7 +90,7 @@ class Reconciler:
         status = status_of(deployment, observed, decision, outcome, now=now)
         metrics.record(deployment, observed, decision, status)
         if not deployment.paused:
-            told = notices(deployment.status, status, decision.changes)
+            told = event_notices(deployment.status, status, decision.changes)
             await self._tell(deployment.key, deployment.uid, told, now)
         return status
 
