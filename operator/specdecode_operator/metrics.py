@@ -149,6 +149,13 @@ def forget(namespace: str, name: str) -> None:
         metric.remove_by_labels({"namespace": namespace, "name": name})
 
 
+def forget_all() -> None:
+    """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
+    _tasks_by_key.clear()
+    for metric in _metrics_of_deployments():
+        metric.clear()
+
+
 def _metrics_of_deployments() -> list[Any]:
     metrics = [value for value in globals().values() if isinstance(value, (Counter, Gauge, Histogram))]
     return [metric for metric in metrics if metric._labelnames[: len(OF_DEPLOYMENT)] == tuple(OF_DEPLOYMENT)]

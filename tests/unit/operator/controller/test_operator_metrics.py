@@ -173,6 +173,15 @@ def test_reasons_of_failed_reports_exist_from_the_start() -> None:
         assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": reason}) is not None
 
 
+def test_a_replica_that_is_not_the_leader_has_no_series_of_deployments() -> None:
+    recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
+    metrics.REPORTS_FAILED.labels("timeout").inc()
+    metrics.forget_all()
+    left = [s for family in REGISTRY.collect() for s in family.samples if s.labels.get("name") == "demo"]
+    assert not left
+    assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": "timeout"})
+
+
 async def test_queue_depth_counts_waiting_deployments() -> None:
     async def handle(key: tuple[str, str]) -> None:
         return None
