@@ -1,117 +1,231 @@
-"""The operator's own metrics, on a port of their own. docs/metrics.md lists them; a test compares."""
+"""Prometheus metrics of the operator. docs/metrics.md lists them; a test compares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from specdecode_operator.api.v1alpha1 import ConditionType, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.types import Decision, Deployment, Key, Observation
+from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
+from specdecode_worker.contract import OTHER_TASK
 
-OF_ONE = ["namespace", "name"]
-"""Labels of what is said of one deployment."""
+OF_DEPLOYMENT: Final = ["namespace", "name"]
+OF_TASK: Final = [*OF_DEPLOYMENT, "task"]
+MAX_TASKS = 8
+"""Tasks of one deployment with series of their own, so that labels are bounded. The API allows seven and ``other``."""
+SECONDS_PER_HOUR = 3600
 
-RECONCILES = Counter("specdecode_operator_reconciles", "Looks at a deployment, by how they ended.", ["outcome"])
-RECONCILE_SECONDS = Histogram("specdecode_operator_reconcile_seconds", "Duration of a look at a deployment.")
-QUEUE_DEPTH = Gauge("specdecode_operator_queue_depth", "Deployments that are due for a look and wait for it.")
-DESIRED_REPLICAS = Gauge("specdecode_desired_replicas", "Workers that should run.", OF_ONE)
-READY_REPLICAS = Gauge("specdecode_ready_replicas", "Workers that are ready.", OF_ONE)
-WANTED_REPLICAS = Gauge("specdecode_wanted_replicas", "Workers that demand asks for, before the bounds.", OF_ONE)
-CAPACITY = Gauge("specdecode_capacity_requests_per_second", "Arrivals that one worker carries.", OF_ONE)
-DEPTH = Gauge("specdecode_depth", "Draft depth at the present load.", OF_ONE)
-ACCEPTANCE = Gauge("specdecode_acceptance_rate", "Accepted over drafted tokens, last measured.", OF_ONE)
-FIRST_ACCEPTANCE = Gauge(
-    "specdecode_first_token_acceptance", "How often the draft's first token is right, whatever the depth.", OF_ONE
+ReportFailure = Literal["unreachable", "timeout", "unauthorized", "invalid", "outdated"]
+"""Reason why a worker's report was not read: no connection; the deadline passed; 401 or 403; a body that is no report
+or counters that fell; a contract version that the operator does not know."""
+
+RECONCILES = Counter("specdecode_operator_reconciles", "Reconciles of a deployment, by outcome.", ["outcome"])
+RECONCILE_SECONDS = Histogram("specdecode_operator_reconcile_seconds", "Duration of a reconcile in seconds.")
+QUEUE_DEPTH = Gauge("specdecode_operator_queue_depth", "Deployments that are due and wait for a reconcile.")
+LEADER = Gauge("specdecode_operator_leader", "1 if this replica of the operator is the leader, else 0.")
+WATCH_CONTACT_AGE = Gauge(
+    "specdecode_operator_watch_contact_age_seconds",
+    "Seconds since the API server last sent anything on the watch of this kind.",
+    ["kind"],
 )
-ACCEPTED_LENGTH = Gauge("specdecode_accepted_length", "Tokens per step, last measured.", OF_ONE)
-SPEEDUP = Gauge("specdecode_speedup", "Time that plain decoding would take over the time taken, last measured.", OF_ONE)
-RUNNING = Gauge("specdecode_running_requests", "Requests that run, mean of a minute.", OF_ONE)
-WAITING = Gauge("specdecode_waiting_requests", "Requests that wait, mean of a minute.", OF_ONE)
-TOKENS_PER_SECOND = Gauge("specdecode_tokens_per_second", "Tokens of answers a second, mean of a minute.", OF_ONE)
-CONDITION = Gauge("specdecode_condition", "1 for True, 0 for False, -1 for Unknown.", [*OF_ONE, "condition"])
-STALE_REPORTS = Gauge("specdecode_stale_reports", "Ready workers without a report for some time.", OF_ONE)
-SUSPECTS = Gauge("specdecode_suspect_workers", "Workers that differ from their past and their peers.", OF_ONE)
-PLAN_VERSION = Gauge("specdecode_operator_plan_version", "Version of the plan that is out.", OF_ONE)
-PLAN_CHANGES = Counter("specdecode_operator_plan_changes", "Changes of plans by measurement.", OF_ONE)
-DECISIONS = Counter("specdecode_operator_decisions", "Decisions, by kind and why.", [*OF_ONE, "kind", "reason"])
-EXPECTED_GAIN = Gauge("specdecode_expected_gain_ratio", "Of the last change whose gain was measured after.", OF_ONE)
-REALISED_GAIN = Gauge("specdecode_realised_gain_ratio", "What that change brought.", OF_ONE)
-REPORTS_REFUSED = Counter("specdecode_operator_reports_refused", "Reports that could not be had or used.")
+SCRAPE_ROUNDS = Counter(
+    "specdecode_operator_scrape_rounds", "Rounds in which all workers of one deployment were asked for their reports."
+)
+SCRAPE_SECONDS = Histogram("specdecode_operator_scrape_seconds", "Duration of such a round in seconds.")
+REPORTS_FAILED = Counter(
+    "specdecode_operator_reports_failed", "Reports of ready workers that were not read, by reason.", ["reason"]
+)
+PUSH_FAILED = Counter("specdecode_operator_push_failed", "Plans that a worker did not accept when they were pushed.")
+
+DESIRED_REPLICAS = Gauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
+READY_REPLICAS = Gauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
+WANTED_REPLICAS = Gauge(
+    "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling.", OF_DEPLOYMENT
+)
+CAPACITY = Gauge(
+    "specdecode_capacity_requests_per_second",
+    "Requests per second that one worker serves within the objectives.",
+    OF_DEPLOYMENT,
+)
+DEPTH = Gauge("specdecode_depth", "Draft depth at the current load.", OF_DEPLOYMENT)
+ACCEPTANCE = Gauge("specdecode_acceptance_rate", "Accepted over drafted tokens.", OF_DEPLOYMENT)
+FIRST_ACCEPTANCE = Gauge(
+    "specdecode_first_token_acceptance",
+    "Acceptance rate of the first drafted token. It does not depend on the depth.",
+    OF_DEPLOYMENT,
+)
+ACCEPTED_LENGTH = Gauge("specdecode_accepted_length", "Tokens per step of a sequence with a draft.", OF_DEPLOYMENT)
+SPEEDUP = Gauge(
+    "specdecode_speedup",
+    "Time that plain decoding would take, divided by the time taken, at equal load.",
+    OF_DEPLOYMENT,
+)
+DEVICE_HOURS_SAVED = Gauge(
+    "specdecode_device_hours_saved",
+    "Device hours saved against plain decoding since the deployment was created. It falls while speculation is slower.",
+    OF_DEPLOYMENT,
+)
+RUNNING = Gauge("specdecode_running_requests", "Running requests, mean of the last minute.", OF_DEPLOYMENT)
+WAITING = Gauge("specdecode_waiting_requests", "Waiting requests, mean of the last minute.", OF_DEPLOYMENT)
+TOKENS_PER_SECOND = Gauge(
+    "specdecode_tokens_per_second", "Generated tokens per second, mean of the last minute.", OF_DEPLOYMENT
+)
+CONDITION = Gauge(
+    "specdecode_condition", "Condition of a deployment: 1 True, 0 False, -1 Unknown.", [*OF_DEPLOYMENT, "condition"]
+)
+STALE_REPORTS = Gauge("specdecode_stale_reports", "Ready workers without a report for 30 s.", OF_DEPLOYMENT)
+SUSPECTS = Gauge(
+    "specdecode_suspect_workers", "Workers that are worse than their own past and their peers.", OF_DEPLOYMENT
+)
+OBJECTIVE = Gauge(
+    "specdecode_objective_seconds", "Latency objective of spec.speculation.objective.", [*OF_DEPLOYMENT, "latency"]
+)
+PLAN_VERSION = Gauge("specdecode_operator_plan_version", "Version of the current plan.", OF_DEPLOYMENT)
+PLAN_CHANGES = Counter("specdecode_operator_plan_changes", "Plan changes that follow from measurements.", OF_DEPLOYMENT)
+DECISIONS = Counter(
+    "specdecode_operator_decisions", "Decisions, by kind and reason.", [*OF_DEPLOYMENT, "kind", "reason"]
+)
+EXPECTED_GAIN = Gauge(
+    "specdecode_expected_gain_ratio",
+    "Expected gain of the last plan change whose gain was measured; 0.1 is 10 % more tokens in the same time.",
+    OF_DEPLOYMENT,
+)
+REALISED_GAIN = Gauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
+
+TASK_ACCEPTANCE = Gauge("specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK)
+TASK_LENGTH = Gauge("specdecode_task_accepted_length", "Tokens per step of a sequence with a draft, by task.", OF_TASK)
+TASK_SPEEDUP = Gauge(
+    "specdecode_task_speedup",
+    "Time that plain decoding would take for the task's tokens, divided by the time taken.",
+    OF_TASK,
+)
+TASK_TTFT = Gauge("specdecode_task_ttft_seconds", "Mean time to the first token of the last minute, by task.", OF_TASK)
+TASK_ITL = Gauge("specdecode_task_itl_seconds", "Mean inter-token latency of the last minute, by task.", OF_TASK)
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
+_TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
+_tasks_by_key: dict[Key, frozenset[str]] = {}
+"""Tasks that have series now."""
+
+for _reason in get_args(ReportFailure):
+    REPORTS_FAILED.labels(_reason)
 
 
 def record(deployment: Deployment, observed: Observation, decision: Decision, status: Status) -> None:
-    """Everything that one look says about one deployment."""
+    """Set the series of one deployment from the results of a reconcile."""
     key = deployment.key
-    REPORTS_REFUSED.inc(sum(worker.report_problem is not None for worker in observed.workers))
     DESIRED_REPLICAS.labels(*key).set(decision.desired)
     READY_REPLICAS.labels(*key).set(status.ready_replicas)
     PLAN_VERSION.labels(*key).set(decision.plan.version)
     STALE_REPORTS.labels(*key).set(len(decision.silent))
     SUSPECTS.labels(*key).set(len({suspect.pod for suspect in decision.suspects}))
-    _known(WANTED_REPLICAS, key, decision.wanted)
-    _known(CAPACITY, key, decision.capacity.rate if decision.capacity else None)
-    _known(DEPTH, key, decision.depth)
-    _known(FIRST_ACCEPTANCE, key, decision.first_acceptance)
-    _decisions(key, decision.changes)
-    _figures(key, decision)
-    _gains(key, decision.history)
-    _conditions(key, status)
+    _set_known(WANTED_REPLICAS, key, decision.wanted)
+    _set_known(CAPACITY, key, decision.capacity.rate if decision.capacity else None)
+    _set_known(DEPTH, key, decision.depth)
+    _set_known(FIRST_ACCEPTANCE, key, decision.first_acceptance)
+    _record_objectives(deployment)
+    _record_decisions(key, decision.changes)
+    if decision.figures is not None:
+        _record_figures(key, decision.figures)
+        tasks = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
+        _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
+    _record_gains(key, decision.history)
+    _record_conditions(key, status)
+
+
+def record_failure(key: Key, status: Status) -> None:
+    """Set the series of a deployment whose spec was refused; its measurements stay as they are."""
+    READY_REPLICAS.labels(*key).set(status.ready_replicas)
+    _record_conditions(key, status)
 
 
 def forget(namespace: str, name: str) -> None:
-    """Drops the series of a deployment that is gone."""
-    for metric in _of_deployments():
+    """Remove the series of a deployment that was deleted."""
+    _tasks_by_key.pop((namespace, name), None)
+    for metric in _metrics_of_deployments():
         metric.remove_by_labels({"namespace": namespace, "name": name})
 
 
-def _of_deployments() -> list[Any]:
-    found = [value for value in globals().values() if isinstance(value, (Counter, Gauge, Histogram))]
-    return [metric for metric in found if metric._labelnames[: len(OF_ONE)] == tuple(OF_ONE)]
+def forget_all() -> None:
+    """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
+    _tasks_by_key.clear()
+    for metric in _metrics_of_deployments():
+        metric.clear()
 
 
-def _known(gauge: Gauge, key: Key, value: float | None) -> None:
-    """What is not known now keeps what was known last, as status does."""
+def _metrics_of_deployments() -> list[Any]:
+    metrics = [value for value in globals().values() if isinstance(value, (Counter, Gauge, Histogram))]
+    return [metric for metric in metrics if metric._labelnames[: len(OF_DEPLOYMENT)] == tuple(OF_DEPLOYMENT)]
+
+
+def _set_known(gauge: Gauge, labels: Iterable[str], value: float | None) -> None:
+    """Set ``gauge`` if the value is known. Otherwise it keeps its last value, as status does."""
     if value is not None:
-        gauge.labels(*key).set(value)
+        gauge.labels(*labels).set(value)
 
 
-def _decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
+def _record_objectives(deployment: Deployment) -> None:
+    objective = deployment.spec.speculation.objective
+    milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.ttit_milliseconds}
+    for latency, value in milliseconds.items():
+        if value is None:
+            OBJECTIVE.remove(*deployment.key, latency)
+        else:
+            OBJECTIVE.labels(*deployment.key, latency).set(value / 1000)
+
+
+def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
     changes = list(changes)
     PLAN_CHANGES.labels(*key).inc(sum(change.kind == "Plan" for change in changes))
     for change in changes:
         DECISIONS.labels(*key, change.kind, change.cause or "unknown").inc()
 
 
-def _figures(key: Key, decision: Decision) -> None:
-    figures = decision.figures
-    if figures is None:
-        return
+def _record_figures(key: Key, figures: Figures) -> None:
     RUNNING.labels(*key).set(figures.running)
     WAITING.labels(*key).set(figures.waiting)
     TOKENS_PER_SECOND.labels(*key).set(figures.tokens_per_second)
     if figures.speed is not None:
         ACCEPTANCE.labels(*key).set(figures.speed.acceptance_rate)
         ACCEPTED_LENGTH.labels(*key).set(figures.speed.accepted_length)
-    _known(SPEEDUP, key, figures.speedup)
+    _set_known(SPEEDUP, key, figures.speedup)
+    if figures.saved_device_seconds is not None:
+        DEVICE_HOURS_SAVED.labels(*key).set(figures.saved_device_seconds / SECONDS_PER_HOUR)
 
 
-def _gains(key: Key, history: Iterable[DecisionRecord]) -> None:
-    measured = next((found for found in history if found.realised_gain_percent is not None), None)
+def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
+    """Set the series of tasks, and remove those that were not measured: an idle task must not raise an alert."""
+    for name, task in tasks.items():
+        values = (task.acceptance_rate, task.accepted_length, task.speedup, task.ttft_seconds, task.itl_seconds)
+        for gauge, value in zip(_TASK_GAUGES, values, strict=True):
+            if value is None:
+                gauge.remove(*key, name)
+            else:
+                gauge.labels(*key, name).set(value)
+    for name in _tasks_by_key.get(key, frozenset()) - tasks.keys():
+        for gauge in _TASK_GAUGES:
+            gauge.remove(*key, name)
+    _tasks_by_key[key] = frozenset(tasks)
+
+
+def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
+    measured = next((change for change in history if change.realised_gain_percent is not None), None)
     if measured is not None and measured.realised_gain_percent is not None:
         REALISED_GAIN.labels(*key).set(measured.realised_gain_percent / 100)
-        _known(EXPECTED_GAIN, key, (measured.expected_gain_percent or 0) / 100)
+        EXPECTED_GAIN.labels(*key).set((measured.expected_gain_percent or 0) / 100)
 
 
-def _conditions(key: Key, status: Status) -> None:
-    """A condition that is gone takes its series with it; by name, since a search would go through all deployments."""
-    found = {condition.type: condition.status for condition in status.conditions}
+def _record_conditions(key: Key, status: Status) -> None:
+    """Set one series for each condition, and remove those of absent conditions.
+
+    They are removed by name, because a search would go through the series of all deployments.
+    """
+    by_type = {condition.type: condition.status for condition in status.conditions}
     for kind in ConditionType:
-        if kind in found:
-            CONDITION.labels(*key, kind.value).set(_VALUES[found[kind]])
+        if kind in by_type:
+            CONDITION.labels(*key, kind.value).set(_VALUES[by_type[kind]])
         else:
             CONDITION.remove(*key, kind.value)

@@ -128,15 +128,32 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What was accepted over the window. Present only when enough drafts were seen."""
+    """Acceptance of the whole fleet over the window. Absent while too few drafts were verified."""
 
     acceptance_rate: float
     accepted_length: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFigures:
+    """Measurements of one task over the window. A value is None while the task had too little traffic for it."""
+
+    acceptance_rate: float | None = None
+    """Accepted tokens per draft over the depth of the task's row."""
+    accepted_length: float | None = None
+    """Tokens per step of a sequence with a draft: 1 + accepted / drafts."""
+    ttft_seconds: float | None = None
+    """Mean time to the first token."""
+    itl_seconds: float | None = None
+    """Mean inter-token latency."""
+    speedup: float | None = None
+    """Time that plain decoding would take for the task's tokens, divided by the time taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What status shows of the last minute; handed out seldom, so that status is written seldom."""
+    """Measurements over the window of the last minute. They are published at most every half minute, because each
+    publication writes status."""
 
     running: float
     waiting: float
@@ -144,8 +161,11 @@ class Figures:
     synthetic: bool
     speed: Speed | None = None
     speedup: float | None = None
-    """Plain time per token over that of everything that decoded; None while there is nothing plain to compare with."""
-    tasks: Mapping[str, Speed] = field(default_factory=dict)
+    """Time that plain decoding would take, divided by the time taken, over all decoding steps. None while no plain
+    steps are known to compare with."""
+    tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
+    saved_device_seconds: float | None = None
+    """Running total of LearnedState.saved_device_seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ MAY_BE_EMPTY = {
     "specdecode_operator_decisions_total",  # there may be no decision meanwhile
     "specdecode_expected_gain_ratio",
     "specdecode_realised_gain_ratio",  # the gain may not have been measured yet
+    "specdecode_objective_seconds",  # this deployment has no objective
 }
 SPECULATION: Manifest = {
     "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},

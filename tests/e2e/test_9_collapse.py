@@ -43,11 +43,11 @@ def test_acceptance_collapse_is_detected_named_and_cleared(endpoint: Endpoint) -
             lambda: len(drafts := past_drafts(endpoint)) == 2 and min(drafts) > PAST_DRAFTS,
             timeout_s=SETTLED_SECONDS,
         )
-        assert endpoint.condition("WorkersAlike")["status"] == "True"
+        assert endpoint.condition("WorkersHealthy")["status"] == "True"
         endpoint.set_knobs(COLLAPSED, sick)
 
         def named() -> bool:
-            condition = endpoint.condition("WorkersAlike")
+            condition = endpoint.condition("WorkersHealthy")
             assert (condition["status"], condition["reason"]) == ("False", "AcceptanceCollapsed"), condition
             assert f"pod {sick}: first token accepted" in condition["message"], condition
             assert well not in condition["message"], condition
@@ -58,7 +58,7 @@ def test_acceptance_collapse_is_detected_named_and_cleared(endpoint: Endpoint) -
         assert not endpoint.report(well).plan.quiet
         endpoint.set_knobs(FAIR, sick)
         wait_for(
-            "it is well", lambda: endpoint.condition("WorkersAlike")["status"] == "True", timeout_s=SETTLED_SECONDS
+            "it is well", lambda: endpoint.condition("WorkersHealthy")["status"] == "True", timeout_s=SETTLED_SECONDS
         )
         wait_for("it speculates", lambda: not endpoint.report(sick).plan.quiet, timeout_s=30)
     assert not traffic.failures

@@ -15,7 +15,9 @@ _Message = Annotated[str, Field(max_length=MAX_MESSAGE)]
 
 
 class ConditionType(StrEnum):
-    """Types of conditions. The first six are always present, the others only while their feature is in use.
+    """Types of conditions, after kstatus.
+
+    Reconciling and Stalled exist only while True, conditions of a feature only while it is in use, the others always.
 
     | type | True means |
     |---|---|
@@ -24,13 +26,12 @@ class ConditionType(StrEnum):
     | Progressing | a rollout or a change of the number of workers is under way |
     | Reconciling | the operator has not yet made the children equal to the spec (kstatus: InProgress) |
     | Stalled | the children will not become equal to the spec without a change by a person (kstatus: Failed) |
-    | Reconciled | all children were applied |
     | MemoryFits | the model fits the memory of the device |
     | DraftCompatible | the draft fits the target |
     | SpeculationEffective | speculation is measured faster than plain decoding |
     | ScalingLimited | the number of workers cannot follow the demand |
     | ReportsFresh | all ready workers send reports |
-    | WorkersAlike | no worker differs from its peers |
+    | WorkersHealthy | no worker differs from its past and its peers |
     | Pinned | a shape is pinned by annotation |
     """
 
@@ -39,13 +40,12 @@ class ConditionType(StrEnum):
     progressing = "Progressing"
     reconciling = "Reconciling"
     stalled = "Stalled"
-    reconciled = "Reconciled"
     memory_fits = "MemoryFits"
     draft_compatible = "DraftCompatible"
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
     reports_fresh = "ReportsFresh"
-    workers_alike = "WorkersAlike"
+    workers_healthy = "WorkersHealthy"
     pinned = "Pinned"
 
 
@@ -215,7 +215,7 @@ class Status(Api):
         ),
     ] = Field(
         default=(),
-        description="Conditions. Ready, Available, Progressing, Reconciling, Stalled and Reconciled are always there.",
+        description="Conditions. Ready, Available and Progressing are always there; Reconciling and Stalled while True.",
     )
     resolved_image: Text | None = Field(default=None, description="Image of the workers.")
     model: ModelStatus | None = Field(default=None, description="Model that the workers serve.")

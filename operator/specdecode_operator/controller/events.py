@@ -1,40 +1,53 @@
-"""Which Events a look brings: every decision, and every condition that turned bad or well again. Pure.
+"""Events of a deployment: one for each decision, and one for each condition that turned bad or recovered. Pure.
 
-Losing one loses nothing: status has the history and the conditions.
+Status has the history and the conditions too, so that a lost Event loses nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import Condition, ConditionType, Decision, Status
+from specdecode_operator.controller.status.build import named_pods
 
 BAD = {
-    ConditionType.reconciled: "False",
+    ConditionType.stalled: "True",
+    ConditionType.available: "False",
     ConditionType.draft_compatible: "False",
     ConditionType.scaling_limited: "True",
     ConditionType.reports_fresh: "False",
     ConditionType.pinned: "False",
-    ConditionType.workers_alike: "False",
+    ConditionType.workers_healthy: "False",
 }
-"""Conditions worth an Event, and the status that is bad. Pods have Events of their own, decisions tell of speed."""
+"""Conditions with Events, and the status that is bad. Kubernetes writes the Events of pods."""
+ON_LOSS_ONLY = (ConditionType.available,)
+"""Conditions that are bad from the start, which is no news. Only a loss after they were good is."""
+REPEATED_REASONS = ("ImageNotPulled", "WorkerFailing")
+"""Reasons of retries, whose message changes from phase to phase."""
+EXPECTED_REASONS = ("ScaledToZero",)
+"""Reasons of a bad status that the user asked for."""
 
 _REASONS = {"Plan": "PlanChanged", "Replicas": "Scaled", "Steering": "SteeringChanged"}
 
 
 class EventNotice(NamedTuple):
-    """What an Event says."""
+    """Content of an Event."""
 
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
 
 
-def notices(before: Status, after: Status, changes: Iterable[Decision]) -> tuple[EventNotice, ...]:
-    """``before`` is what stood in the API server, so that an Event comes once."""
-    return (*map(_decided, changes), *_turned(before, after))
+def event_notices(before: Status, after: Status, changes: Iterable[Decision]) -> tuple[EventNotice, ...]:
+    """Return the Events of one reconcile.
+
+    Args:
+        before: Status as the API server had it, so that each Event is written once.
+        after: Status as it is now.
+        changes: Decisions made in this reconcile, oldest first.
+    """
+    return (*map(_decided, changes), *_transitions(before, after))
 
 
 def _decided(change: Decision) -> EventNotice:
@@ -42,25 +55,41 @@ def _decided(change: Decision) -> EventNotice:
     return EventNotice("Normal", _REASONS[change.kind], message)
 
 
-def _turned(before: Status, after: Status) -> Iterator[EventNotice]:
-    known = {condition.type: condition for condition in before.conditions}
+def _transitions(before: Status, after: Status) -> Iterator[EventNotice]:
+    old_by_type = {condition.type: condition for condition in before.conditions}
+    new_by_type = {condition.type: condition for condition in after.conditions}
     for kind, bad in BAD.items():
-        new = next((condition for condition in after.conditions if condition.type == kind), None)
-        old = known.get(kind)
-        if new is not None and new.status == bad and not _same(old, new):
-            yield EventNotice("Warning", new.reason, new.message)
-        elif old is not None and old.status == bad and (new is None or new.status != bad):
-            yield EventNotice("Normal", new.reason if new else "Resolved", new.message if new else f"{kind} is over")
+        old, new = old_by_type.get(kind), new_by_type.get(kind)
+        if new is not None and new.status == bad:
+            if _is_news(kind, old, new):
+                yield EventNotice("Warning", new.reason, new.message)
+        elif old is not None and old.status == bad:
+            yield _recovery(kind, old, new)
 
 
-def _same(old: Condition | None, new: Condition) -> bool:
-    """A refusal with other words is news, and so is another pod; a limit with another number is not."""
+def _is_news(kind: ConditionType, old: Condition | None, new: Condition) -> bool:
+    if new.reason in EXPECTED_REASONS:
+        return False
+    if kind in ON_LOSS_ONLY:
+        return old is not None and old.status != new.status
+    return not _is_same(old, new)
+
+
+def _recovery(kind: ConditionType, old: Condition, new: Condition | None) -> EventNotice:
+    if new is not None:
+        return EventNotice("Normal", new.reason, new.message)
+    return EventNotice("Normal", "Resolved", f"{kind} with reason {old.reason} is over")
+
+
+def _is_same(old: Condition | None, new: Condition) -> bool:
+    """Return whether two bad states of a condition are about the same thing.
+
+    Another message of the API server is news, and so is another pod. Another number is not.
+    """
     if old is None or old.status != new.status or old.reason != new.reason:
         return False
-    if new.type == ConditionType.workers_alike:
-        return _pods(old.message) >= _pods(new.message)
-    return new.type == ConditionType.scaling_limited or old.message == new.message
-
-
-def _pods(message: str) -> set[str]:
-    return set(re.findall(r"\bpod (\S+):", message))
+    if old.message == new.message or new.type == ConditionType.scaling_limited:
+        return True
+    pods = named_pods(new.message)
+    varies = new.type == ConditionType.workers_healthy or new.reason in REPEATED_REASONS
+    return bool(pods) and varies and pods <= named_pods(old.message)

@@ -17,7 +17,7 @@ from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.admin_tokens import AdminTokens
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.event_recorder import record_events
-from specdecode_operator.controller.events import notices
+from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.mount_problems import add_mount_problems
 from specdecode_operator.controller.observation import observe
 from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
@@ -132,7 +132,7 @@ class Reconciler:
         metrics.record(deployment, observed, decision, status)
         await self._write_status(key, resource, status)
         if not deployment.paused:
-            new_events = notices(deployment.status, status, pending.changes)
+            new_events = event_notices(deployment.status, status, pending.changes)
             await record_events(parts.client, key, deployment.uid, new_events, now)
         known = parts.table.get(key)
         if known is not None and known.pending is pending:
@@ -223,7 +223,7 @@ class Reconciler:
         status = failed_status(before, failure.generation, failure.reason, failure.message, now=now)
         metrics.record_failure(key, status)
         await self._write_status(key, resource, status)
-        await record_events(self._parts.client, key, resource["metadata"]["uid"], notices(before, status, ()), now)
+        await record_events(self._parts.client, key, resource["metadata"]["uid"], event_notices(before, status, ()), now)
         metrics.RECONCILES.labels("refused").inc()
 
     async def _write_status(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:

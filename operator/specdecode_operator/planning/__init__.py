@@ -1,7 +1,7 @@
 """What to run at which load: estimates of acceptance and step time, and the shape of every row of the plan. Pure."""
 
 from specdecode_operator.planning.bounds import follows, plans
-from specdecode_operator.planning.figures import figures, first_acceptance
+from specdecode_operator.planning.figures import figures, first_acceptance, saved_seconds
 from specdecode_operator.planning.learn import learn
 from specdecode_operator.planning.loads import buckets, present_row
 from specdecode_operator.planning.look import Change
@@ -30,6 +30,7 @@ __all__ = [
     "present_row",
     "prompt_of",
     "request_of",
+    "saved_seconds",
     "standing",
     "stands",
     "still",

@@ -1,92 +1,159 @@
-"""ACCEPT and SPEEDUP: differences of the whole fleet's counters over the window.
+"""Measurements over the window of the last minute, of the fleet and of each task: acceptance, latency and speed-up.
 
-Speedup is what speculation brings as it runs: the time that plain decoding would have taken over the time that was
-taken, at the same loads. Whatever decoded counts as it was - plain steps where the plan or a guard holds speculation
-back, and what exploration costs - so a shape that only ever ran in bursts says nothing of itself. A cell here is:
-steps without prefill, one context bucket, one number of running sequences. StepCell sums steps of several numbers of
-sequences, so each cell is compared with plain steps at its own mean number of sequences, interpolated between plain
-cells (at most 1.25 beyond the outermost). Time per token of a cell is seconds x mean sequences / emitted tokens;
-cells weigh by the tokens that they emitted.
+Speed-up is the time that plain decoding would have taken for the decoded tokens, divided by the time taken, at the same
+loads. All decoding steps count: steps with a draft, plain steps where the plan or a guard runs plain decoding, and
+exploration. A cell is one kind of step: without prefill, one context bucket, one number of draft passes and one bucket
+of packed tokens. Each cell is compared with plain steps at the cell's mean number of sequences, interpolated between
+the plain cells of the same context (up to a factor 1.25 beyond the outermost). The time per token of one sequence is
+seconds x mean sequences / emitted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
-from specdecode_operator.telemetry.counters import CellKey, Moments
+from specdecode_operator.telemetry.counters import CellKey, Moments, RequestSums, TaskSums
 from specdecode_operator.telemetry.deltas import Delta, over
-from specdecode_operator.types import Figures, Speed
+from specdecode_operator.types import Figures, Speed, TaskFigures
 from specdecode_worker.contract import FEATURES
 
 LEAST_DRAFTS = 500
+"""Drafts in the window below which the fleet's acceptance is not shown: its standard error would exceed 2 %."""
 LEAST_TASK_DRAFTS = 50
+"""The same for one task. A task has fewer requests, and an error of 7 % still separates tasks."""
+LEAST_TASK_STEPS = 50
+"""Decoding steps of a task below which its speed-up is not shown, for the same reason."""
 LEAST_TOKENS = 500
+"""Decoded tokens in the window below which no speed-up is shown."""
 LEAST_COMPARED = 0.5
-"""Of the window's tokens must have come from steps that plain ones are known for."""
+"""Share of the window's tokens that must come from steps for which plain steps are known."""
 LEAST_PLAIN_STEPS = 8
+"""Plain steps of one kind in the window that are used instead of the remembered ones."""
 REACH = 1.25
+"""Factor in the number of sequences by which a comparison may leave the range of the known plain steps."""
 
 _SEQUENCES = FEATURES.index("sequences")
 
 
 class Point(NamedTuple):
-    """One timed kind of step: sequences a step, seconds per token of one sequence."""
+    """Time per token at one number of sequences."""
 
     sequences: float
     per_token: float
+    """Seconds per token of one sequence."""
+
+
+class _Comparison(NamedTuple):
+    """Steps of one kind, and plain decoding of the same tokens."""
+
+    key: CellKey
+    moments: Moments
+    plain_per_token: float | None
+    """Seconds per token of one sequence in plain steps at the same load. None where none are known."""
+
+    @property
+    def sequences(self) -> float:
+        return self.moments.mean_of(_SEQUENCES)
 
 
 def figures(
-    window: Iterable[Delta], costs: Iterable[StepTimeCell], task_depths: Mapping[str, int], *, synthetic: bool
+    window: Iterable[Delta],
+    costs: Iterable[StepTimeCell],
+    task_depths: Mapping[str, int],
+    *,
+    synthetic: bool,
+    saved_device_seconds: float | None = None,
 ) -> Figures:
-    """Of the window; plain steps that are too few in it are taken from the remembered ``costs``."""
+    """Return the measurements over ``window``.
+
+    Args:
+        window: Differences of the fleet's counters, oldest first.
+        costs: Remembered step times, used where the window has too few plain steps.
+        task_depths: Depth of the row in use, by task.
+        synthetic: Whether synthetic knobs distort the measurements of some worker.
+        saved_device_seconds: Running total to show; see ``saved_seconds``.
+    """
     total = over(window)
+    overall = speedup(total.steps, costs)
     return Figures(
         running=total.running,
         waiting=total.waiting,
         tokens_per_second=total.output_tokens / total.seconds if total.seconds else 0,
         synthetic=synthetic,
         speed=_speed(total),
-        speedup=speedup(total.steps, costs),
-        tasks=_tasks(total, task_depths),
+        speedup=overall,
+        tasks=_tasks(total, task_depths, overall),
+        saved_device_seconds=saved_device_seconds,
     )
 
 
 def first_acceptance(cells: Iterable[AcceptanceCell]) -> float | None:
-    """How often the draft's first token is right, all tasks together: the same whatever depth runs."""
+    """Return the acceptance rate of the first drafted token over all tasks. It does not depend on the depth in use."""
     first = [cell for cell in cells if cell.depth == 1]
     total = sum(cell.total for cell in first)
     return sum(cell.hits for cell in first) / total if total else None
 
 
-def _speed(total: Delta) -> Speed | None:
-    if total.drafts < LEAST_DRAFTS or total.draft_tokens <= 0:
-        return None
-    return Speed(
-        acceptance_rate=total.accepted_tokens / total.draft_tokens,
-        accepted_length=1 + total.accepted_tokens / total.drafts,
-    )
-
-
 def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> float | None:
-    """None where too little was decoded, or too little of it has plain steps to be compared with."""
-    remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
+    """Return the speed-up of all decoding steps over plain decoding.
+
+    Time is counted for each sequence: a step of two sequences counts twice. Plain steps count with the time they took.
+
+    Returns:
+        None if fewer than LEAST_TOKENS tokens were decoded, or if plain steps are known for less than LEAST_COMPARED of
+        them.
+    """
     plain_seconds = seconds = tokens = compared = 0.0
-    for key, moments in steps.items():
-        if key.prefill or moments.count < 1 or moments.emitted < 1:
-            continue
-        tokens += moments.emitted
-        plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_of(_SEQUENCES))
-        if plain is not None:
-            taken = moments.seconds * moments.mean_of(_SEQUENCES)
-            compared += moments.emitted
+    for cell in _compared(steps, costs):
+        tokens += cell.moments.emitted
+        if cell.plain_per_token is not None:
+            taken = cell.moments.seconds * cell.sequences
+            compared += cell.moments.emitted
             seconds += taken
-            plain_seconds += plain * moments.emitted if key.draft_passes else taken
+            plain_seconds += cell.plain_per_token * cell.moments.emitted if cell.key.draft_passes else taken
     if tokens < LEAST_TOKENS or compared < LEAST_COMPARED * tokens or seconds <= 0:
         return None
     return plain_seconds / seconds
+
+
+def saved_seconds(delta: Delta, costs: Iterable[StepTimeCell]) -> float:
+    """Return the seconds of worker time that speculation saved in ``delta``: (speed-up - 1) x time of its steps.
+
+    For every kind of step with draft passes, the tokens that it emitted would have taken ``plain time per token x
+    tokens / sequences`` seconds of one worker. The time taken is subtracted from that. Steps that were slower than
+    plain decoding count negative. Plain steps, steps with prefill, and steps for which no plain steps are known do not
+    count.
+
+    A worker with several devices saves the result on each: multiply by the number of devices for device seconds.
+    """
+    saved = 0.0
+    for cell in _compared(delta.steps, costs):
+        if cell.key.draft_passes and cell.plain_per_token is not None:
+            saved += cell.plain_per_token * cell.moments.emitted / cell.sequences - cell.moments.seconds
+    return saved
+
+
+def interpolated(points: list[Point], sequences: float) -> float | None:
+    """Return the seconds per token at ``sequences`` between ``points`` in rising order, or None if too far outside."""
+    if not points or not points[0].sequences / REACH <= sequences <= points[-1].sequences * REACH:
+        return None
+    below = max((point for point in points if point.sequences <= sequences), default=points[0])
+    above = min((point for point in points if point.sequences >= sequences), default=points[-1])
+    if above.sequences - below.sequences < 1e-9:
+        return below.per_token
+    share = (sequences - below.sequences) / (above.sequences - below.sequences)
+    return below.per_token + min(1.0, max(0.0, share)) * (above.per_token - below.per_token)
+
+
+def _compared(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> Iterator[_Comparison]:
+    """Yield every kind of decoding step that emitted tokens, with the plain time per token at its load."""
+    remembered = {CellKey.of(cell): Moments(cell.values) for cell in costs}
+    for key, moments in steps.items():
+        if not key.prefill and moments.count >= 1 and moments.emitted >= 1:
+            plain = _plain_per_token(steps, remembered, key.context_bucket, moments.mean_of(_SEQUENCES))
+            yield _Comparison(key, moments, plain)
 
 
 def _plain_per_token(
@@ -104,24 +171,66 @@ def _plain_per_token(
     return interpolated(sorted(points), sequences)
 
 
-def interpolated(points: list[Point], sequences: float) -> float | None:
-    """Seconds per token between ``points`` in rising order; None too far beyond the outermost."""
-    if not points or not points[0].sequences / REACH <= sequences <= points[-1].sequences * REACH:
+def _speed(total: Delta) -> Speed | None:
+    if total.drafts < LEAST_DRAFTS or total.draft_tokens <= 0:
         return None
-    below = max((point for point in points if point.sequences <= sequences), default=points[0])
-    above = min((point for point in points if point.sequences >= sequences), default=points[-1])
-    if above.sequences - below.sequences < 1e-9:
-        return below.per_token
-    share = (sequences - below.sequences) / (above.sequences - below.sequences)
-    return below.per_token + min(1.0, max(0.0, share)) * (above.per_token - below.per_token)
+    return Speed(
+        acceptance_rate=total.accepted_tokens / total.draft_tokens,
+        accepted_length=1 + total.accepted_tokens / total.drafts,
+    )
 
 
-def _tasks(total: Delta, depths: Mapping[str, int]) -> dict[str, Speed]:
-    """Tokens per step from the requests that ended; acceptance as the share of the depth that the task's row has."""
-    found = {}
-    for task, sums in total.requests.items():
-        if sums.d >= LEAST_TASK_DRAFTS:
-            accepted = sums.a / sums.d
-            rate = min(1.0, accepted / depths[task]) if depths.get(task) else 0.0
-            found[task] = Speed(acceptance_rate=rate, accepted_length=1 + accepted)
-    return found
+def _tasks(total: Delta, depths: Mapping[str, int], overall: float | None) -> dict[str, TaskFigures]:
+    """Return the measurements of every task that had traffic in the window."""
+    decoded = sum(sums.decode_tokens for sums in total.tasks.values())
+    steps = sum(sums.decode_steps for sums in total.tasks.values())
+    tokens_per_step = decoded / steps if steps > 0 else None
+    measured = {
+        task: _task(
+            total.requests.get(task),
+            total.tasks.get(task),
+            depths.get(task, 0),
+            overall / tokens_per_step if overall is not None and tokens_per_step else None,
+        )
+        for task in sorted({*total.requests, *total.tasks})
+    }
+    return {task: values for task, values in measured.items() if values != TaskFigures()}
+
+
+def _task(
+    requests: RequestSums | None, sums: TaskSums | None, depth: int, speedup_per_token: float | None
+) -> TaskFigures:
+    """Return the measurements of one task.
+
+    The speed-up of a task is the fleet's speed-up x the task's tokens per step / the fleet's tokens per step: sequences
+    of all tasks run in the same steps, so that a task's time per token is the fleet's step time over the task's tokens
+    per step, and plain decoding takes every task the same time per token. Tokens per step count plain steps too. The
+    mean over tasks, weighted by their steps, is the fleet's speed-up. The formula assumes that the tasks share the
+    steps of the window evenly; it does not see that one task ran at a quieter time than another.
+
+    Args:
+        requests: Sums over the task's finished requests; acceptance is computed from these.
+        sums: Decoding steps and latencies.
+        depth: Depth of the task's row, by which accepted tokens per draft are divided.
+        speedup_per_token: The fleet's speed-up over its tokens per step.
+    """
+    drafted = requests is not None and requests.d >= LEAST_TASK_DRAFTS
+    accepted = requests.a / requests.d if requests is not None and drafted else None
+    acceptance = None if accepted is None else (min(1.0, accepted / depth) if depth else 0.0)
+    length = None if accepted is None else 1 + accepted
+    if sums is None:
+        return TaskFigures(acceptance_rate=acceptance, accepted_length=length)
+    gain = None
+    if speedup_per_token is not None and sums.decode_steps >= LEAST_TASK_STEPS:
+        gain = speedup_per_token * sums.decode_tokens / sums.decode_steps
+    return TaskFigures(
+        acceptance_rate=acceptance,
+        accepted_length=length,
+        ttft_seconds=_mean(sums.ttft_seconds, sums.ttft_count),
+        itl_seconds=_mean(sums.itl_seconds, sums.itl_count),
+        speedup=gain,
+    )
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count > 0 else None

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from operator import add, sub
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from specdecode_worker.contract import FEATURES, StepCell
+from specdecode_worker.contract import FEATURES, StepCell, TaskCell
 
 K = len(FEATURES)
 PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
@@ -193,11 +193,36 @@ class RequestSums(NamedTuple):
         return RequestSums(*(value * factor for value in self))
 
 
+class TaskSums(NamedTuple):
+    """Decoding steps, their tokens, and counts and sums (seconds) of TTFT and ITL of one task."""
+
+    decode_steps: float
+    decode_tokens: float
+    ttft_count: float
+    ttft_seconds: float
+    itl_count: float
+    itl_seconds: float
+
+    @classmethod
+    def of_cell(cls, cell: TaskCell) -> Self:
+        latencies = (sum(cell.ttft.counts), cell.ttft.sum, sum(cell.itl.counts), cell.itl.sum)
+        return cls(cell.decode_steps, cell.decode_tokens, *latencies)
+
+    def plus(self, other: TaskSums) -> TaskSums:
+        return TaskSums(*map(add, self, other))
+
+    def minus(self, other: TaskSums) -> TaskSums:
+        return TaskSums(*map(sub, self, other))
+
+    def times(self, factor: float) -> TaskSums:
+        return TaskSums(*(value * factor for value in self))
+
+
 NO_HITS = Hits(0, 0)
 NO_REQUESTS = RequestSums(0, 0, 0, 0, 0, 0)
 NO_TRAFFIC = TrafficSums(0, 0, 0, 0, 0)
 
-Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments)
+Sum = TypeVar("Sum", Hits, RequestSums, TrafficSums, Moments, TaskSums)
 Key = TypeVar("Key")
 
 

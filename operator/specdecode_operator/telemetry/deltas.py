@@ -16,6 +16,7 @@ from specdecode_operator.telemetry.counters import (
     Moments,
     RequestSums,
     Sum,
+    TaskSums,
     TrafficSums,
     merged,
     summed,
@@ -47,6 +48,8 @@ class Delta:
     """By (task, depth), at positions whose path to the root passes a sibling."""
     traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSums] = field(default_factory=dict)
+    """Decoding steps and latencies by task."""
     steps: Mapping[CellKey, Moments] = field(default_factory=dict)
 
     @property
@@ -96,6 +99,7 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         siblings=_acceptance(before, after, "sibling"),
         traffic=_difference(_traffic(before), _traffic(after)),
         requests=_requests(before, after),
+        tasks=_difference(_tasks(before), _tasks(after)),
         steps=_steps(before, after) if same_buckets else {},
     )
 
@@ -117,6 +121,7 @@ def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
         draft=draft,
         output_tokens=sum(delta.output_tokens for delta in polled),
         traffic=merged(delta.traffic for delta in polled),
+        tasks=merged(delta.tasks for delta in polled),
         running=sum(delta.running for delta in polled),
         waiting=sum(delta.waiting for delta in polled),
         seconds=sum(delta.seconds for delta in polled) / len(polled),
@@ -149,6 +154,7 @@ def _added(deltas: Sequence[Delta]) -> Delta:
         siblings=merged(delta.siblings for delta in deltas),
         traffic=merged(delta.traffic for delta in deltas),
         requests=merged(delta.requests for delta in deltas),
+        tasks=merged(delta.tasks for delta in deltas),
         steps=merged(delta.steps for delta in deltas),
     )
 
@@ -187,6 +193,10 @@ def _traffic(report: Report) -> dict[str, TrafficSums]:
         )
         for cell in report.traffic
     )
+
+
+def _tasks(report: Report) -> dict[str, TaskSums]:
+    return summed((cell.task, TaskSums.of_cell(cell)) for cell in report.tasks)
 
 
 def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
@@ -228,7 +238,7 @@ def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key
     return {key: value for key, value in differences.items() if _has_risen(value)}
 
 
-def _has_risen(value: Hits | RequestSums | TrafficSums | Moments) -> bool:
+def _has_risen(value: Hits | RequestSums | TrafficSums | Moments | TaskSums) -> bool:
     if isinstance(value, Moments):
         return min(value.count, value.seconds, value.seconds_squared, value.emitted) >= 0
     if isinstance(value, Hits):

@@ -1,4 +1,4 @@
-"""From a worker's last words to MemoryFits, DraftCompatible and status.memory; and what a rollout may replace."""
+"""A worker's termination message becomes MemoryFits, DraftCompatible and status.memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISFIT = CheckVerdict(serves=False, fits=True, draft_problem="fc.weight is missi
 
 
 def pod(message: str, *, when: str = "lastState", ready: bool = False, name: str = "new") -> Worker:
-    """As the kubelet tells of a worker that ends and is started again."""
+    """Return a pod as the kubelet reports a worker that ended and is started again."""
     container: dict[str, Any] = {"name": "worker", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
     container[when] = {"terminated": {"exitCode": 1, "message": message}}
     conditions = [{"type": "Ready", "status": str(ready)}]
@@ -46,7 +46,7 @@ def serving(kv_tokens: int = 5000) -> Worker:
     return Worker(name="old", uid="old", address="10.0.0.1", ready=True, report=report)
 
 
-def told(*workers: Worker, before: Status | None = None, available: int = 1) -> Status:
+def status_with(*workers: Worker, before: Status | None = None, available: int = 1) -> Status:
     deployment = deployment_with(before)
     observed = Observation(workload=workload_with(available=available), workers=workers, session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
@@ -54,42 +54,46 @@ def told(*workers: Worker, before: Status | None = None, available: int = 1) -> 
 
 
 def condition(status: Status, kind: str) -> Condition:
-    return next(found for found in status.conditions if found.type == kind)
+    return next(condition for condition in status.conditions if condition.type == kind)
 
 
 @pytest.mark.parametrize("when", ["state", "lastState"])
 def test_a_verdict_is_read_from_the_termination_message(when: str) -> None:
     assert pod(TOO_LARGE.model_dump_json(), when=when).verdict == TOO_LARGE
-    assert pod(TOO_LARGE.model_dump_json(), ready=True).verdict is None, "it serves by now"
+    assert pod(TOO_LARGE.model_dump_json(), ready=True).verdict is None, "the worker serves now"
 
 
 @pytest.mark.parametrize(
     "message", ["", "Killed", "{", "{}", '{"kind": "other", "serves": false, "fits": true}', "[1]"]
 )
-def test_other_last_words_are_no_verdict(message: str) -> None:
+def test_other_termination_messages_are_no_verdict(message: str) -> None:
     assert pod(message).verdict is None
 
 
-def test_what_a_pod_may_write_is_bounded() -> None:
+def test_a_verdict_is_bounded() -> None:
     long = TOO_LARGE.model_dump() | {"problem": "x" * 3000}
     assert pod(json.dumps(long)).verdict is None
 
 
-def test_memory_that_does_not_fit_is_told_with_its_arithmetic() -> None:
-    status = told(pod(TOO_LARGE.model_dump_json()), available=0)
-    found = condition(status, "MemoryFits")
-    assert (found.status, found.reason) == ("False", "DoesNotFit")
-    assert PROBLEM in found.message
-    assert "- reserve of 20%" in found.message
+def test_memory_that_does_not_fit_is_shown_with_its_arithmetic() -> None:
+    status = status_with(pod(TOO_LARGE.model_dump_json()), available=0)
+    shown = condition(status, "MemoryFits")
+    assert (shown.status, shown.reason) == ("False", "DoesNotFit")
+    assert PROBLEM in shown.message
+    assert "- reserve of 20%" in shown.message
     assert status.memory is not None
     assert (status.memory.limit, status.memory.weights, status.memory.kv_tokens) == ("2.00Gi", "1.50Gi", 0)
-    assert condition(status, "Ready").message == f"pod new: worker: CrashLoopBackOff: {PROBLEM}"
+    assert condition(status, "Ready").message == f"pod new: {PROBLEM}"
+    assert condition(status, "Stalled").reason == "DoesNotFit"
 
 
-def test_memory_that_fits_is_told_by_the_report() -> None:
-    status = told(serving())
-    found = condition(status, "MemoryFits")
-    assert (found.status, found.message) == ("True", "5000 tokens of keys and values fit beside the weights")
+def test_memory_that_fits_is_read_from_the_report() -> None:
+    status = status_with(serving())
+    shown = condition(status, "MemoryFits")
+    assert (shown.status, shown.message) == (
+        "True",
+        "after the weights there is room for 5000 tokens of keys and values",
+    )
     assert status.memory is not None
     assert status.memory.model_dump(exclude_none=True) == {
         "limit": "4.00Gi",
@@ -102,33 +106,34 @@ def test_memory_that_fits_is_told_by_the_report() -> None:
 
 
 def test_a_new_worker_that_does_not_fit_leaves_the_old_one_serving() -> None:
-    status = told(serving(), pod(TOO_LARGE.model_dump_json()))
+    status = status_with(serving(), pod(TOO_LARGE.model_dump_json()))
     assert condition(status, "MemoryFits").status == "False"
-    assert condition(status, "Ready").status == "True"
+    assert condition(status, "Available").status == "True"
+    assert condition(status, "Ready").reason == "DoesNotFit"
     assert status.memory is not None
-    assert status.memory.limit == "4.00Gi", "of what serves"
+    assert status.memory.limit == "4.00Gi", "memory of the worker that serves"
 
 
 def test_a_required_draft_that_is_not_for_the_target() -> None:
-    status = told(serving(), pod(MISFIT.model_dump_json()))
-    found = condition(status, "DraftCompatible")
-    assert (found.status, found.reason) == ("False", "DraftRefused")
-    assert found.message == "fc.weight is missing; a new worker does not start"
+    status = status_with(serving(), pod(MISFIT.model_dump_json()))
+    shown = condition(status, "DraftCompatible")
+    assert (shown.status, shown.reason) == ("False", "DraftRefused")
+    assert shown.message == "fc.weight is missing; new workers do not start"
     assert condition(status, "MemoryFits").status == "True"
 
 
-def test_nothing_known_yet_and_what_was_known_stays() -> None:
-    assert condition(told(), "MemoryFits").status == "Unknown"
-    assert told().memory is None
-    assert told(before=told(serving())).memory == told(serving()).memory
+def test_memory_is_unknown_at_first_and_then_stays() -> None:
+    assert condition(status_with(), "MemoryFits").status == "Unknown"
+    assert status_with().memory is None
+    assert status_with(before=status_with(serving())).memory == status_with(serving()).memory
 
 
 def test_a_rollout_waits_for_the_new_worker_to_serve() -> None:
-    """Readiness is what a verdict keeps a pod from, and no pod goes before another is ready."""
+    """A pod whose check fails never becomes ready, and no pod is removed before another is ready."""
     deployment = deployment_with()
     template = manifests.pod_template(deployment, DEFAULTS)
     spec = manifests.workload(deployment, template, "h", 1)["spec"]
     assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-    worker = next(found for found in template["spec"]["containers"] if found["name"] == "worker")
+    worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
     assert worker["readinessProbe"]["httpGet"]["path"] == "/ready"
-    assert "terminationMessagePath" not in worker, "Kubernetes' default is where a worker leaves its verdict"
+    assert "terminationMessagePath" not in worker, "workers write their verdict to Kubernetes' default path"

@@ -1,4 +1,4 @@
-"""Which Events a look brings, and that each comes once."""
+"""Events of decisions and of conditions that turn bad or recover; each is written once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from fleet import DEFAULTS, deployment_with, workload_with
 
 from specdecode_operator.api.v1alpha1 import Condition, Decision, Status
-from specdecode_operator.controller.events import notices
+from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
@@ -19,12 +19,12 @@ POD = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report_problem="
 
 
 def status_with(kind: str, status: Any, message: str = "m", reason: str = "R") -> Status:
-    found = Condition(type=kind, status=status, reason=reason, message=message, last_transition_time="t")
-    return Status(conditions=(found,))
+    condition = Condition(type=kind, status=status, reason=reason, message=message, last_transition_time="t")
+    return Status(conditions=(condition,))
 
 
 def reasons(before: Status, after: Status) -> list[tuple[str, str]]:
-    return [(notice.type, notice.reason) for notice in notices(before, after, ())]
+    return [(notice.type, notice.reason) for notice in event_notices(before, after, ())]
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,44 @@ def reasons(before: Status, after: Status) -> list[tuple[str, str]]:
         ("ScalingLimited", "True", "False"),
         ("ReportsFresh", "False", "True"),
         ("Pinned", "False", "True"),
-        ("Reconciled", "False", "True"),
+        ("WorkersHealthy", "False", "True"),
     ],
 )
-def test_a_condition_that_turns_is_told_once(kind: str, bad: str, good: str) -> None:
+def test_a_condition_that_turns_has_one_event(kind: str, bad: str, good: str) -> None:
     ill, well = status_with(kind, bad), status_with(kind, good)
     assert reasons(Status(), ill) == [("Warning", "R")]
     assert reasons(ill, ill) == []
     assert reasons(ill, well) == [("Normal", "R")]
     assert reasons(Status(), well) == []
+
+
+@pytest.mark.parametrize("reason", ["SpecRefused", "ChildRefused", "ObjectMissing"])
+def test_stalled_is_a_warning_and_its_end_is_not(reason: str) -> None:
+    stalled = status_with("Stalled", "True", "pod p: secret missing", reason)
+    assert reasons(Status(), stalled) == [("Warning", reason)]
+    assert reasons(stalled, stalled) == []
+    assert reasons(stalled, status_with("Stalled", "True", "pod p: another secret missing", reason)) == [
+        ("Warning", reason)
+    ], "another message is news"
+    (over,) = event_notices(stalled, Status(), ())
+    assert (over.type, over.reason) == ("Normal", "Resolved")
+    assert over.message == f"Stalled with reason {reason} is over"
+
+
+@pytest.mark.parametrize("reason", ["ImageNotPulled", "WorkerFailing"])
+def test_a_retry_of_the_same_pods_is_no_news(reason: str) -> None:
+    pull, back_off = (status_with("Stalled", "True", f"pod p: {text}", reason) for text in ("pull", "back-off"))
+    assert reasons(pull, back_off) == []
+    assert reasons(pull, status_with("Stalled", "True", "pod q: pull", reason)) == [("Warning", reason)]
+
+
+def test_available_is_an_event_only_when_it_is_lost_or_regained() -> None:
+    lost, served = status_with("Available", "False"), status_with("Available", "True")
+    assert reasons(Status(), lost) == [], "a new deployment has no worker yet"
+    assert reasons(served, lost) == [("Warning", "R")]
+    assert reasons(lost, lost) == []
+    assert reasons(lost, served) == [("Normal", "R")]
+    assert reasons(served, status_with("Available", "False", reason="ScaledToZero")) == [], "a user asked for it"
 
 
 def test_another_slip_is_news_and_another_number_is_not() -> None:
@@ -52,44 +81,44 @@ def test_another_slip_is_news_and_another_number_is_not() -> None:
     assert not reasons(three, four)
 
 
-def test_a_condition_that_goes_is_over() -> None:
+def test_an_absent_condition_is_resolved() -> None:
     assert reasons(status_with("Pinned", "False"), Status()) == [("Normal", "Resolved")]
 
 
 def test_every_decision_is_an_event() -> None:
     words = {"time": "t", "load": "l", "before": "1", "after": "2", "reason": "because"}
-    found = [Decision.model_validate({**words, "kind": kind}) for kind in ("Plan", "Replicas", "Steering")]
-    told = notices(Status(), Status(), found)
-    assert [notice.reason for notice in told] == ["PlanChanged", "Scaled", "SteeringChanged"]
-    assert told[0].message == "l: 1 -> 2: because"
+    decisions = [Decision.model_validate({**words, "kind": kind}) for kind in ("Plan", "Replicas", "Steering")]
+    events = event_notices(Status(), Status(), decisions)
+    assert [event.reason for event in events] == ["PlanChanged", "Scaled", "SteeringChanged"]
+    assert events[0].message == "l: 1 -> 2: because"
 
 
-# --- the conditions behind them -------------------------------------------------------------------------------------
+# Stale reports and pins
 
 
 def looked(count: int, seconds: float, pin: str = "", worker: Worker = POD) -> list[Status]:
-    """Status after every look at one silent worker."""
-    deployment, memory, found = deployment_with(pin=pin), Session(), []
+    """Return the status after each of several reconciles with one silent worker."""
+    deployment, memory, statuses = deployment_with(pin=pin), Session(), []
     for look in range(count):
         now = 1000 + look * seconds
         observed = Observation(workload=workload_with(), workers=(worker,), session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
-        found.append(status_of(deployment, observed, decision, Outcome(), now=now))
-        deployment = replace(deployment, status=found[-1])
-    return found
+        statuses.append(status_of(deployment, observed, decision, Outcome(), now=now))
+        deployment = replace(deployment, status=statuses[-1])
+    return statuses
 
 
 def condition(status: Status, kind: str) -> Condition | None:
-    return next((found for found in status.conditions if found.type == kind), None)
+    return next((condition for condition in status.conditions if condition.type == kind), None)
 
 
 def fresh(status: Status) -> str:
-    found = condition(status, "ReportsFresh")
-    assert found is not None
-    return found.status
+    shown = condition(status, "ReportsFresh")
+    assert shown is not None
+    return shown.status
 
 
-def test_reports_are_stale_after_a_while_and_several_looks() -> None:
+def test_reports_are_stale_after_30_seconds_and_three_polls() -> None:
     assert [fresh(status) for status in looked(4, 20)] == ["True", "True", "False", "False"]
     assert [fresh(status) for status in looked(8, 1)] == ["True"] * 8, "half a minute of bursts is nothing"
     assert [fresh(status) for status in looked(2, 60)] == ["True"] * 2, "one missed poll is nothing"
@@ -97,10 +126,10 @@ def test_reports_are_stale_after_a_while_and_several_looks() -> None:
 
 def test_stale_reports_name_the_pod_and_do_not_touch_ready() -> None:
     last = looked(4, 20)[-1]
-    found = condition(last, "ReportsFresh")
-    assert found is not None
-    assert "pod p" in found.message
-    assert "no answer" in found.message
+    shown = condition(last, "ReportsFresh")
+    assert shown is not None
+    assert "pod p" in shown.message
+    assert "no answer" in shown.message
     ready = condition(last, "Ready")
     assert ready is not None
     assert ready.status == "True"
@@ -113,17 +142,17 @@ def test_several_stale_reports_are_named_each_with_its_reason() -> None:
         observed = Observation(workload=workload_with(6), workers=pods, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=1000 + 20 * look)
         status = status_of(deployment, observed, decision, Outcome(), now=1000 + 20 * look)
-    found = condition(status, "ReportsFresh")
-    assert found is not None
-    assert "pod p0: problem 0; pod p1: problem 1; pod p2: problem 2; pod p3: problem 3; and 2 more" in found.message
+    shown = condition(status, "ReportsFresh")
+    assert shown is not None
+    assert "pod p0: problem 0; pod p1: problem 1; pod p2: problem 2; pod p3: problem 3; and 2 more" in shown.message
 
 
 def test_a_worker_that_is_not_ready_is_not_silent() -> None:
-    found = looked(4, 20, worker=replace(POD, ready=False))
-    assert [fresh(status) for status in found] == ["Unknown"] * 4
+    shown = looked(4, 20, worker=replace(POD, ready=False))
+    assert [fresh(status) for status in shown] == ["Unknown"] * 4
 
 
-def test_the_pinned_condition_is_there_while_the_annotation_is() -> None:
+def test_pinned_exists_while_the_annotation_does() -> None:
     assert condition(looked(1, 5)[0], "Pinned") is None
     good, bad = (condition(looked(1, 5, pin=pin)[0], "Pinned") for pin in ("chain:2", "chian:2"))
     assert good is not None
@@ -145,7 +174,7 @@ def test_status_shows_pin_and_modes_of_tasks() -> None:
     assert status.speculation.pinned == "sql=none"
 
 
-# --- workers that stand out -----------------------------------------------------------------------------------------
+# Outliers
 
 
 def suspected(*pods: str, acceptance: str = "0.31") -> Status:
@@ -159,12 +188,12 @@ def suspected(*pods: str, acceptance: str = "0.31") -> Status:
     return status_of(deployment, observed, replace(decision, suspects=suspects), Outcome(), now=1)
 
 
-def test_a_pod_that_stands_out_is_named_and_does_not_touch_ready() -> None:
-    found = condition(suspected("p1", "p2"), "WorkersAlike")
-    assert found is not None
-    assert (found.status, found.reason) == ("False", "AcceptanceCollapsed")
-    assert "pod p1: first token accepted 0.31" in found.message
-    assert "pod p2" in found.message
+def test_an_outlier_is_named_and_does_not_touch_ready() -> None:
+    shown = condition(suspected("p1", "p2"), "WorkersHealthy")
+    assert shown is not None
+    assert (shown.status, shown.reason) == ("False", "AcceptanceCollapsed")
+    assert "pod p1: first token accepted 0.31" in shown.message
+    assert "pod p2" in shown.message
     ready = condition(suspected("p1"), "Ready")
     assert ready is not None
     assert ready.status == "True"
@@ -175,4 +204,4 @@ def test_another_pod_is_news_and_another_figure_is_not() -> None:
     assert reasons(suspected("p1"), suspected("p1", acceptance="0.29")) == []
     assert reasons(suspected("p1"), suspected("p1", "p2")) == [("Warning", "AcceptanceCollapsed")]
     assert reasons(suspected("p1", "p2"), suspected("p1")) == []
-    assert reasons(suspected("p1"), suspected()) == [("Normal", "Alike")]
+    assert reasons(suspected("p1"), suspected()) == [("Normal", "Healthy")]
