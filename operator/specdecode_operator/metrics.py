@@ -169,7 +169,7 @@ def _set_known(gauge: Gauge, labels: Iterable[str], value: float | None) -> None
 
 def _record_objectives(deployment: Deployment) -> None:
     objective = deployment.spec.speculation.objective
-    milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.ttit_milliseconds}
+    milliseconds = {"ttft": objective.ttft_milliseconds, "itl": objective.itl_milliseconds}
     for latency, value in milliseconds.items():
         if value is None:
             OBJECTIVE.remove(*deployment.key, latency)

@@ -215,7 +215,7 @@ class Status(Api):
         ),
     ] = Field(
         default=(),
-        description="Conditions. Ready, Available and Progressing are always there; Reconciling and Stalled while True.",
+        description="Conditions. Ready, Available and Progressing always; Reconciling and Stalled while True.",
     )
     resolved_image: Text | None = Field(default=None, description="Image of the workers.")
     model: ModelStatus | None = Field(default=None, description="Model that the workers serve.")

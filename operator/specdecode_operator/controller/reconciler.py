@@ -147,42 +147,25 @@ class Reconciler:
         """Apply in order: the stored state of a decision, the plan before the pods that mount it, pushes last."""
         if deployment.paused:
             return Outcome()
-        problems = [
-            problem
-            for problem in (
-                await self._save(deployment, observed, pending, now),
-                await self._ensure_tokens(deployment, observed),
-            )
-            if problem
-        ]
-        stored = not problems
+        unsaved = await self._parts.store.save(
+            deployment, observed.session.learned, urgent=pending.urgent, learnt=pending.learnt, now=now
+        )
+        problems = [problem for problem in (unsaved, await self._ensure_tokens(deployment, observed)) if problem]
         for manifest in decision.children:
             problem = await self._parts.applier.apply(manifest, deployment.uid)
             if problem is not None:
                 problems.append(problem)
-        if stored:
+        if unsaved is None:  # workers must not run a plan that a restart of the operator would forget
             self._publish(deployment, decision)
         await self._mark_and_evict(deployment, observed, decision)
         return Outcome(problems=tuple(problems))
-
-    async def _save(
-        self, deployment: Deployment, observed: Observation, pending: Pending, now: float
-    ) -> ChildProblem | None:
-        """Persist the state. Until that works, no plan is published."""
-        try:
-            await self._parts.store.save(
-                deployment, observed.session, urgent=pending.urgent, learnt=pending.learnt, now=now
-            )
-        except ClusterError as error:
-            return _problem("ConfigMap", manifests.state_name(deployment.name), error)
-        return None
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
         suspicious = any(not worker.leaving and not worker.ready for worker in observed.workers)
         try:
             await self._parts.tokens.ensure(deployment, suspicious=suspicious)
         except ClusterError as error:
-            return _problem("Secret", manifests.tokens_secret_name(deployment.name), error)
+            return _problem("Secret", manifests.tokens_name(deployment.name), error)
         return None
 
     def _publish(self, deployment: Deployment, decision: Decision) -> None:
@@ -223,7 +206,9 @@ class Reconciler:
         status = failed_status(before, failure.generation, failure.reason, failure.message, now=now)
         metrics.record_failure(key, status)
         await self._write_status(key, resource, status)
-        await record_events(self._parts.client, key, resource["metadata"]["uid"], event_notices(before, status, ()), now)
+        await record_events(
+            self._parts.client, key, resource["metadata"]["uid"], event_notices(before, status, ()), now
+        )
         metrics.RECONCILES.labels("refused").inc()
 
     async def _write_status(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from specdecode_operator import manifests, planning
 from specdecode_operator.decision import in_use
 from specdecode_operator.decision.learn_stage import Learnt, learn
-from specdecode_operator.decision.materialise_stage import Materialised, materialise
+from specdecode_operator.decision.materialise_stage import materialise
 from specdecode_operator.decision.plan_stage import Planned, plan
-from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
-from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
+from specdecode_operator.decision.record_stage import is_urgent, record
+from specdecode_operator.decision.size_stage import SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
@@ -58,10 +58,19 @@ def decide(
         standing=planned.standing,
         published_at=now if figures else session.published_at,
     )
-    decision = _decision(
-        deployment, observed, session, buckets, now, figures, learnt, planned, healed, sized.decision, recorded, materialised
-    )
-    return decision, session
+    stages = _Stages(learnt, planned, healed, sized.decision, recorded, materialised)
+    return _decision(deployment, observed, session, buckets, stages, figures, now), session
+
+
+class _Stages(NamedTuple):
+    """Results of all stages."""
+
+    learnt: Learnt
+    planned: Planned
+    healed: Remediation
+    sized: ReplicaDecision
+    recorded: Recorded
+    materialised: Materialised
 
 
 def _with_plan(learned: LearnedState, planned: Planned) -> LearnedState:
@@ -105,7 +114,13 @@ def _figures(
     if now - observed.session.published_at < PUBLISH_SECONDS and not turned:
         return None
     depths = in_use.task_depths(deployment, planned.plan, learned, buckets)
-    return planning.figures(learnt.window, learned.costs, depths, synthetic=synthetic)
+    return planning.figures(
+        learnt.window,
+        learned.costs,
+        depths,
+        synthetic=synthetic,
+        saved_device_seconds=learned.saved_device_seconds,
+    )
 
 
 def _decision(
@@ -113,15 +128,11 @@ def _decision(
     observed: Observation,
     session: Session,
     buckets: Buckets,
-    now: float,
+    stages: _Stages,
     figures: Figures | None,
-    learnt: Learnt,
-    planned: Planned,
-    healed: Remediation,
-    sized: ReplicaDecision,
-    recorded: Recorded,
-    materialised: Materialised,
+    now: float,
 ) -> Decision:
+    learnt, planned, healed, sized, recorded, materialised = stages
     learned, current = session.learned, planned.plan
     depth = in_use.depth_in_use(deployment, observed, learned, current, buckets)
     return Decision(

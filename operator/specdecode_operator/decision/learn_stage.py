@@ -9,6 +9,7 @@ from specdecode_operator import planning
 from specdecode_operator.decision import history
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.pod_health import WorkerDelta
+from specdecode_operator.planning.figures import saved_seconds
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Silence
 from specdecode_operator.telemetry import staleness
@@ -109,7 +110,10 @@ def _moved(
     named = Delta(draft=draft_of(observed, learned))
     moved = planning.learn(learned, delta, now=now) if delta else planning.learn(learned, named, now=0)
     seeded = planning.meet(moved, _first_reports(observed), buckets, now=now)
-    return history.realised(seeded, delta, buckets) if delta else seeded
+    if delta is None:
+        return seeded
+    saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)
+    return history.realised(seeded.model_copy(update={"saved_device_seconds": saved}), delta, buckets)
 
 
 def _first_reports(observed: Observation) -> tuple[Report, ...]:

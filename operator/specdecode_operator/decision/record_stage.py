@@ -74,5 +74,7 @@ def _other_changes(
     if scaling is not None and scaling.owner == "Operator":
         counts = before.scaling.replicas, after.scaling.replicas
         measured = history.measured(after, after.load.task)
-        records.append(history.scaled(*counts, measured, sized.reason or f"demand asks for {sized.wanted} workers", now))
+        records.append(
+            history.scaled(*counts, measured, sized.reason or f"demand asks for {sized.wanted} workers", now)
+        )
     return tuple(record for record in records if record)

@@ -1,9 +1,9 @@
 """The one place where the three loops meet: an immutable state for each deployment, and the table of all of them.
 
 Every field has one writer. The watch of our kind writes ``resource``; the telemetry loop writes ``readings``; the
-planner writes ``session``, ``decision`` and ``failure``; the reconciler writes ``published``. ``pending`` is handed from
-the planner to the reconciler. Readers take the whole
-state and never see half of a change, because all loops run on one event loop and replace it in one assignment.
+planner writes ``session``, ``decision`` and ``failure``; the reconciler writes ``published``. ``pending`` is handed
+from the planner to the reconciler. Readers take the whole state and never see half of a change, because all loops run
+on one event loop and replace it in one assignment.
 
 Large values are packed: a thousand deployments of ten workers must fit into the memory of one small pod.
 """

@@ -1,4 +1,4 @@
-"""Store of the sessions of all deployments: packed in the process, and their learned state in ConfigMaps.
+"""Store of the learned states of all deployments, in ConfigMaps.
 
 The ConfigMap ``<name>-state`` is written at once for a decision, because what a decision rests on must not be lost
 with the pod; otherwise at most once a minute, and only if something was measured. Nothing is written for deployments at
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from specdecode_operator.kube.applied import text_digest
-from specdecode_operator.kube.client import CONFIG_MAPS, Kind
+from specdecode_operator.kube.digests import text_digest
+from specdecode_operator.kube.kinds import CONFIG_MAPS, Kind
 from specdecode_operator.manifests import child_names, state_config_map, state_name
 from specdecode_operator.state.compact import decode, encode
 from specdecode_operator.state.learned import LearnedState, StoredState, read_state, write_state
 from specdecode_operator.state.sections import APPLIED, MAX_UNKNOWN_BYTES
-from specdecode_operator.state.session import PackedSession, Session
-from specdecode_operator.types import Deployment
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import ChildProblem, Deployment, Key
 
 WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""
@@ -30,17 +30,12 @@ LEGACY_APPLIED = "applied.json"
 log = logging.getLogger(__name__)
 
 
-class AppliedDigests(Protocol):
-    """Digests of what was applied to each child (kube.applied.ApplyCache)."""
-
-    def told(self, namespace: str, names: Iterable[str]) -> dict[str, str]: ...
-    def recall(self, namespace: str, told: Mapping[str, str]) -> None: ...
-
-
 class Applier(Protocol):
-    """Writer of children (KubeClient, or a guard of leadership before it)."""
+    """Writer of children (kube.apply.ChildApplier)."""
 
-    async def apply(self, manifest: Mapping[str, Any]) -> Any: ...
+    async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None: ...
+    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]: ...
+    def recall(self, key: Key, digests: Mapping[str, str]) -> None: ...
 
 
 class Reader(Protocol):
@@ -60,98 +55,88 @@ class _Written:
 
 
 class StateStore:
-    """Sessions by the uid of their deployment."""
+    """Stored states by the uid of their deployment."""
 
-    def __init__(self, client: Any, applier: Applier | None = None, applied: AppliedDigests | None = None) -> None:
+    def __init__(self, reader: Reader, applier: Applier) -> None:
         """Create an empty store.
 
         Args:
-            client: Reads the ConfigMap. Also writes it and has the digests (``client.applied``) where these are None.
-            applier: Writes the ConfigMap.
-            applied: Digests of the applied children, persisted in the section ``applied``.
+            reader: Reads the ConfigMap.
+            applier: Writes the ConfigMap, and has the digests of the applied children.
         """
-        self._reader: Reader = client
-        self._applier: Applier = applier or client
-        self._applied: AppliedDigests = client.applied if applied is None else applied
-        self._sessions: dict[str, PackedSession] = {}
+        self._reader = reader
+        self._applier = applier
         self._written: dict[str, _Written] = {}
         self._measured: set[str] = set()
         """Deployments that were measured since the last write."""
 
-    async def load(self, deployment: Deployment) -> Session:
-        """Return the session from the process, else from the ConfigMap, else an empty one."""
-        known = self._sessions.get(deployment.uid)
-        if known is not None:
-            return known.session
-        session = await self._read(deployment)
-        self._sessions[deployment.uid] = PackedSession.of(session)
-        return session
+    async def load(self, key: Key, uid: str) -> Session:
+        """Return the session with the stored state, or an empty one. Raises ClusterError."""
+        config_map = await self._reader.get(CONFIG_MAPS, key[0], state_name(key[1]))
+        if config_map is None:
+            return Session(learned=LearnedState(uid=uid), found=False)
+        data = config_map.get("data") or {}
+        stored = read_state(data, uid, is_owned=_is_owned(config_map, uid))
+        for problem in stored.problems:
+            log.warning("%s/%s: state not read: %s", *key, problem)
+        if stored.learned is None:
+            return Session(learned=LearnedState(uid=uid), found=False)
+        self._recall(key, uid, stored, data)
+        return Session(learned=stored.learned, found=True)
 
     async def save(
-        self, deployment: Deployment, session: Session, *, urgent: bool, learnt: bool = True, now: float
-    ) -> None:
-        """Hold ``session``, and write its learned state if that is due.
+        self, deployment: Deployment, learned: LearnedState, *, urgent: bool, learnt: bool = True, now: float
+    ) -> ChildProblem | None:
+        """Write the state if that is due.
 
         Args:
             deployment: Owner of the state.
-            session: New session.
-            urgent: The session has a decision: write at once.
+            learned: New state.
+            urgent: The state has a decision: write at once.
             learnt: Something was measured: write once WRITE_SECONDS have passed since the last write.
             now: Time in seconds since the epoch.
 
-        Raises:
-            ClusterError: The ConfigMap was not written; it is due again with the next call.
+        Returns:
+            The problem that prevents the write; it is due again with the next call. None if nothing prevents it.
         """
         uid = deployment.uid
-        self._sessions[uid] = PackedSession.of(replace(session, found=True), self._sessions.get(uid))
         if learnt:
             self._measured.add(uid)
         before = self._written.get(uid, _Written())
         if not urgent and (uid not in self._measured or now - before.at < WRITE_SECONDS):
-            return
-        rendered = write_state(session.learned)
+            return None
+        rendered = write_state(learned)
         digest = text_digest(rendered.data)
         if digest != before.digest:
             if rendered.dropped:
                 log.warning("%s/%s: the state is too long; left out: %s", *deployment.key, _listed(rendered.dropped))
-            await self._write(deployment, {**_unpacked(before.unknown), **rendered.data})
+            problem = await self._write(deployment, {**_unpacked(before.unknown), **rendered.data})
+            if problem is not None:
+                return problem
             self._written[uid] = replace(before, digest=digest, at=now)
         self._measured.discard(uid)
+        return None
 
     def forget(self, uid: str) -> None:
-        """Drop the session of a deployment that was deleted."""
-        self._sessions.pop(uid, None)
+        """Drop what is known of a deployment that was deleted."""
         self._written.pop(uid, None)
         self._measured.discard(uid)
 
-    async def _write(self, deployment: Deployment, data: Mapping[str, str]) -> None:
-        digests = self._applied.told(deployment.namespace, child_names(deployment.name))
+    async def _write(self, deployment: Deployment, data: Mapping[str, str]) -> ChildProblem | None:
+        digests = self._applier.digests(deployment.key, child_names(deployment.name))
         digests.pop(f"ConfigMap/{state_name(deployment.name)}", None)
         sections = {**data, APPLIED: encode(1, {"children": digests})}
-        await self._applier.apply(state_config_map(deployment, sections))
+        return await self._applier.apply(state_config_map(deployment, sections), deployment.uid)
 
-    async def _read(self, deployment: Deployment) -> Session:
-        config_map = await self._reader.get(CONFIG_MAPS, deployment.namespace, state_name(deployment.name))
-        if config_map is None:
-            return Session(learned=LearnedState(uid=deployment.uid), found=False)
-        data = config_map.get("data") or {}
-        stored = read_state(data, deployment.uid, is_owned=_is_owned(config_map, deployment.uid))
-        for problem in stored.problems:
-            log.warning("%s/%s: state not read: %s", *deployment.key, problem)
-        if stored.learned is None:
-            return Session(learned=LearnedState(uid=deployment.uid), found=False)
-        self._recall(deployment, stored, data)
-        return Session(learned=stored.learned, found=True)
-
-    def _recall(self, deployment: Deployment, stored: StoredState, data: Mapping[str, str]) -> None:
+    def _recall(self, key: Key, uid: str, stored: StoredState, data: Mapping[str, str]) -> None:
         """Note what the ConfigMap has, so that equal text is not written again, and what was applied to children."""
         unknown = dict(stored.unknown)
         if sum(len(text.encode()) for text in unknown.values()) > MAX_UNKNOWN_BYTES:
-            log.warning("%s/%s: sections of a newer operator are too long: %s", *deployment.key, ", ".join(unknown))
+            log.warning("%s/%s: sections of a newer operator are too long: %s", *key, ", ".join(unknown))
             unknown = {}
         ours = {key: text for key, text in data.items() if key not in (*stored.unknown, APPLIED)}
-        self._written[deployment.uid] = _Written(text_digest(ours), 0.0, _packed(unknown))
-        self._applied.recall(deployment.namespace, _digests(data))
+        self._written[uid] = _Written(text_digest(ours), 0.0, _packed(unknown))
+        self._applier.recall(key, _digests(data))
 
 
 def _is_owned(config_map: Mapping[str, Any], uid: str) -> bool:

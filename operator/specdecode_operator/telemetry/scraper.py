@@ -88,7 +88,7 @@ class Scraper:
         notify: Callable[[Key], None],
         poll_seconds: float,
         limits: ScrapeLimits | None = None,
-        guard: Callable[[], None] = lambda: None,
+        guard: Callable[[], object] = lambda: None,
         on_unauthorized: Callable[[Key], None] = lambda key: None,
         on_round: Callable[[Key, RoundTimes], None] = lambda key, times: None,
         clock: Callable[[], float] = time.monotonic,

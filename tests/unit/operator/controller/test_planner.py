@@ -127,7 +127,5 @@ async def test_an_error_of_our_own_is_shown_and_stops_nobody(monkeypatch: pytest
     setup.load()
     monkeypatch.setattr(planner_module, "decide", broken)
     await setup.planner.handle(KEY)
-    assert setup.state.failure == Failure(
-        1, "InternalError", "ZeroDivisionError: division by zero; please report this"
-    )
+    assert setup.state.failure == Failure(1, "InternalError", "ZeroDivisionError: division by zero; please report this")
     assert setup.asked == [(KEY, True)]
