@@ -7,14 +7,15 @@ stage; `decide` puts them together once.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from specdecode_operator import manifests, planning
 from specdecode_operator.decision import in_use
 from specdecode_operator.decision.learn_stage import Learnt, learn
-from specdecode_operator.decision.materialise_stage import materialise
+from specdecode_operator.decision.materialise_stage import Materialised, materialise
 from specdecode_operator.decision.plan_stage import Planned, plan
-from specdecode_operator.decision.record_stage import is_urgent, record
-from specdecode_operator.decision.size_stage import SizeResult, is_complete, size_from
+from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
+from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
