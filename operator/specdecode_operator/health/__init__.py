@@ -1,1 +1,1 @@
-"""Workers that differ from their peers, and the remedy."""
+"""Outliers among the workers, and their remediation. Pure."""

@@ -1,8 +1,9 @@
-"""Workers held against themselves and each other: whose acceptance collapsed, and who is slow.
+"""Detection of outliers among the workers: collapsed acceptance, and slow steps.
 
-Acceptance is that of the first drafted token, by task, so that another mix of tasks is no collapse. A worker is held
-against its own past, frozen while it is under suspicion, and against its peers now: what all of them lose is the
-traffic's or the draft's doing, and the plan's business. A worker without peers is therefore never suspected.
+Acceptance is that of the first drafted token, by task, so that a different mix of tasks is no collapse. A worker is
+compared with its own past, which is frozen while the worker looks unhealthy, and with its peers at present. A fall that
+all workers share comes from the traffic or the draft, and the planner handles it. A worker without peers is therefore
+never an outlier.
 """
 
 from __future__ import annotations
@@ -11,91 +12,90 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from statistics import median
+from typing import NamedTuple
 
+from specdecode_operator.health.tuning import TUNING
 from specdecode_operator.planning.acceptance import effect_of
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
 from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.deltas import Delta
 
-HALF_LIFE_FRESH_DRAFTS, HALF_LIFE_PAST_DRAFTS = 100.0, 5000.0
-"""What a worker does now, and what it used to do: a collapse is found long before it has become the past."""
-HALF_LIFE_REQUESTS = 50.0
-LEAST_PAST_DRAFTS, LEAST_FRESH_DRAFTS = 200.0, 30.0
-COLLAPSED, HEALED = 0.5, 0.75
-"""Shares of the expected acceptance below which a worker is suspected, and above which it is no more. Half is more
-than any task in the guides differs from another (0.45 to 0.88)."""
-COMMON = 0.7
-"""Peers that are expected to do no better than this have fallen as well."""
-SURPRISE = 4.0
-"""Standard errors; workers are looked at every few seconds for months."""
-NOTICED = 2.0
-"""Standard errors from which on a worker's past waits: a collapse must not pull down what it is held against."""
-DOUBTS = 2
-"""Polls in a row, so that one odd batch of requests is no collapse."""
-LEAST_PEERS = 2
-"""To hold a worker without a past against the others alone."""
-SLOW = 1.5
-"""Times the pace of the peers."""
-SLOW_SECONDS = 60.0
-HALF_LIFE_PACE_SECONDS = 20.0
-MOST_PACE = math.log(8)
-"""No device is held to be faster or slower than the others by more."""
-FORGET_SECONDS = 900.0
-"""A pod that was not seen for so long does not come back."""
-
 WorkerDelta = tuple[str, str, Delta]
-"""(uid, boot id, what it did since the last poll)."""
+"""Uid and boot id of a worker, and the differences of its reports since the previous poll."""
+
+
+class _Comparison(NamedTuple):
+    """Recent acceptance of a worker against an expectation."""
+
+    ratio: float
+    """Accepted first tokens over the expected ones."""
+    errors: float
+    """Standard errors below the expectation."""
 
 
 def learn_pods(
-    learned: LearnedState, found: Iterable[WorkerDelta], *, present: Collection[str] = (), now: float
+    learned: LearnedState, deltas: Iterable[WorkerDelta], *, present: Collection[str] = (), now: float
 ) -> tuple[PodState, ...]:
-    """What is known of every pod, moved by one poll. What was done with another draft is not looked at.
+    """Return the states of all pods after one poll. Differences from another draft are ignored.
 
-    Those that are ``present`` are not forgotten, however long they were idle.
+    Args:
+        learned: State of the deployment before the poll.
+        deltas: Differences of each worker with a new reading.
+        present: Uids of the existing pods; their state is not dropped, however long they are idle.
+        now: Present time, in seconds since the epoch.
     """
-    pods = {pod.uid: pod for pod in learned.pods if pod.uid in present or now - pod.at < FORGET_SECONDS}
-    for uid, boot, delta in found:
+    pods = {pod.uid: pod for pod in learned.pods if pod.uid in present or now - pod.at < TUNING.forget_seconds}
+    for uid, boot, delta in deltas:
         if delta.draft == learned.draft:
             known = pods.get(uid, PodState(uid=uid, draft=learned.draft))
-            pods[uid] = _learnt(_of_boot(known, boot, learned.draft), delta, learned, now)
+            pods[uid] = _updated(_for_boot(known, boot, learned.draft), delta, learned, now)
     return tuple(_judged(pods[uid], [pods[other] for other in pods if other != uid], now) for uid in sorted(pods))
 
 
 def suspected(learned: LearnedState) -> frozenset[str]:
-    """Uids of the pods whose acceptance collapsed."""
+    """Return the uids of the workers whose acceptance collapsed."""
     return frozenset(pod.uid for pod in learned.pods if pod.collapsed_since is not None)
 
 
 def expectation(pod: PodState) -> tuple[float, float] | None:
-    """(acceptance of the first token now, what it used to be for the same tasks); None before both are known."""
-    fresh = [task for task in pod.tasks if task.past_total >= LEAST_PAST_DRAFTS]
-    total = sum(task.total for task in fresh)
+    """Return the recent acceptance of the first token, and the past one for the same tasks.
+
+    Return None before both are known.
+    """
+    tasks = [task for task in pod.tasks if task.past_total >= TUNING.min_past_drafts]
+    total = sum(task.total for task in tasks)
     if total <= 0:
         return None
-    usual = sum(task.total * task.past_hits / task.past_total for task in fresh)
-    return sum(task.hits for task in fresh) / total, usual / total
+    expected = sum(task.total * task.past_hits / task.past_total for task in tasks)
+    return sum(task.hits for task in tasks) / total, expected / total
 
 
 def relative_pace(pod: PodState, pods: Iterable[PodState]) -> float | None:
-    """Seconds of this pod's steps over those of its peers' median, for steps of the same kind; None without peers."""
-    others = [other.pace for other in pods if other.uid != pod.uid and other.pace is not None]
-    return None if pod.pace is None or not others else math.exp(pod.pace - median(others))
+    """Return the step time of ``pod`` over that of its median peer, for steps of the same kinds.
+
+    Return None if the pod or every peer was never timed.
+    """
+    peers = [peer.pace for peer in pods if peer.uid != pod.uid and peer.pace is not None]
+    return None if pod.pace is None or not peers else math.exp(pod.pace - median(peers))
 
 
-def evened(pods: Iterable[PodState], found: Iterable[WorkerDelta]) -> list[WorkerDelta]:
-    """``found`` with steps as long as the median pod would have taken for them. What a step costs is told by several
-    pods together: were they of different devices, or had one a noisy neighbour, shapes would differ by who ran them."""
-    paces = {pod.uid: pod.pace for pod in pods if pod.pace is not None}
-    deltas = list(found)
-    here = [paces[uid] for uid, _, _ in deltas if uid in paces]
-    middle = median(here) if here else 0.0
-    factors = {uid: math.exp(max(-MOST_PACE, min(MOST_PACE, middle - pace))) for uid, pace in paces.items()}
+def evened(pods: Iterable[PodState], deltas: Iterable[WorkerDelta]) -> list[WorkerDelta]:
+    """Return ``deltas`` with the step times that the median worker would have had.
+
+    All workers together determine the step times of the deployment. Without this correction shapes would depend on
+    which of several different devices ran them.
+    """
+    logs = {pod.uid: pod.pace for pod in pods if pod.pace is not None}
+    deltas = list(deltas)
+    timed = [logs[uid] for uid, _, _ in deltas if uid in logs]
+    middle = median(timed) if timed else 0.0
+    bound = TUNING.max_log_step_time
+    factors = {uid: math.exp(max(-bound, min(bound, middle - log))) for uid, log in logs.items()}
     return [(uid, boot, delta.taking(factors[uid]) if uid in factors else delta) for uid, boot, delta in deltas]
 
 
-def _of_boot(pod: PodState, boot: str, draft: str) -> PodState:
-    """Another draft makes another pod of it; another boot a fresh start with the same past."""
+def _for_boot(pod: PodState, boot: str, draft: str) -> PodState:
+    """Return the state for this boot and draft: a new draft resets it, a new boot resets the recent acceptance."""
     if pod.draft != draft:
         return PodState(uid=pod.uid, boot=boot, draft=draft)
     if pod.boot == boot:
@@ -104,124 +104,146 @@ def _of_boot(pod: PodState, boot: str, draft: str) -> PodState:
     return pod.model_copy(update={"boot": boot, "tasks": tasks, "collapsed_since": None, "doubts": 0})
 
 
-def _learnt(pod: PodState, delta: Delta, learned: LearnedState, now: float) -> PodState:
+def _updated(pod: PodState, delta: Delta, learned: LearnedState, now: float) -> PodState:
+    """Return the state after one poll, without a new verdict."""
     tasks = {task.task: task for task in pod.tasks}
+    is_past_frozen = pod.collapsed_since is not None or pod.noticed
     for (name, depth), hits in delta.acceptance.items():
         if depth == 1 and hits.total > 0:
-            trusted = pod.collapsed_since is None and not pod.noticed
-            tasks[name] = _task(tasks.get(name, PodTaskState(task=name)), hits, trusted)
-    pace = _pace(delta.steps, learned)
-    if pace is not None and pod.pace is not None:
-        pace = pod.pace + (1 - 0.5 ** (delta.seconds / HALF_LIFE_PACE_SECONDS)) * (pace - pod.pace)
+            tasks[name] = _updated_task(tasks.get(name, PodTaskState(task=name)), hits, is_past_frozen=is_past_frozen)
+    log = _log_step_time(delta.steps, learned)
+    if log is not None and pod.pace is not None:
+        weight = 1 - 0.5 ** (delta.seconds / TUNING.step_time_half_life_seconds)
+        log = pod.pace + weight * (log - pod.pace)
     return pod.model_copy(
         update={
             "tasks": tuple(tasks[name] for name in sorted(tasks)),
-            "requests": _requests(RequestSums(*pod.requests), delta),
-            "pace": pod.pace if pace is None else _short(pace),
+            "requests": _updated_requests(RequestSums(*pod.requests), delta),
+            "pace": pod.pace if log is None else _rounded(log),
             "at": now,
         }
     )
 
 
-def _task(known: PodTaskState, fresh: Hits, trusted: bool) -> PodTaskState:
-    """What is fresh no more becomes the past, and not sooner: it takes some drafts to notice a collapse."""
-    keep = 0.5 ** (fresh.total / HALF_LIFE_FRESH_DRAFTS)
-    update = {"hits": _short(known.hits * keep + fresh.hits), "total": _short(known.total * keep + fresh.total)}
-    if trusted:
-        hits, total = known.hits * (1 - keep), known.total * (1 - keep)
-        past = 0.5 ** (total / HALF_LIFE_PAST_DRAFTS)
-        update["past_hits"] = _short(known.past_hits * past + hits)
-        update["past_total"] = _short(known.past_total * past + total)
-    return known.model_copy(update=update)
+def _updated_task(task: PodTaskState, hits: Hits, *, is_past_frozen: bool) -> PodTaskState:
+    """Return the task with new drafts. Drafts become the past only when they are no longer recent.
+
+    This delay leaves time to detect a collapse before it lowers the past.
+    """
+    remaining = 0.5 ** (hits.total / TUNING.recent_half_life_drafts)
+    update = {
+        "hits": _rounded(task.hits * remaining + hits.hits),
+        "total": _rounded(task.total * remaining + hits.total),
+    }
+    if not is_past_frozen:
+        old_hits, old_total = task.hits * (1 - remaining), task.total * (1 - remaining)
+        decay = 0.5 ** (old_total / TUNING.past_half_life_drafts)
+        update["past_hits"] = _rounded(task.past_hits * decay + old_hits)
+        update["past_total"] = _rounded(task.past_total * decay + old_total)
+    return task.model_copy(update=update)
 
 
-def _requests(known: RequestSums, delta: Delta) -> tuple[float, ...]:
+def _updated_requests(sums: RequestSums, delta: Delta) -> tuple[float, ...]:
     fresh = reduce(RequestSums.plus, delta.requests.values(), NO_REQUESTS)
-    learned = known.times(0.5 ** (fresh.n / HALF_LIFE_REQUESTS)).plus(fresh)
-    return tuple(map(_short, learned))
+    return tuple(map(_rounded, sums.times(0.5 ** (fresh.n / TUNING.request_half_life)).plus(fresh)))
 
 
-def _pace(steps: Mapping[CellKey, Moments], learned: LearnedState) -> float | None:
-    """Logarithm of the time that steps took, over what the fleet takes for steps of the same kinds."""
-    known = {
+def _log_step_time(steps: Mapping[CellKey, Moments], learned: LearnedState) -> float | None:
+    """Return log(step time over the deployment's step time), for steps of the same kinds. Return None without any."""
+    usual = {
         (cell.tokens_bucket, cell.draft_passes, cell.context_bucket): Moments(cell.values) for cell in learned.costs
     }
-    took = usual = 0.0
+    measured = expected = 0.0
     for key, moments in steps.items():
-        kind = known.get((key.tokens_bucket, key.draft_passes, key.context_bucket))
+        kind = usual.get((key.tokens_bucket, key.draft_passes, key.context_bucket))
         if not key.prefill and kind is not None and kind.count > 0:
-            took += moments.seconds
-            usual += moments.count * kind.mean_seconds
-    return math.log(took / usual) if took > 0 and usual > 0 else None
+            measured += moments.seconds
+            expected += moments.count * kind.mean_seconds
+    return math.log(measured / expected) if measured > 0 and expected > 0 else None
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
 def _judged(pod: PodState, peers: Sequence[PodState], now: float) -> PodState:
-    """By the peers' requests one knows how much requests differ: those of a worker that collapses differ from what
-    they were, and would excuse it."""
+    """Return the state with a new verdict, if this poll had a reading of the pod.
+
+    The variance between requests comes from the healthy peers. The requests of a collapsing worker differ from its
+    earlier ones, and the larger variance would hide the collapse.
+    """
     if pod.at != now:
         return pod
     healthy = [peer for peer in peers if peer.collapsed_since is None]
     effect = effect_of(RequestSums(*peer.requests) for peer in healthy)
-    own, others = _own(pod, effect), _by_peers(pod, healthy, effect)
-    collapsed, noticed = pod.collapsed_since, min(_surprise(own), _surprise(others)) > NOTICED
-    doubts = pod.doubts + 1 if _fell(own, others, len(healthy)) else 0
-    if collapsed is None and doubts >= DOUBTS:
+    own, others = _against_past(pod, effect), _against_peers(pod, healthy, effect)
+    collapsed = pod.collapsed_since
+    polls = pod.doubts + 1 if _is_outlier(own, others, len(healthy)) else 0
+    if collapsed is None and polls >= TUNING.outlier_polls:
         collapsed = now
-    elif collapsed is not None and _well(own, others):
-        collapsed, doubts = None, 0
+    elif collapsed is not None and _has_recovered(own, others):
+        collapsed, polls = None, 0
     relative = relative_pace(pod, peers)
-    slow = None if relative is None or relative < SLOW else (pod.slow_since or now)
+    is_slow = relative is not None and relative >= TUNING.slow_ratio
     return pod.model_copy(
-        update={"collapsed_since": collapsed, "noticed": noticed, "doubts": doubts, "slow_since": slow}
+        update={
+            "collapsed_since": collapsed,
+            "noticed": min(_errors(own), _errors(others)) > TUNING.freeze_errors,
+            "doubts": polls,
+            "slow_since": (pod.slow_since or now) if is_slow else None,
+        }
     )
 
 
-def _fell(own: tuple[float, float] | None, others: tuple[float, float] | None, peers: int) -> bool:
-    """Far below its own past, where the peers are not; without a past, far below enough peers."""
-    if others is None or others[1] < SURPRISE:
+def _is_outlier(own: _Comparison | None, others: _Comparison | None, peers: int) -> bool:
+    """Return whether acceptance is far below the worker's own past and below its peers.
+
+    A worker without a past is compared with its peers alone, if there are enough of them.
+    """
+    if others is None or others.errors < TUNING.outlier_errors:
         return False
     if own is not None:
-        return own[0] < COLLAPSED and own[1] > SURPRISE and others[0] < COMMON
-    return peers >= LEAST_PEERS and others[0] < COLLAPSED
+        is_below_past = own.ratio < TUNING.collapsed_ratio and own.errors > TUNING.outlier_errors
+        return is_below_past and others.ratio < TUNING.common_ratio
+    return peers >= TUNING.min_peers and others.ratio < TUNING.collapsed_ratio
 
 
-def _surprise(found: tuple[float, float] | None) -> float:
-    return found[1] if found else 0.0
+def _errors(comparison: _Comparison | None) -> float:
+    return comparison.errors if comparison else 0.0
 
 
-def _well(own: tuple[float, float] | None, others: tuple[float, float] | None) -> bool:
-    """As good as it used to be, or as the others are now."""
-    return any(found is not None and found[0] > HEALED for found in (own, others))
+def _has_recovered(own: _Comparison | None, others: _Comparison | None) -> bool:
+    """Return whether acceptance is near the worker's own past, or near its peers."""
+    return any(one is not None and one.ratio > TUNING.recovered_ratio for one in (own, others))
 
 
-def _own(pod: PodState, effect: float) -> tuple[float, float] | None:
-    rates = {task.task: task.past_hits / task.past_total for task in pod.tasks if task.past_total >= LEAST_PAST_DRAFTS}
-    return _against(pod, rates, effect)
+def _against_past(pod: PodState, effect: float) -> _Comparison | None:
+    tasks = [task for task in pod.tasks if task.past_total >= TUNING.min_past_drafts]
+    return _compare(pod, {task.task: task.past_hits / task.past_total for task in tasks}, effect)
 
 
-def _by_peers(pod: PodState, peers: Iterable[PodState], effect: float) -> tuple[float, float] | None:
+def _against_peers(pod: PodState, peers: Iterable[PodState], effect: float) -> _Comparison | None:
     sums: dict[str, Hits] = {}
     for peer in peers:
         for task in peer.tasks:
             sums[task.task] = sums.get(task.task, Hits(0, 0)).plus(Hits(task.hits, task.total))
-    rates = {name: hits.hits / hits.total for name, hits in sums.items() if hits.total >= LEAST_FRESH_DRAFTS}
-    return _against(pod, rates, effect)
+    rates = {name: hits.hits / hits.total for name, hits in sums.items() if hits.total >= TUNING.min_recent_drafts}
+    return _compare(pod, rates, effect)
 
 
-def _against(pod: PodState, rates: Mapping[str, float], effect: float) -> tuple[float, float] | None:
-    """(hits over those that ``rates`` let expect, standard errors that are missing); None when too little was seen."""
-    seen = [task for task in pod.tasks if task.task in rates]
-    total, expected = sum(task.total for task in seen), sum(task.total * rates[task.task] for task in seen)
-    if total < LEAST_FRESH_DRAFTS or expected <= 0:
+def _compare(pod: PodState, rates: Mapping[str, float], effect: float) -> _Comparison | None:
+    """Compare recent acceptance with the expected ``rates`` by task. Return None if there are too few drafts.
+
+    ``effect`` is the factor on the variance of independent drafts, since drafts of one request are similar.
+    """
+    tasks = [task for task in pod.tasks if task.task in rates]
+    total, expected = sum(task.total for task in tasks), sum(task.total * rates[task.task] for task in tasks)
+    if total < TUNING.min_recent_drafts or expected <= 0:
         return None
-    hits = sum(task.hits for task in seen)
+    hits = sum(task.hits for task in tasks)
     rate = min(0.99, expected / total)
     error = math.sqrt(max(1e-9, expected * (1 - rate) * effect))
-    return hits / expected, (expected - hits) / error
+    return _Comparison(hits / expected, (expected - hits) / error)
 
 
-def _short(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.5g}")

@@ -1,0 +1,124 @@
+"""Actions on unhealthy workers, from literal inputs: which worker is evicted, and when it counts as replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fleet import SimulatedWorker, Truth
+
+from specdecode_operator.health.remediation import HealInputs, Remediation, heal
+from specdecode_operator.health.tuning import TUNING
+from specdecode_operator.state.learned import PodState, PodTaskState
+from specdecode_operator.types import Worker
+from specdecode_worker.contract import Plan, TreeShape
+
+PLAN = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
+REPORT = SimulatedWorker(Truth()).report()
+NOW = 1e6
+LONG_AGO = NOW - TUNING.replace_after_seconds
+TASK = PodTaskState(task="other", hits=10, total=100, past_hits=800, past_total=1000)
+
+
+def worker(name: str, **fields: Any) -> Worker:
+    return Worker(**{"name": f"pod-{name}", "uid": name, "address": name, "ready": True, "report": REPORT, **fields})
+
+
+def inputs(*workers: Worker, collapsed: dict[str, float], **fields: Any) -> HealInputs:
+    pods = tuple(
+        PodState(uid=one.uid, tasks=(TASK,), pace=0.0, collapsed_since=collapsed.get(one.uid)) for one in workers
+    )
+    usual = {"now": NOW, "plan": PLAN, "can_replace": True, "is_complete": True}
+    return HealInputs(**{**usual, "workers": workers, "pods": pods, **fields})
+
+
+def after(before: HealInputs, result: Remediation, *workers: Worker, seconds: float = 5.0) -> HealInputs:
+    """The inputs of the next decision, with what the first one left to store."""
+    return replace(
+        before,
+        now=before.now + seconds,
+        workers=workers or before.workers,
+        recycling=result.recycling,
+        recycled_at=result.recycled_at,
+    )
+
+
+def test_a_collapsed_worker_is_reported_and_gets_the_plain_plan() -> None:
+    result = heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}))
+    assert [one.message for one in result.unhealthy] == ["first token accepted 0.10, usually 0.80; its peers are well"]
+    assert result.own == {"b"}
+    assert (result.own_plans["b"].quiet, result.own_plans["b"].version) == (True, 7)
+    assert not result.recycle, "it may recover"
+    assert not heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}, can_disable=False)).own
+
+
+def test_a_blocked_eviction_is_proposed_again_and_is_no_replacement() -> None:
+    """A PodDisruptionBudget refuses the first evictions; then one succeeds."""
+    now = inputs(worker("a"), worker("b"), collapsed={"b": LONG_AGO})
+    for _ in range(200):
+        result = heal(now)
+        assert (result.recycle, result.recycling, result.recycled_at) == (("pod-b",), "b", None)
+        now = after(now, result)
+    now = after(now, result, worker("a"), worker("b", leaving=True))
+    result = heal(now)
+    assert (result.recycle, result.recycling, result.recycled_at) == ((), "", now.now)
+
+
+def test_a_pod_that_is_gone_at_once_is_replaced() -> None:
+    now = inputs(worker("a"), worker("b"), collapsed={"b": LONG_AGO})
+    now = after(now, heal(now), worker("a"), worker("c"))
+    assert heal(now).recycled_at == now.now
+
+
+def test_an_eviction_counts_although_it_is_not_proposed_meanwhile() -> None:
+    now = inputs(worker("a"), worker("b"), collapsed={"b": LONG_AGO})
+    now = after(replace(now, is_complete=False), heal(now))
+    result = heal(now)
+    assert (result.recycle, result.recycling) == ((), "b")
+    now = after(now, result, worker("a"), worker("b", leaving=True))
+    assert heal(now).recycled_at == now.now
+
+
+def test_a_worker_that_recovers_is_no_longer_evicted() -> None:
+    now = inputs(worker("a"), worker("b"), collapsed={"b": LONG_AGO})
+    now = after(inputs(worker("a"), worker("b"), collapsed={}), heal(now))
+    result = heal(now)
+    assert (result.recycle, result.recycling, result.recycled_at) == ((), "", None)
+    gone = after(now, result, worker("a"))
+    assert heal(gone).recycled_at is None
+
+
+def test_replacements_are_one_at_a_time_and_far_apart() -> None:
+    both = inputs(worker("a"), worker("b"), worker("c"), collapsed={"b": LONG_AGO, "c": LONG_AGO - 1})
+    assert heal(both).recycle == ("pod-c",)
+    early = replace(both, recycled_at=NOW - TUNING.replace_interval_seconds + 1)
+    assert heal(early).recycle == ()
+    assert heal(replace(early, now=NOW + 1)).recycle == ("pod-c",)
+
+
+@pytest.mark.parametrize(
+    ("others", "fields", "evicts"),
+    [
+        ((worker("a"),), {}, True),
+        ((worker("a"),), {"is_complete": False}, False),
+        ((worker("a"),), {"can_replace": False}, False),
+        ((), {}, False),
+        ((worker("a", placed=False, ready=False, report=None),), {}, False),
+        ((worker("a", leaving=True),), {}, False),
+    ],
+)
+def test_a_ready_worker_is_evicted_only_while_others_serve(
+    others: tuple[Worker, ...], fields: dict[str, Any], evicts: bool
+) -> None:
+    result = heal(inputs(*others, worker("b"), collapsed={"b": LONG_AGO}, **fields))
+    assert (result.recycle == ("pod-b",)) is evicts
+
+
+def test_an_unready_worker_may_always_be_evicted() -> None:
+    broken = worker("b", ready=False)
+    alone = inputs(broken, collapsed={"b": LONG_AGO}, is_complete=False, recycled_at=NOW - 1)
+    assert heal(alone).recycle == ("pod-b",)
+    assert heal(replace(alone, can_replace=False)).recycle == ()
+    first = inputs(worker("a"), broken, collapsed={"a": LONG_AGO - 99, "b": LONG_AGO})
+    assert heal(first).recycle == ("pod-b",), "it serves nothing, so it goes before one that serves"
