@@ -1,114 +1,182 @@
-"""How many workers, from what was observed and remembered: where planning's pace meets scaling's rules. Pure."""
+"""Size stage: the number of workers, from measured demand and the capacity of one worker. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from specdecode_operator import planning, scaling
+from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.health import pod_health
-from specdecode_operator.state.learned import LearnedState, ScalingState
+from specdecode_operator.scaling import TUNING
+from specdecode_operator.state.learned import ForecastState, LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
 from specdecode_operator.telemetry.deltas import Delta, over
-from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit
+from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit, Worker, Workload
 
-DOUBT = 1.28
-"""Standard errors of a lower bound: nine times in ten a worker carries more, and more requests come in."""
-MARK_SECONDS = 15.0
-"""Before the window ends pods are marked: earlier marks would be old, and a write each."""
-STARTUP_SECONDS = 60.0
-"""Of a worker, until one was seen starting."""
-LAST_START_SHARE = 0.5
-"""Weight of the start-up that was seen last."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityInputs:
+    """The mean request, and one worker that serves it."""
+
+    mix: scaling.Mix
+    step_model: scaling.StepModel
+    limits: scaling.Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeInputs:
+    """Everything that the replica decision depends on."""
+
+    now: float
+    """Present time, in seconds since the epoch."""
+    scaling: ScalingSpec | None
+    """spec.scaling."""
+    spec_replicas: int = 1
+    """spec.replicas."""
+    is_spec_observed: bool = False
+    """Status was written for this generation of the spec."""
+    is_advisory: bool = False
+    """Mode Advisory: demand is reported, and replicas and pods stay as they are."""
+    is_paused: bool = False
+    workload: Workload | None = None
+    workers: tuple[Worker, ...] = ()
+    unhealthy: frozenset[str] = frozenset()
+    """Uids of the workers whose acceptance collapsed."""
+    max_num_seqs: int = 1
+    """Sequences that one worker runs at most."""
+    delta: Delta | None = None
+    """Differences of the reports since the previous poll. None if no worker has a new reading."""
+    window: tuple[Delta, ...] = ()
+    """Differences of the last minute, oldest first."""
+    capacity: CapacityInputs | None = None
+    """None while requests or step times are unknown."""
+    state: ScalingState = field(default_factory=ScalingState)
+    forecast: ForecastState = field(default_factory=ForecastState)
+    startup_seconds: float | None = None
+    """Time that a worker takes to start. None until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDecision:
-    """``replicas`` is what is set, ``desired`` what should be: they differ where somebody else owns the replicas."""
+    """Number of workers, and the figures behind it."""
 
     replicas: int
+    """Replicas to set."""
     desired: int
-    wanted: int | None
-    arrivals: float | None
-    """Requests a second, whole fleet, over the last minute; None while they are not known."""
-    capacity: Capacity | None
-    limited: ScalingLimit | None
-    deletion_costs: dict[str, int]
+    """Replicas that demand asks for, within the bounds; they differ from ``replicas`` with an external owner."""
+    wanted: int | None = None
+    """Workers that demand asks for, without bounds. None without spec.scaling."""
+    arrivals: float | None = None
+    """Requests per second of the whole deployment over the last minute. None while they are unknown."""
+    capacity: Capacity | None = None
+    limited: ScalingLimit | None = None
+    deletion_costs: Mapping[str, int] = field(default_factory=dict)
+    """Annotation by pod, where it differs from the present one."""
+    reason: str = ""
+    """Reason for a change, as the decision history shows it."""
 
 
-def size(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeResult:
+    """The replica decision, and the state for the next one."""
+
+    decision: ReplicaDecision
+    state: ScalingState
+    forecast: ForecastState
+    startup_seconds: float | None
+
+
+def size_from(
     deployment: Deployment,
     observed: Observation,
     learned: LearnedState,
-    memory: Session,
+    session: Session,
     delta: Delta | None,
-    *,
     now: float,
-) -> tuple[ReplicaDecision, LearnedState]:
-    """The replicas, and the memory with demand's recent past."""
-    spec = deployment.spec.scaling
-    learned = _learnt(learned, observed, delta, now)
-    if spec is None:
-        count = deployment.spec.replicas
-        nothing = ReplicaDecision(
-            replicas=count, desired=count, wanted=None, arrivals=None, capacity=None, limited=None, deletion_costs={}
-        )
-        return nothing, learned.model_copy(update={"scaling": ScalingState()})
-    ours = spec.owner == "Operator"
-    carried = _carried(deployment, observed, learned, memory, now) if delta is not None else None
-    before = learned.scaling if ours else learned.scaling.model_copy(update={"replicas": deployment.spec.replicas})
-    start = observed.workload.wanted if observed.workload else deployment.spec.replicas
-    scaled = scaling.scale(spec, before, _demand(deployment, observed, memory, delta, carried), start=start, now=now)
-    capacity = carried.mean if carried else None
-    sized = ReplicaDecision(
-        replicas=scaled.replicas if ours else deployment.spec.replicas,
-        desired=scaled.replicas,
-        wanted=scaled.wanted,
-        arrivals=carried.recent_rate if carried else None,
-        capacity=capacity,
-        limited=scaling.limited(spec, scaled.wanted, _troubles(observed), capacity) if ours else None,
-        deletion_costs=_deletion_costs(deployment, observed, learned, scaled.memory, now),
+) -> SizeResult:
+    """Run the size stage on the objects that ``decide`` has."""
+    return size(size_inputs(deployment, observed, learned, session, delta, now))
+
+
+def size_inputs(
+    deployment: Deployment,
+    observed: Observation,
+    learned: LearnedState,
+    session: Session,
+    delta: Delta | None,
+    now: float,
+) -> SizeInputs:
+    """Select what the size stage depends on."""
+    is_scaling_known = deployment.spec.scaling is not None and delta is not None
+    return SizeInputs(
+        now=now,
+        scaling=deployment.spec.scaling,
+        spec_replicas=deployment.spec.replicas,
+        is_spec_observed=deployment.status.observed_generation == deployment.generation,
+        is_advisory=deployment.spec.speculation.mode == "Advisory",
+        is_paused=deployment.paused,
+        workload=observed.workload,
+        workers=observed.workers,
+        unhealthy=pod_health.suspected(learned),
+        max_num_seqs=max_num_seqs(deployment, observed),
+        delta=delta,
+        window=session.window,
+        capacity=_capacity_inputs(deployment, observed, learned) if is_scaling_known else None,
+        state=learned.scaling,
+        forecast=learned.forecast,
+        startup_seconds=learned.startup_seconds,
     )
-    return sized, learned.model_copy(update={"scaling": scaled.memory})
+
+
+def size(inputs: SizeInputs) -> SizeResult:
+    """Return the replicas, and the state with the latest demand."""
+    forecast = _forecast(inputs)
+    startup_seconds = scaling.update_startup_seconds(inputs.startup_seconds, inputs.workers)
+    spec = inputs.scaling
+    is_owner = spec is not None and spec.owner == "Operator"
+    state = scaling.take_over(
+        inputs.state,
+        spec_replicas=inputs.spec_replicas,
+        running=inputs.workload.wanted if inputs.workload else None,
+        is_owner=is_owner,
+        is_spec_observed=inputs.is_spec_observed,
+    )
+    running = inputs.spec_replicas if state.replicas is None else state.replicas
+    if spec is None:
+        decision = ReplicaDecision(replicas=running, desired=running)
+    else:
+        load = _service_load(inputs, forecast, startup_seconds)
+        decision, state = _follow_demand(inputs, spec, state, load, running)
+    return SizeResult(decision=decision, state=state, forecast=forecast, startup_seconds=startup_seconds)
 
 
 def max_num_seqs(deployment: Deployment, observed: Observation) -> int:
-    """What one worker runs at most: by its report, else by the spec."""
+    """Return the sequences that one worker runs at most: by its report, or by the spec before there is one."""
     return min((report.max_num_seqs for report in observed.reports), default=deployment.spec.workers.max_num_seqs)
 
 
 def kv_tokens(observed: Observation) -> float | None:
-    """What the smallest cache of all workers holds; None while none says."""
-    found = [float(report.kv_tokens_total) for report in observed.last_reports if report.kv_tokens_total > 0]
-    return min(found, default=None)
+    """Return the size of the smallest KV cache in tokens. Return None if no worker reports one."""
+    sizes = [float(report.kv_tokens_total) for report in observed.last_reports if report.kv_tokens_total > 0]
+    return min(sizes, default=None)
 
 
-def _learnt(learned: LearnedState, observed: Observation, delta: Delta | None, now: float) -> LearnedState:
-    """Arrivals for the forecast, and how long a worker takes to start."""
-    forecast = learned.forecast
-    if delta is not None:
-        forecast = scaling.observed(forecast, scaling.arrivals([delta]), delta.seconds, now=now)
-    started = [worker.startup_seconds for worker in observed.workers if worker.startup_seconds is not None]
-    startup = learned.startup_seconds
-    if started:
-        # The quickest of those that stand: a readiness that was lost and came back looks like a slow start.
-        seen = min(started)
-        startup = seen if startup is None else startup + LAST_START_SHARE * (seen - startup)
-    return learned.model_copy(update={"forecast": forecast, "startup_seconds": startup and float(f"{startup:.3g}")})
+def is_complete(observed: Observation) -> bool:
+    """Return whether every placed worker is ready and has reported, and no rollout is under way."""
+    return scaling.is_complete(observed.workload, observed.workers)
 
 
-def _carried(
-    deployment: Deployment, observed: Observation, learned: LearnedState, memory: Session, now: float
-) -> scaling.Carried | None:
-    """What one worker carries of the mix that comes in; None while requests or steps are not known."""
+def _capacity_inputs(deployment: Deployment, observed: Observation, learned: LearnedState) -> CapacityInputs | None:
     request = planning.request_of(learned)
     if request is None:
         return None
     speculation = deployment.spec.speculation
-    most, cache = max_num_seqs(deployment, observed), kv_tokens(observed)
-    found = planning.buckets(deployment.spec.workers.max_num_seqs)
-    pace = planning.pace(speculation, learned, found, request, kv_tokens=cache)
-    if pace is None:
+    cache = kv_tokens(observed)
+    buckets = planning.buckets(deployment.spec.workers.max_num_seqs)
+    step_model = planning.pace(speculation, learned, buckets, request, kv_tokens=cache)
+    if step_model is None:
         return None
     prompt = planning.prompt_of(learned)
     mix = scaling.Mix(
@@ -120,69 +188,102 @@ def _carried(
     )
     objective = speculation.objective
     limits = scaling.Limits(
-        max_sequences=most,
+        max_sequences=max_num_seqs(deployment, observed),
         cache_tokens=cache,
         ttit_seconds=None if objective.ttit_milliseconds is None else objective.ttit_milliseconds / 1000,
         ttft_seconds=None if objective.ttft_milliseconds is None else objective.ttft_milliseconds / 1000,
     )
-    ahead = learned.startup_seconds or STARTUP_SECONDS
-    lately = partial(scaling.arrival_rate, memory.window, now=now, within=scaling.RECENT_SECONDS)
-    return scaling.Carried(
-        mean=scaling.capacity(mix, pace, limits),
-        least=scaling.capacity(mix, pace, limits, doubt=DOUBT),
-        rate=lately(),
-        least_rate=lately(doubt=DOUBT),
-        recent_rate=scaling.arrival_rate(memory.window, now=now, within=WINDOW_SECONDS),
-        forecast_rate=scaling.expected_rate(learned.forecast, now=now, ahead_seconds=ahead),
-        ttft_seconds=limits.ttft_seconds,
+    return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
+
+
+def _forecast(inputs: SizeInputs) -> ForecastState:
+    delta = inputs.delta
+    if delta is None:
+        return inputs.forecast
+    return scaling.update_forecast(inputs.forecast, scaling.arrivals([delta]), delta.seconds, now=inputs.now)
+
+
+def _service_load(
+    inputs: SizeInputs, forecast: ForecastState, startup_seconds: float | None
+) -> scaling.ServiceLoad | None:
+    """Return arrival rates and the capacity of one worker. Return None while the capacity is unknown."""
+    known = inputs.capacity
+    if known is None:
+        return None
+    capacity = partial(scaling.capacity, known.mix, known.step_model, known.limits)
+    rate = partial(scaling.arrival_rate, inputs.window, now=inputs.now)
+    ahead = startup_seconds or TUNING.startup_seconds
+    return scaling.ServiceLoad(
+        capacity=capacity(),
+        capacity_bound=capacity(standard_errors=TUNING.confidence_errors),
+        arrival_rate=rate(within=TUNING.recent_seconds),
+        arrival_rate_bound=rate(within=TUNING.recent_seconds, standard_errors=TUNING.confidence_errors),
+        window_arrival_rate=rate(within=WINDOW_SECONDS),
+        forecast_rate=scaling.forecast_rate(forecast, now=inputs.now, ahead_seconds=ahead),
+        ttft_seconds=known.limits.ttft_seconds,
     )
 
 
-def _demand(
-    deployment: Deployment,
-    observed: Observation,
-    memory: Session,
-    delta: Delta | None,
-    carried: scaling.Carried | None,
-) -> scaling.Demand:
-    recent = over(memory.window)
-    demand = scaling.Demand(
-        now=delta.running + delta.waiting if delta and not deployment.paused else None,
-        recent=recent.running + recent.waiting,
-        max_num_seqs=max_num_seqs(deployment, observed),
+def _follow_demand(
+    inputs: SizeInputs, spec: ScalingSpec, state: ScalingState, load: scaling.ServiceLoad | None, running: int
+) -> tuple[ReplicaDecision, ScalingState]:
+    """Return the replicas for the measured demand; with an external owner or in mode Advisory only report them."""
+    is_owner = spec.owner == "Operator"
+    follows = is_owner and not inputs.is_advisory
+    placement = scaling.placement_of(inputs.workload, inputs.workers)
+    result = scaling.scale(
+        spec,
+        state,
+        _demand(inputs, load),
+        now=inputs.now,
+        placement=placement if follows and not inputs.is_paused else None,
+    )
+    replicas = result.replicas
+    if not follows:
+        replicas = max(spec.min_replicas, min(spec.max_replicas, running)) if is_owner else running
+    capacity = load.capacity if load else None
+    problems = (
+        scaling.placement_problem(inputs.workload, inputs.workers),
+        scaling.withdrawal_message(spec, result.state, result.wanted, inputs.now),
+    )
+    decision = ReplicaDecision(
+        replicas=replicas,
+        desired=result.replicas,
+        wanted=result.wanted,
+        arrivals=load.window_arrival_rate if load else None,
+        capacity=capacity,
+        limited=scaling.scaling_limit(spec, result.wanted, capacity, placement_problems=problems) if is_owner else None,
+        deletion_costs={} if is_owner and inputs.is_advisory else _deletion_costs(inputs, spec, result.state),
+        reason=result.reason,
+    )
+    return decision, result.state.model_copy(update={"replicas": replicas})
+
+
+def _demand(inputs: SizeInputs, load: scaling.ServiceLoad | None) -> scaling.Demand:
+    """Return the measured demand.
+
+    While the capacity of a worker is unknown, waiting requests count as running ones. Afterwards they are a backlog,
+    which needs workers only until it has drained.
+    """
+    delta, last_minute = inputs.delta, over(inputs.window)
+    return scaling.Demand(
+        requests=delta.running + delta.waiting if delta and not inputs.is_paused else None,
+        window_requests=last_minute.running if load else last_minute.running + last_minute.waiting,
+        waiting=delta.waiting if delta and load else 0.0,
+        max_num_seqs=inputs.max_num_seqs,
         seconds=delta.seconds if delta else 0.0,
-        trusted=trusted(observed),
-        carried=carried,
-    )
-    # What waits is no work that lasts: once a worker's rate is known, a backlog has a term of its own.
-    return replace(demand, recent=recent.running, waiting=delta.waiting if delta else 0.0) if carried else demand
-
-
-def trusted(observed: Observation) -> bool:
-    """Every worker is ready and reported, and no rollout is under way."""
-    workload = observed.workload
-    return (
-        workload is not None
-        and workload.settled
-        and all(worker.ready and worker.report is not None for worker in observed.workers if not worker.leaving)
+        is_complete=scaling.is_complete(inputs.workload, inputs.workers),
+        load=load,
     )
 
 
-def _troubles(observed: Observation) -> list[str]:
-    return [worker.trouble for worker in observed.workers if worker.trouble and not worker.leaving]
-
-
-def _deletion_costs(
-    deployment: Deployment, observed: Observation, learned: LearnedState, memory: ScalingState, now: float
-) -> dict[str, int]:
-    """Shortly before a worker goes: who has least to lose goes first. At other times nobody needs to know."""
-    spec = deployment.spec.scaling
-    if spec is None or memory.below_since is None or deployment.paused:
+def _deletion_costs(inputs: SizeInputs, spec: ScalingSpec, state: ScalingState) -> dict[str, int]:
+    """Return the deletion costs to annotate, shortly before a worker is removed; none at other times."""
+    if state.below_since is None or inputs.is_paused:
         return {}
-    if now - memory.below_since < spec.scale_down_window_seconds - MARK_SECONDS:
+    if inputs.now - state.below_since < spec.scale_down_window_seconds - TUNING.deletion_cost_seconds:
         return {}
-    staying = [worker for worker in observed.workers if worker.report and not worker.leaving]
+    staying = [worker for worker in inputs.workers if worker.report and not worker.leaving]
     running = {worker.name: float(worker.report.running + worker.report.waiting) for worker in staying if worker.report}
-    strange = pod_health.suspected(learned)
-    costs = scaling.deletion_costs(running, (worker.name for worker in staying if worker.uid in strange))
+    costs = scaling.deletion_costs(running, (worker.name for worker in staying if worker.uid in inputs.unhealthy))
     return {worker.name: costs[worker.name] for worker in staying if worker.deletion_cost != costs[worker.name]}

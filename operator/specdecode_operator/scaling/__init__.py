@@ -1,24 +1,38 @@
-"""How many workers: demand against what one can carry, up soon, down late, never on doubtful numbers. Pure."""
+"""The replica decision: capacity of one worker, demand, bounds, and workers that cannot be placed. Pure."""
 
-from specdecode_operator.scaling.capacity import Limits, Mix, capacity
-from specdecode_operator.scaling.demand import RECENT_SECONDS, arrival_rate, arrivals
-from specdecode_operator.scaling.forecast import expected_rate, observed
-from specdecode_operator.scaling.limits import deletion_costs, limited
-from specdecode_operator.scaling.replicas import Carried, Demand, Scaled, scale
+from specdecode_operator.scaling.capacity import Limits, Mix, StepEstimate, StepModel, capacity
+from specdecode_operator.scaling.demand import arrival_rate, arrivals
+from specdecode_operator.scaling.forecast import forecast_rate, update_forecast
+from specdecode_operator.scaling.limits import deletion_costs, placement_problem, scaling_limit
+from specdecode_operator.scaling.ownership import take_over
+from specdecode_operator.scaling.placement import Placement, is_complete, placement_of, withdrawal_message
+from specdecode_operator.scaling.replicas import Demand, ScaleResult, ServiceLoad, scale
+from specdecode_operator.scaling.startup import update_startup_seconds
+from specdecode_operator.scaling.tuning import TUNING, Tuning
 
 __all__ = [
-    "RECENT_SECONDS",
-    "Carried",
+    "TUNING",
     "Demand",
     "Limits",
     "Mix",
-    "Scaled",
+    "Placement",
+    "ScaleResult",
+    "ServiceLoad",
+    "StepEstimate",
+    "StepModel",
+    "Tuning",
     "arrival_rate",
     "arrivals",
     "capacity",
     "deletion_costs",
-    "expected_rate",
-    "limited",
-    "observed",
+    "forecast_rate",
+    "is_complete",
+    "placement_of",
+    "placement_problem",
     "scale",
+    "scaling_limit",
+    "take_over",
+    "update_forecast",
+    "update_startup_seconds",
+    "withdrawal_message",
 ]

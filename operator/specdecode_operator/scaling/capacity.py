@@ -1,9 +1,9 @@
-"""What one worker carries: the largest arrival rate of the observed mix at which every promise is kept.
+"""Capacity of one worker: the largest arrival rate of the observed mix at which every objective is met.
 
-At a rate the running sequences b settle where b = rate * output * t(b) / E, with rate * prompt * t(b) prompt tokens
-read in each step. Both follow from b: a step ends b * E / output requests, and as many begin. So
-the search goes over b, and the shape is chosen anew at each, which is why shapes grow shallower before workers are
-added.
+At an arrival rate the number of running sequences b settles where b = rate * output * t(b) / E, with t(b) the step
+time and E the expected tokens per step; each step also reads rate * prompt * t(b) prompt tokens. Rate and prompt tokens
+both follow from b, since a step ends b * E / output requests and as many start. The search therefore goes over b. The
+draft shape is chosen again for each b, so shapes grow shallower before workers are added.
 """
 
 from __future__ import annotations
@@ -13,35 +13,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.types import Capacity
 
-SLOTS_USABLE = 0.8
-"""Share of a worker's sequences that is planned for where nothing is promised of waiting; the rest is for bursts."""
-CACHE_USABLE = 0.9
-"""Share of the KV cache that is planned for: contexts differ, and prefixes are kept."""
-HALVINGS = 6
-"""Of the last interval of sequences; its edges are at most half of them apart, so this leaves one in a hundred."""
-
-MOST_DOUBT = 5.0
-"""A step that might as well take 150 times as long is not known at all; more makes no difference."""
-
 Limit = Literal["slots", "ttit", "ttft", "cache"]
-"""As in records.Capacity."""
+"""The limit that a worker reaches first, as in types.Capacity."""
 
 
-class Step(Protocol):
-    """A step of b sequences with the shape that is best there."""
+class StepEstimate(Protocol):
+    """One step of a number of sequences, with the best shape for that number."""
 
     @property
     def seconds(self) -> float: ...
     @property
     def tokens(self) -> float:
-        """Expected of one sequence, the mean over the tasks."""
+        """Expected tokens per sequence, mean over the tasks."""
         ...
 
     @property
     def least_tokens(self) -> float:
-        """Of the task that gets fewest."""
+        """Expected tokens per sequence of the task with the fewest."""
         ...
 
     @property
@@ -50,9 +41,11 @@ class Step(Protocol):
         ...
 
 
-class Pace(Protocol):
-    def __call__(self, sequences: float, prompt_tokens: float) -> Step:
-        """``prompt_tokens`` are read in the same step, on average."""
+class StepModel(Protocol):
+    """Step times and tokens per step of one worker."""
+
+    def __call__(self, sequences: float, prompt_tokens: float) -> StepEstimate:
+        """Return the step of ``sequences`` that also reads ``prompt_tokens`` on average."""
         ...
 
 
@@ -61,19 +54,19 @@ class Mix:
     """The mean request."""
 
     prompt_tokens: float
-    """To be read: what the cache had is not in it."""
+    """Prompt tokens to compute, without those that the prefix cache has."""
     output_tokens: float
     context_tokens: float
-    """In the cache while it runs, on average."""
+    """Mean number of cached tokens while the request runs."""
     prompt_steps: int = 1
-    """Steps over which the prompt is read."""
+    """Steps that read the prompt."""
     prompt_seconds: float = 0
-    """What reading adds to each of them."""
+    """Seconds that reading the prompt adds to each of these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one worker, and what was promised."""
+    """Limits of one worker, and objectives of the deployment."""
 
     max_sequences: int
     cache_tokens: float | None = None
@@ -83,62 +76,113 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
+    """Steady state with a number of running sequences."""
+
     sequences: float
     rate: float
     seconds: float
-    broken: Limit | None
+    missed: Limit | None
 
-
-def capacity(mix: Mix, pace: Pace, limits: Limits, *, doubt: float = 0) -> Capacity:
-    """``doubt`` is how many standard errors slower a step is taken to be: 0 is the mean, more is a lower bound."""
-    kept: list[_Point] = []
-    most, last = _most(mix, limits)
-    for sequences in _grid(most):
-        point = _at(sequences, mix, pace, limits, doubt)
-        if point.broken is not None:
-            return _between(kept, point, mix, pace, limits, doubt)
-        kept.append(point)
-    best = max(kept, key=lambda point: point.rate)
-    return _capacity(best, last)
-
-
-def _most(mix: Mix, limits: Limits) -> tuple[float, Limit]:
-    """Sequences that there is room for, whatever their pace, and what of; one at the least."""
-    share = SLOTS_USABLE if limits.ttft_seconds is None else 1.0
-    slots = share * limits.max_sequences
-    cache = CACHE_USABLE * limits.cache_tokens / mix.context_tokens if limits.cache_tokens else math.inf
-    return (max(1.0, cache), "cache") if cache < slots else (max(1.0, slots), "slots")
-
-
-def _between(kept: list[_Point], broken: _Point, mix: Mix, pace: Pace, limits: Limits, doubt: float) -> Capacity:
-    """Bisects between the last load that keeps its promises and the first that breaks one."""
-    assert broken.broken is not None
-    if not kept:
-        found = _capacity(broken, broken.broken)
+    def capacity(self, limited_by: Limit, *, attainable: bool = True) -> Capacity:
         return Capacity(
-            rate=found.rate,
-            sequences=found.sequences,
-            step_seconds=found.step_seconds,
-            limited_by=broken.broken,
-            attainable=False,
+            rate=self.rate,
+            sequences=self.sequences,
+            step_seconds=self.seconds,
+            limited_by=limited_by,
+            attainable=attainable,
         )
-    low, high, limit = kept[-1].sequences, broken.sequences, broken.broken
-    for _ in range(HALVINGS):
-        point = _at((low + high) / 2, mix, pace, limits, doubt)
-        if point.broken is None:
-            low = point.sequences
-            kept.append(point)
-        else:
-            high, limit = point.sequences, point.broken
-    return _capacity(max(kept, key=lambda point: point.rate), limit)
 
 
-def _capacity(point: _Point, limit: Limit) -> Capacity:
-    return Capacity(rate=point.rate, sequences=point.sequences, step_seconds=point.seconds, limited_by=limit)
+def capacity(mix: Mix, step_model: StepModel, limits: Limits, *, standard_errors: float = 0) -> Capacity:
+    """Return the capacity of one worker.
+
+    Args:
+        mix: The mean request.
+        step_model: Step times of the worker.
+        limits: Limits of the worker, and objectives.
+        standard_errors: Number of standard errors by which steps are assumed to be slower than their mean. With 0 the
+            result is the mean capacity, with more a lower confidence bound.
+    """
+    return _Search(mix, step_model, limits, standard_errors).run()
+
+
+def waiting_seconds(offered: float, slots: int, service_seconds: float) -> float:
+    """Return the mean wait for a slot in seconds, by Erlang C.
+
+    Args:
+        offered: Mean number of busy slots.
+        slots: Number of slots.
+        service_seconds: Mean time that a request occupies its slot.
+
+    Returns:
+        Infinity if all slots are always busy.
+    """
+    if offered >= slots:
+        return math.inf
+    blocked = 1.0
+    for slot in range(1, slots + 1):
+        blocked = offered * blocked / (slot + offered * blocked)
+    waits = blocked / (1 - offered / slots * (1 - blocked))
+    return waits * service_seconds / (slots - offered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Search over the running sequences of one worker."""
+
+    mix: Mix
+    step_model: StepModel
+    limits: Limits
+    standard_errors: float
+
+    def run(self) -> Capacity:
+        within: list[_Point] = []
+        most, last = self._most_sequences()
+        for sequences in _grid(most):
+            point = self._point(sequences)
+            if point.missed is not None:
+                return self._bisect(within, point, point.missed)
+            within.append(point)
+        return _fastest(within).capacity(last)
+
+    def _most_sequences(self) -> tuple[float, Limit]:
+        """Return the sequences that slots and cache have room for, at least one, and the smaller of the two limits."""
+        share = TUNING.usable_slots if self.limits.ttft_seconds is None else 1.0
+        slots = share * self.limits.max_sequences
+        cache_tokens = self.limits.cache_tokens
+        cache = TUNING.usable_cache * cache_tokens / self.mix.context_tokens if cache_tokens else math.inf
+        return (max(1.0, cache), "cache") if cache < slots else (max(1.0, slots), "slots")
+
+    def _bisect(self, within: list[_Point], outside: _Point, limit: Limit) -> Capacity:
+        """Search between the last point that meets the objectives and the first that misses one."""
+        if not within:
+            return outside.capacity(limit, attainable=False)
+        low, high = within[-1].sequences, outside.sequences
+        for _ in range(TUNING.bisections):
+            point = self._point((low + high) / 2)
+            if point.missed is None:
+                low = point.sequences
+                within.append(point)
+            else:
+                high, limit = point.sequences, point.missed
+        return _fastest(within).capacity(limit)
+
+    def _point(self, sequences: float) -> _Point:
+        """Return the steady state with ``sequences`` running."""
+        without_prompts = self.step_model(sequences, 0.0)
+        ended = sequences * without_prompts.tokens / self.mix.output_tokens
+        step = self.step_model(sequences, ended * self.mix.prompt_tokens)
+        seconds = step.seconds * math.exp(min(TUNING.max_log_error, self.standard_errors * step.error))
+        rate = sequences * step.tokens / (self.mix.output_tokens * seconds)
+        return _Point(sequences, rate, seconds, _missed(sequences, seconds, step, self.mix, self.limits))
+
+
+def _fastest(points: list[_Point]) -> _Point:
+    return max(points, key=lambda point: point.rate)
 
 
 def _grid(most: float) -> Iterator[float]:
-    """1, 2, 3, 4, 6, 8, 12, ... and the most that run."""
+    """Return the numbers of sequences to try: 1, 2, 3, 4, 6, 8, 12, ... and ``most``."""
     edge = 1.0
     while edge < most:
         yield edge
@@ -148,17 +192,8 @@ def _grid(most: float) -> Iterator[float]:
     yield most
 
 
-def _at(sequences: float, mix: Mix, pace: Pace, limits: Limits, doubt: float) -> _Point:
-    """The fixed point with so many sequences running."""
-    alone = pace(sequences, 0.0)
-    ended = sequences * alone.tokens / mix.output_tokens
-    step = pace(sequences, ended * mix.prompt_tokens)
-    seconds = step.seconds * math.exp(min(MOST_DOUBT, doubt * step.error))
-    rate = sequences * step.tokens / (mix.output_tokens * seconds)
-    return _Point(sequences, rate, seconds, _broken(sequences, seconds, step, mix, limits))
-
-
-def _broken(sequences: float, seconds: float, step: Step, mix: Mix, limits: Limits) -> Limit | None:
+def _missed(sequences: float, seconds: float, step: StepEstimate, mix: Mix, limits: Limits) -> Limit | None:
+    """Return the objective that is missed with ``sequences`` running. Return None if all are met."""
     if limits.ttit_seconds is not None and seconds / step.least_tokens > limits.ttit_seconds:
         return "ttit"
     if limits.ttft_seconds is None:
@@ -169,14 +204,3 @@ def _broken(sequences: float, seconds: float, step: Step, mix: Mix, limits: Limi
         return "ttft"
     wait = waiting_seconds(sequences, limits.max_sequences, service)
     return "slots" if first + wait > limits.ttft_seconds else None
-
-
-def waiting_seconds(offered: float, slots: int, service_seconds: float) -> float:
-    """Mean wait for a slot: Erlang C, with ``offered`` slots busy on average; infinite when all always are."""
-    if offered >= slots:
-        return math.inf
-    blocked = 1.0
-    for slot in range(1, slots + 1):
-        blocked = offered * blocked / (slot + offered * blocked)
-    waits = blocked / (1 - offered / slots * (1 - blocked))
-    return waits * service_seconds / (slots - offered)

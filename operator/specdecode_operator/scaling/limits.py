@@ -1,32 +1,60 @@
-"""What keeps replicas from following demand, and which pod goes first."""
+"""Reasons why replicas do not follow demand, and the order in which pods are removed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.types import Capacity, ScalingLimit
+from specdecode_operator.types import Capacity, ScalingLimit, Worker, Workload
 
 UNSCHEDULABLE = "Unschedulable"
-"""How the scheduler calls a pod that it finds no place for."""
+"""Reason that the scheduler gives for a pod without a suitable node."""
 
 
-def limited(spec: ScalingSpec, wanted: int, troubles: Iterable[str], capacity: Capacity | None) -> ScalingLimit | None:
-    """``troubles`` are what the kubelet or the scheduler says of pods that do not start."""
-    unplaced = [trouble for trouble in troubles if trouble.startswith(UNSCHEDULABLE)]
+def placement_problem(workload: Workload | None, workers: Iterable[Worker]) -> str | None:
+    """Return why workers have no node, in the words of the scheduler or the ReplicaSet. Return None if all have one."""
+    staying = [worker for worker in workers if worker.trouble and not worker.leaving]
+    troubles = [(worker.placed, worker.trouble or "") for worker in staying]
+    unplaced = [trouble for placed, trouble in troubles if not placed or trouble.startswith(UNSCHEDULABLE)]
     if unplaced:
-        return ScalingLimit("Unschedulable", f"{len(unplaced)} pods find no place: {unplaced[0]}")
+        return f"{len(unplaced)} pods cannot be scheduled: {unplaced[0]}"
+    if workload and workload.replica_failure and workload.replicas < workload.wanted:
+        return f"{workload.wanted - workload.replicas} pods cannot be created: {workload.replica_failure}"
+    return None
+
+
+def scaling_limit(
+    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problems: Sequence[str | None] = ()
+) -> ScalingLimit | None:
+    """Return why replicas do not follow demand. Return None if they do.
+
+    Args:
+        spec: Bounds of the replicas.
+        wanted: Workers that demand asks for.
+        capacity: Capacity of one worker. None while it is unknown.
+        placement_problems: Reasons why workers have no node; the first one that is not None counts.
+    """
+    for problem in placement_problems:
+        if problem is not None:
+            return ScalingLimit("Unschedulable", problem)
     if wanted > spec.max_replicas:
         return ScalingLimit("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
     if capacity is not None and not capacity.attainable:
         step = f"a step takes {1000 * capacity.step_seconds:.0f} ms"
-        return ScalingLimit("ObjectiveOutOfReach", f"{capacity.limited_by} is not kept by a single sequence: {step}")
+        message = f"one sequence alone misses the objective ({capacity.limited_by}): {step}"
+        return ScalingLimit("ObjectiveOutOfReach", message)
     return None
 
 
-def deletion_costs(running: Mapping[str, float], failing: Iterable[str] = ()) -> dict[str, int]:
-    """For the annotation controller.kubernetes.io/pod-deletion-cost, by pod: of the ready pods the one with the
-    lowest goes first. Pods that fail are below all others, then come those with the fewest running requests."""
-    least = set(failing)
-    order = sorted(running, key=lambda pod: (pod not in least, running[pod], pod))
-    return {pod: rank - (len(order) if pod in least else 0) for rank, pod in enumerate(order)}
+def deletion_costs(running: Mapping[str, float], unhealthy: Iterable[str] = ()) -> dict[str, int]:
+    """Return the annotation controller.kubernetes.io/pod-deletion-cost by pod.
+
+    Kubernetes removes the ready pod with the lowest cost first: unhealthy pods, then those with the fewest requests.
+
+    Args:
+        running: Running and waiting requests by pod.
+        unhealthy: Names of unhealthy pods.
+    """
+    first = set(unhealthy)
+    order = sorted(running, key=lambda pod: (pod not in first, running[pod], pod))
+    return {pod: rank - (len(order) if pod in first else 0) for rank, pod in enumerate(order)}

@@ -1,12 +1,14 @@
-"""Replicas under ``scaling.owner: Operator``, and what they should be under ``External``.
+"""Replicas that follow demand.
 
-Need is arrivals over what one worker carries, plus the backlog over the time in which it shall drain, and no less
-than the running requests over those that one worker runs well; while nothing is known of either, running and waiting
-requests over 0.8 of the sequences that a worker may run. Few arrivals say little of the next, so they count by their
-lower bound: where they were too many indeed, more run or wait soon. Up when the need exceeds the workers on two
-polls, or at once when requests wait for too long; down one worker at a time, once the surer need, with spare, has
-stayed below for the whole window, in which stale reports, unready pods and rollouts do not count. A forecast raises
-the floor.
+Demand in workers is the arrival rate over the capacity of one worker, plus the backlog over the time in which it is to
+drain, and at least the running requests over those that one worker runs at its capacity. While the capacity is unknown,
+demand is the running and waiting requests over 0.8 of the sequences that one worker may run.
+
+Workers are added after two polls with more demand than workers, or at once if requests wait too long. The arrival rate
+counts with its lower confidence bound, so a burst adds no worker; if it lasts, requests run or wait soon, which does.
+Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down window. In
+that window polls without a report of every placed worker, and polls during rollouts, do not count. A forecast of the
+arrival rate may raise the lower bound.
 """
 
 from __future__ import annotations
@@ -15,147 +17,181 @@ import math
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling.capacity import SLOTS_USABLE
+from specdecode_operator.scaling.placement import Placement, follow_placement, upper_bound
+from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.types import Capacity
 
-POLLS_TO_RISE = 2
-DRAIN_SECONDS = 60.0
-"""A backlog shall be gone after so long; a new worker takes about as long to come, so more would come too late."""
-SPARE = 1.1
-"""A worker goes only when those that stay could carry a tenth more."""
-WAIT_SHARE = 0.5
-"""Of the promised time to the first token: who waits longer than this is in a hurry."""
-MOST_WANTED = 100_000
-"""A number for 'more than anybody has': the need is divided by what was measured, which may be next to nothing."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """What came in, and what one worker carries: the mean, and a lower bound."""
+class ServiceLoad:
+    """Arrival rates of the deployment, and the capacity of one worker. Rates are requests per second."""
 
-    mean: Capacity
-    least: Capacity
-    rate: float
-    """Arrivals a second over the last polls."""
-    least_rate: float
-    """A lower bound of it: four users who come at once are no four requests in every five seconds."""
-    recent_rate: float
-    """The same over the window."""
+    capacity: Capacity
+    capacity_bound: Capacity
+    """Lower confidence bound of ``capacity``."""
+    arrival_rate: float
+    """Mean over the last polls."""
+    arrival_rate_bound: float
+    """Lower confidence bound of ``arrival_rate``: four users that come at once do not come every five seconds."""
+    window_arrival_rate: float
+    """Mean over the last minute."""
     forecast_rate: float = 0
     ttft_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What was measured, and whether it can be trusted."""
+    """Measured demand of one poll."""
 
-    now: float | None
-    """Running and waiting requests over the last poll; None when this look brought no new reading."""
-    recent: float = 0
-    """The same over the last minute."""
-    max_num_seqs: int = 1
-    seconds: float = 0
-    """What the last poll covers."""
-    trusted: bool = False
-    """Every worker is ready and reported, and no rollout is under way."""
+    requests: float | None
+    """Running and waiting requests over the last poll. None if no worker has a new reading."""
+    window_requests: float = 0
+    """The same over the last minute; without the waiting ones if ``load`` is known."""
     waiting: float = 0
-    """Of ``now``."""
-    carried: Carried | None = None
-    """None while it is not known."""
+    """Waiting requests among ``requests``, if ``load`` is known."""
+    max_num_seqs: int = 1
+    """Sequences that one worker runs at most."""
+    seconds: float = 0
+    """Seconds that the last poll covers."""
+    is_complete: bool = False
+    """Every placed worker is ready and has reported, and no rollout is under way."""
+    load: ServiceLoad | None = None
+    """None while the capacity of a worker is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
+class ScaleResult:
+    """Replicas to set."""
+
     replicas: int
     wanted: int
-    """What demand asks for, whatever the bounds."""
-    memory: ScalingState
+    """Workers that demand asks for, without bounds."""
+    state: ScalingState
+    reason: str = ""
+    """Reason for a change, as the decision history shows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """In workers. ``wanted`` counts for rising, ``lasting`` for falling, ``floor`` is the forecast's."""
+    """Demand in workers."""
 
     wanted: int
+    """Workers to add up to."""
     lasting: int
+    """Workers to remove down to: with headroom, and over a longer time."""
     floor: int = 0
-    hurry: bool = False
+    """Workers for the forecast."""
+    is_urgent: bool = False
+    """Requests wait too long."""
 
 
-def scale(spec: ScalingSpec, memory: ScalingState, demand: Demand, *, start: int, now: float) -> Scaled:
-    """``start`` is where a deployment begins that the operator has not scaled before."""
-    replicas = _within(spec, start if memory.replicas is None else memory.replicas)
-    if demand.now is None:
-        return Scaled(
-            replicas=replicas, wanted=memory.wanted or 0, memory=memory.model_copy(update={"replicas": replicas})
-        )
-    need = _need(demand, demand.now, replicas)
+def scale(
+    spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float, placement: Placement | None = None
+) -> ScaleResult:
+    """Return the replicas for ``demand``.
+
+    Args:
+        spec: Bounds of the replicas, and the scale-down window.
+        state: State after the previous decision. Its ``replicas`` are what is set at present.
+        demand: Measured demand.
+        now: Present time, in seconds since the epoch.
+        placement: Workers with and without a node. None if nothing is to be withdrawn.
+    """
+    placement = placement or Placement()
+    set_replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
+    state = follow_placement(spec, state, placement, replicas=set_replicas, now=now)
+    replicas = state.replicas or 0
+    if replicas < set_replicas:
+        reason = f"no node for {placement.unplaced} of {set_replicas} workers"
+        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state, reason=reason)
+    if demand.requests is None:
+        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state)
+    are_all_placed = placement.unplaced == 0
+    need = _need(demand, demand.requests, replicas, can_serve_all=demand.is_complete and are_all_placed)
     if max(need.wanted, need.floor) > replicas:
-        return _rise(spec, memory, replicas, need)
-    return _fall(spec, memory, replicas, need, demand, now)
+        return _rise(spec, state, replicas, need, now)
+    # Waiting requests may be demand for the workers that have no node yet.
+    is_measured = demand.is_complete and (are_all_placed or demand.waiting == 0)
+    return _fall(spec, state, replicas, need, now, seconds=demand.seconds, is_measured=is_measured)
 
 
-def _need(demand: Demand, present: float, replicas: int) -> _Need:
-    if demand.carried is None:
-        wanted = _workers(present, SLOTS_USABLE * demand.max_num_seqs)
-        return _Need(wanted, max(wanted, _workers(demand.recent, SLOTS_USABLE * demand.max_num_seqs)))
-    carried = demand.carried
-    running = max(0.0, present - demand.waiting)
-    rate = carried.least_rate + demand.waiting / DRAIN_SECONDS
-    wanted = max(_workers(rate, carried.mean.rate), _workers(running, carried.mean.sequences))
-    hurry = _in_hurry(carried, demand.waiting)
-    if hurry and demand.trusted:
-        # All workers are there and still requests wait: the estimate of what they carry was too good.
+def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool) -> _Need:
+    if demand.load is None:
+        slots = TUNING.usable_slots * demand.max_num_seqs
+        wanted = _workers(requests, slots)
+        return _Need(wanted, max(wanted, _workers(demand.window_requests, slots)))
+    load = demand.load
+    running = max(0.0, requests - demand.waiting)
+    rate = load.arrival_rate_bound + demand.waiting / TUNING.drain_seconds
+    wanted = max(_workers(rate, load.capacity.rate), _workers(running, load.capacity.sequences))
+    is_urgent = _is_urgent(load, demand.waiting)
+    if is_urgent and can_serve_all:
+        # Requests wait although every worker serves, so the estimated capacity is too high.
         wanted = max(wanted, replicas + 1)
     lasting = max(
         wanted,
-        _workers(SPARE * carried.recent_rate, carried.least.rate),
-        _workers(SPARE * demand.recent, carried.least.sequences),
+        _workers(TUNING.headroom * load.window_arrival_rate, load.capacity_bound.rate),
+        _workers(TUNING.headroom * demand.window_requests, load.capacity_bound.sequences),
     )
-    floor = _workers(carried.forecast_rate, carried.mean.rate)
-    return _Need(wanted, max(lasting, floor), floor, hurry)
+    floor = _workers(load.forecast_rate, load.capacity.rate)
+    return _Need(wanted, max(lasting, floor), floor, is_urgent)
 
 
-def _in_hurry(carried: Carried, waiting: float) -> bool:
-    """By Little's law the wait is the waiting over the rate; requests that never get in have no rate."""
-    if carried.ttft_seconds is None:
+def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
+    """Return whether requests wait too long for the TTFT objective.
+
+    By Little's law the mean wait is the number of waiting requests over the arrival rate.
+    """
+    if load.ttft_seconds is None:
         return False
-    return waiting > WAIT_SHARE * carried.ttft_seconds * max(carried.rate, carried.recent_rate, 1e-9) and waiting >= 1
+    rate = max(load.arrival_rate, load.window_arrival_rate, 1e-9)
+    return waiting > TUNING.urgent_wait_share * load.ttft_seconds * rate and waiting >= 1
 
 
-def _rise(spec: ScalingSpec, memory: ScalingState, replicas: int, need: _Need) -> Scaled:
-    """``wanted`` is what demand asks for; a forecast raises the replicas, and is no demand."""
-    polls = memory.above_polls + 1
-    enough = polls >= POLLS_TO_RISE or need.hurry
-    after = _within(spec, max(need.wanted, need.floor)) if enough else replicas
-    return Scaled(
-        replicas=after,
-        wanted=need.wanted,
-        memory=ScalingState(replicas=after, wanted=need.wanted, above_polls=polls),
-    )
+def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need, now: float) -> ScaleResult:
+    """Add workers, if demand was above the workers for enough polls. A forecast is not counted as demand."""
+    polls = state.above_polls + 1
+    if polls >= TUNING.polls_to_rise or need.is_urgent:
+        replicas = max(replicas, min(upper_bound(spec, state, now), max(need.wanted, need.floor)))
+    return _result(state, replicas, need.wanted, above_polls=polls, below_since=None)
 
 
-def _fall(spec: ScalingSpec, memory: ScalingState, replicas: int, need: _Need, demand: Demand, now: float) -> Scaled:
-    """The window is of trusted polls: workers that are all busy hide a demand that those who are on their way will
-    show, and a worker would go in the moment in which it comes."""
-    wanted = need.wanted
+def _fall(
+    spec: ScalingSpec,
+    state: ScalingState,
+    replicas: int,
+    need: _Need,
+    now: float,
+    *,
+    seconds: float,
+    is_measured: bool,
+) -> ScaleResult:
+    """Remove a worker, if demand was below the workers for the whole window.
+
+    A poll of ``seconds`` that was not measured completely extends the window: while all ready workers are busy,
+    requests may wait for workers that are still starting.
+    """
     if need.lasting >= replicas:
-        return Scaled(replicas=replicas, wanted=wanted, memory=ScalingState(replicas=replicas, wanted=wanted))
-    since = now if memory.below_since is None else memory.below_since
-    if not demand.trusted:
-        since = min(now, since + demand.seconds)
+        return _result(state, replicas, need.wanted, above_polls=0, below_since=None)
+    since = now if state.below_since is None else state.below_since
+    if not is_measured:
+        since = min(now, since + seconds)
     elif now - since >= spec.scale_down_window_seconds:
-        replicas = _within(spec, replicas - 1)
-    after = ScalingState(replicas=replicas, wanted=wanted, below_since=since)
-    return Scaled(replicas=replicas, wanted=wanted, memory=after)
+        replicas = max(spec.min_replicas, replicas - 1)
+    return _result(state, replicas, need.wanted, above_polls=0, below_since=since)
 
 
-def _workers(demand: float, each: float) -> int:
+def _result(
+    state: ScalingState, replicas: int, wanted: int, *, above_polls: int, below_since: float | None
+) -> ScaleResult:
+    update = {"replicas": replicas, "wanted": wanted, "above_polls": above_polls, "below_since": below_since}
+    state = state.model_copy(update=update)
+    return ScaleResult(replicas=replicas, wanted=wanted, state=state, reason=f"demand asks for {wanted} workers")
+
+
+def _workers(demand: float, capacity: float) -> int:
+    """Return how many workers of ``capacity`` carry ``demand``."""
     if demand <= 0:
         return 0
-    return MOST_WANTED if demand > each * MOST_WANTED else math.ceil(demand / each - 1e-9)
-
-
-def _within(spec: ScalingSpec, replicas: int) -> int:
-    return max(spec.min_replicas, min(spec.max_replicas, replicas))
+    return TUNING.max_wanted if demand > capacity * TUNING.max_wanted else math.ceil(demand / capacity - 1e-9)

@@ -1,0 +1,176 @@
+"""Hand-over of the replicas: the running number is the starting point in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
+
+from specdecode_operator.api.v1alpha1 import ScalingSpec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.decision.size_stage import SizeInputs, size
+from specdecode_operator.scaling import take_over
+from specdecode_operator.state.learned import LearnedState, ScalingState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Deployment, Observation, Worker
+
+OPERATOR = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}
+EXTERNAL = {"owner": "External", "minReplicas": 1, "maxReplicas": 4}
+
+
+@dataclass
+class Running:
+    """A deployment whose spec changes, with workers that follow each decision at once."""
+
+    deployment: Deployment
+    waiting: float = 0.0
+    session: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="u1"), found=False))
+    now: float = 1e6
+    workers: list[SimulatedWorker] = field(default_factory=list)
+
+    def poll(self) -> Decision:
+        self.now += 5
+        pods = []
+        for index, worker in enumerate(self.workers):
+            worker.truth.waiting = self.waiting
+            worker.run(5)
+            pods.append(Worker(name=f"p{index}", uid=f"p{index}", address="a", ready=True, report=worker.report()))
+        workload = workload_with(len(pods)) if pods else None
+        observed = Observation(workload=workload, workers=tuple(pods), session=self.session)
+        decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        self.workers = self.workers[: decision.replicas]
+        while len(self.workers) < decision.replicas:
+            self.workers.append(SimulatedWorker(Truth(), plan=decision.plan, seed=len(self.workers)))
+        status = Status(observed_generation=self.deployment.generation)
+        self.deployment = replace(self.deployment, status=status)
+        return decision
+
+    def polls(self, count: int) -> list[int]:
+        return [self.poll().replicas for _ in range(count)]
+
+    def edit(self, **spec: Any) -> None:
+        """Change the spec as a user does; the generation rises."""
+        generation = self.deployment.generation + 1
+        edited = deployment_with(self.deployment.status, **spec)
+        self.deployment = replace(edited, generation=generation)
+
+    def restart_operator(self) -> None:
+        learned = parse_state(render_state(self.session.learned), "u1")
+        assert learned is not None
+        self.session = Session(learned=learned)
+
+    def lose_state(self) -> None:
+        self.session = Session(learned=LearnedState(uid="u1"), found=False)
+
+
+def scaled_to_four() -> Running:
+    """A deployment with spec.replicas 1 that the operator scaled to 4 workers; requests no longer wait."""
+    running = Running(deployment_with(replicas=1, scaling=OPERATOR), waiting=100.0)
+    assert running.polls(8)[-1] == 4
+    running.waiting = 0.0
+    return running
+
+
+@pytest.mark.parametrize("scaling", [EXTERNAL, None])
+def test_operator_to_external_keeps_the_running_number(scaling: dict[str, Any] | None) -> None:
+    running = scaled_to_four()
+    running.edit(replicas=1, scaling=scaling)
+    assert set(running.polls(20)) == {4}
+    running.restart_operator()
+    assert set(running.polls(3)) == {4}
+    running.edit(replicas=3, scaling=scaling)
+    assert set(running.polls(3)) == {3}, "kubectl scale or an HPA is followed at once"
+    running.edit(replicas=1, scaling=scaling)
+    assert set(running.polls(3)) == {1}, "also back to the value at the hand-over"
+
+
+def test_a_number_that_is_written_with_the_hand_over_is_followed() -> None:
+    running = scaled_to_four()
+    running.polls(1)
+    running.edit(replicas=2, scaling=EXTERNAL)
+    assert set(running.polls(3)) == {2}
+
+
+def test_other_changes_of_the_spec_are_no_scaling() -> None:
+    running = scaled_to_four()
+    running.edit(replicas=1, scaling=EXTERNAL)
+    running.polls(2)
+    running.edit(replicas=1, scaling=EXTERNAL, speculation={"mode": "Static"})
+    assert set(running.polls(3)) == {4}
+
+
+@pytest.mark.parametrize("scaling", [EXTERNAL, None])
+def test_lost_state_keeps_the_running_number_of_an_unchanged_spec(scaling: dict[str, Any] | None) -> None:
+    running = scaled_to_four()
+    running.edit(replicas=1, scaling=scaling)
+    running.polls(2)
+    running.lose_state()
+    assert set(running.polls(3)) == {4}
+    running.lose_state()
+    running.edit(replicas=2, scaling=scaling)
+    assert set(running.polls(3)) == {2}, "a spec that changed meanwhile may have been scaled"
+
+
+def test_lost_state_keeps_the_running_number_of_the_operator() -> None:
+    running = scaled_to_four()
+    running.lose_state()
+    assert running.polls(2) == [4, 4]
+
+
+@pytest.mark.parametrize("scaling", [EXTERNAL, None])
+@pytest.mark.parametrize("number", [1, 4])
+def test_external_to_operator_starts_from_the_running_number(scaling: dict[str, Any] | None, number: int) -> None:
+    """Demand for more workers counts from the hand-over on: two polls, as for any rise."""
+    running = Running(deployment_with(replicas=number, scaling=scaling), waiting=40.0 * (number == 1))
+    assert set(running.polls(12)) == {number}
+    running.edit(replicas=number, scaling=OPERATOR)
+    after = running.polls(4)
+    assert after[0] == number
+    assert (after[-1] > 1) if number == 1 else (set(after) == {4})
+
+
+def test_adding_scaling_stays_within_its_bounds() -> None:
+    running = Running(deployment_with(replicas=4))
+    running.polls(3)
+    running.edit(replicas=4, scaling={**OPERATOR, "maxReplicas": 3})
+    assert running.polls(1) == [3]
+
+
+def test_back_and_forth_changes_nothing() -> None:
+    running = scaled_to_four()
+    for scaling in (EXTERNAL, OPERATOR, None, OPERATOR, EXTERNAL):
+        running.edit(replicas=1, scaling=scaling)
+        assert set(running.polls(3)) == {4}
+        running.restart_operator()
+
+
+def test_a_new_deployment_starts_with_spec_replicas() -> None:
+    for scaling in (OPERATOR, EXTERNAL, None):
+        assert Running(deployment_with(replicas=2, scaling=scaling)).polls(2) == [2, 2]
+
+
+def test_advisory_keeps_the_running_number() -> None:
+    running = scaled_to_four()
+    running.edit(replicas=1, scaling=OPERATOR, speculation={"mode": "Advisory"})
+    running.lose_state()
+    assert set(running.polls(12)) == {4}
+
+
+def test_state_of_an_older_version_is_not_taken_for_the_running_number() -> None:
+    """It stored what demand asked for under an external owner, not what ran."""
+    old = ScalingState(replicas=4, above_polls=7)
+    external = take_over(old, spec_replicas=1, running=1, is_owner=False, is_spec_observed=True)
+    ours = take_over(old, spec_replicas=1, running=1, is_owner=True, is_spec_observed=False)
+    assert (external.replicas, ours.replicas, ours.above_polls) == (1, 1, 0)
+    assert take_over(old, spec_replicas=1, running=None, is_owner=True, is_spec_observed=False).replicas == 4
+
+
+def test_the_size_stage_takes_a_literal() -> None:
+    state = ScalingState(replicas=4, spec_replicas=1, owned=True)
+    external = ScalingSpec(owner="External", min_replicas=1, max_replicas=6)
+    result = size(SizeInputs(now=0, scaling=external, spec_replicas=1, workload=workload_with(4), state=state))
+    assert (result.decision.replicas, result.state.replicas, result.state.owned) == (4, 4, False)
+    result = size(SizeInputs(now=5, scaling=external, spec_replicas=3, workload=workload_with(4), state=result.state))
+    assert (result.decision.replicas, result.state.spec_replicas) == (3, 3)
