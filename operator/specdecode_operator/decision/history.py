@@ -1,8 +1,8 @@
-"""The decision history: what is recorded of a decision, and later the gain that came true. Pure; used by decide.
+"""History of decisions, and the realised gain of each change of the plan. Pure.
 
-A realised gain compares the first steps after a change with those of the shape before it, taken from the remembered
-cost cells at the same number of sequences, as SPEEDUP is: (seconds per token before) / (seconds per token after) - 1.
-Steps of a batch that mixed shapes belong to neither, so a change of one task of a mixed load may stay without one.
+The realised gain is (seconds per token before) / (seconds per token after) - 1, as the speed-up in status. It compares
+the first steps after a change with the stored step times of the earlier shape at the same number of sequences. Steps of
+a batch with several shapes count for neither side, so a change of one task in a mixed load may have no realised gain.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
 
 HISTORY = 10
+"""Decisions in the history; as many as status shows."""
 FOLLOWED, ROWS = 4, 16
-"""Changes whose gain is measured at a time, and rows of each: the memory must stay small."""
+"""Changes whose gain is measured at a time, and rows of each; the state must stay small."""
 LEAST_DRAFTS = 500
-"""Steps of a sequence after which a gain is taken as measured."""
+"""Drafts after a change before its gain is final; the standard error is then a few percent."""
 SAME_SHAPE = 0.15
-"""Relative tolerance between the verified tokens of a cell's steps and those of a shape."""
+"""Relative tolerance between the verified tokens of a step and of a shape; larger differences are mixed batches."""
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
 
 
 def when(now: float) -> str:
+    """Return ``now`` as a timestamp of the Kubernetes API."""
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> Decision | None:
-    """Somebody changed the mode or the pin; the first sight of a deployment is no change."""
+    """Return the record of a changed mode or pin. Return None without a change, and for a new deployment."""
     if not before or before == after:
         return None
     return Decision(
@@ -44,14 +46,23 @@ def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> D
 
 
 def scaled(before: int | None, after: int | None, measured: str, reason: str, now: float) -> Decision | None:
+    """Return the record of changed replicas. Return None without a change, and for a new deployment."""
     if before is None or after is None or before == after:
         return None
-    words = {"before": f"{before}", "after": f"{after}", "measured": measured, "reason": reason}
-    return Decision(time=when(now), kind="Replicas", load="replicas", cause="up" if after > before else "down", **words)
+    return Decision(
+        time=when(now),
+        kind="Replicas",
+        load="replicas",
+        cause="up" if after > before else "down",
+        before=f"{before}",
+        after=f"{after}",
+        measured=measured,
+        reason=reason,
+    )
 
 
 def measured(learned: LearnedState, task: str) -> str:
-    """What a change of the plan goes by, in a line: acceptance by depth and the load."""
+    """Return the measurements behind a decision in one line: the load, and acceptance by depth."""
     main = [cell for cell in learned.acceptance if cell.task == task and cell.total and cell.parent == "main"]
     cells = sorted((cell.depth, cell.hits / cell.total) for cell in main)
     rates = ", ".join(f"{rate:.2f}" for _, rate in cells) or "not measured"
@@ -59,25 +70,25 @@ def measured(learned: LearnedState, task: str) -> str:
 
 
 def recorded(learned: LearnedState, decisions: Iterable[Decision], before: Plan | None) -> LearnedState:
-    """``learned`` with new decisions (oldest first) in its history, and the moved rows of its plan followed."""
-    found = tuple(decisions)
-    if not found:
+    """Return ``learned`` with new decisions, oldest first, in its history; measure the gain of changed rows."""
+    new = tuple(decisions)
+    if not new:
         return learned
     following = learned.following
     if before is not None and learned.plan is not None:
-        following = (*_followed_from_now(found, before, learned.plan, learned.load), *following)[:FOLLOWED]
+        following = (*_new_measurements(new, before, learned.plan, learned.load), *following)[:FOLLOWED]
     return learned.model_copy(
-        update={"history": (*reversed(found), *learned.history)[:HISTORY], "following": following},
+        update={"history": (*reversed(new), *learned.history)[:HISTORY], "following": following},
     )
 
 
 def realised(learned: LearnedState, delta: Delta, buckets: Buckets) -> LearnedState:
-    """``learned`` with what this poll says about changes that are being followed."""
+    """Return ``learned`` with the steps of one poll added to the gains that are being measured."""
     if not learned.following or learned.plan is None:
         return learned
     known = {(decision.time, decision.before, decision.after) for decision in learned.history}
-    alive = [follow for follow in learned.following if (follow.time, follow.before, follow.after) in known]
-    moved = [_with_steps(follow, learned, delta, buckets) for follow in alive]
+    remaining = [follow for follow in learned.following if (follow.time, follow.before, follow.after) in known]
+    moved = [_with_steps(follow, learned, delta, buckets) for follow in remaining]
     done = {
         (follow.time, follow.before, follow.after): round(100 * (follow.before_seconds / follow.seconds - 1), 1)
         for follow in moved
@@ -86,22 +97,22 @@ def realised(learned: LearnedState, delta: Delta, buckets: Buckets) -> LearnedSt
     return learned.model_copy(
         update={
             "following": tuple(follow for follow in moved if follow.drafts < LEAST_DRAFTS),
-            "history": tuple(_told(decision, done) for decision in learned.history),
+            "history": tuple(_with_gain(decision, done) for decision in learned.history),
         }
     )
 
 
-def _told(decision: Decision, done: dict[tuple[str, str, str], float]) -> Decision:
+def _with_gain(decision: Decision, done: dict[tuple[str, str, str], float]) -> Decision:
     gain = done.get((decision.time, decision.before, decision.after))
     return decision if gain is None else decision.model_copy(update={"realised_gain_percent": gain})
 
 
-def _followed_from_now(
+def _new_measurements(
     decisions: Iterable[Decision], before: Plan, after: Plan, load: LoadState
 ) -> Iterator[GainMeasurement]:
-    """One per (before, after): rows of several tasks that moved alike are measured together.
+    """Return one measurement for each pair of shapes; rows with the same change are measured together.
 
-    Of many rows those near the present load are kept: the others would hardly see 500 drafts.
+    Of many rows those near the present load are measured; the others would hardly see enough drafts.
     """
     rows: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for row in after.rows:
@@ -119,10 +130,10 @@ def _followed_from_now(
 
 
 def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, buckets: Buckets) -> GainMeasurement:
-    """Adds the steps of this poll that ran the new shape in rows that still do."""
-    assert learned.plan is not None, "a change that is followed is one of a plan"
+    """Return the measurement with the steps of one poll that ran the new shape, in rows that still have it."""
+    assert learned.plan is not None, "only a change of a plan is measured"
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
-    loads = {(concurrency, context) for concurrency, context, task in _standing(follow, learned.plan, after)}
+    loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
     for key, moments in delta.steps.items():
         if not _runs(key, moments, after):
             continue
@@ -140,7 +151,8 @@ def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, bu
     return follow
 
 
-def _standing(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
+def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
+    """Return the rows of the change that still have the new shape."""
     for concurrency, context, task in follow.rows:
         row = plan.row(concurrency, context, task)
         if row is not None and row.shape == after:
@@ -148,7 +160,7 @@ def _standing(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator
 
 
 def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
-    """Whether these are decoding steps of that shape alone."""
+    """Return whether these are decoding steps in which every sequence had this shape."""
     if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != shape.depth:
         return False
     verified = moments.x[_SEQUENCES] * (shape.nodes + 1)
@@ -156,7 +168,7 @@ def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
 
 
 def _per_token(costs: Iterable[StepTimeCell], shape: TreeShape, context: int, sequences: float) -> float | None:
-    """Seconds per token of one sequence with ``shape``; None where it was never timed near this load."""
+    """Return the seconds per token of one sequence with ``shape``. Return None if it was not timed near this load."""
     points = []
     for cell in costs:
         moments = Moments(cell.values)

@@ -54,13 +54,19 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
     return (
         before.plan != after.plan
         or before.template != after.template
-        or before.scaling.replicas != after.scaling.replicas
+        or _ownership(before) != _ownership(after)
         or before.steering != after.steering
         or before.history != after.history
         or before.uid != after.uid
-        or before.recycled_at != after.recycled_at
+        or (before.recycled_at, before.recycling) != (after.recycled_at, after.recycling)
         or pod_health.suspected(before) != pod_health.suspected(after)
     )
+
+
+def _ownership(learned: LearnedState) -> tuple[object, ...]:
+    """Return the part of the scaling state that a restart must not misread as a hand-over of the replicas."""
+    state = learned.scaling
+    return state.replicas, state.spec_replicas, state.owned, state.retry_at
 
 
 def _other_changes(

@@ -132,7 +132,8 @@ def size_inputs(
 
 def size(inputs: SizeInputs) -> SizeResult:
     """Return the replicas, and the state with the latest demand."""
-    forecast, startup_seconds = _forecast(inputs), _startup_seconds(inputs)
+    forecast = _forecast(inputs)
+    startup_seconds = scaling.update_startup_seconds(inputs.startup_seconds, inputs.workers)
     spec = inputs.scaling
     is_owner = spec is not None and spec.owner == "Operator"
     state = scaling.take_over(
@@ -200,19 +201,6 @@ def _forecast(inputs: SizeInputs) -> ForecastState:
     if delta is None:
         return inputs.forecast
     return scaling.update_forecast(inputs.forecast, scaling.arrivals([delta]), delta.seconds, now=inputs.now)
-
-
-def _startup_seconds(inputs: SizeInputs) -> float | None:
-    """Return the smoothed start-up time of a worker.
-
-    The quickest worker counts: one that lost readiness and became ready again looks like a slow start.
-    """
-    measured = [worker.startup_seconds for worker in inputs.workers if worker.startup_seconds is not None]
-    smoothed = inputs.startup_seconds
-    if measured:
-        latest = min(measured)
-        smoothed = latest if smoothed is None else smoothed + TUNING.startup_weight * (latest - smoothed)
-    return smoothed and float(f"{smoothed:.3g}")
 
 
 def _service_load(

@@ -7,6 +7,7 @@ from specdecode_operator.scaling.limits import deletion_costs, placement_problem
 from specdecode_operator.scaling.ownership import take_over
 from specdecode_operator.scaling.placement import Placement, is_complete, placement_of, withdrawal_message
 from specdecode_operator.scaling.replicas import Demand, ScaleResult, ServiceLoad, scale
+from specdecode_operator.scaling.startup import update_startup_seconds
 from specdecode_operator.scaling.tuning import TUNING, Tuning
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "scaling_limit",
     "take_over",
     "update_forecast",
+    "update_startup_seconds",
     "withdrawal_message",
 ]

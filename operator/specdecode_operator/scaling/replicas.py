@@ -33,7 +33,7 @@ class ServiceLoad:
     arrival_rate: float
     """Mean over the last polls."""
     arrival_rate_bound: float
-    """Lower confidence bound of ``arrival_rate``: four users who come at once do not come every five seconds."""
+    """Lower confidence bound of ``arrival_rate``: four users that come at once do not come every five seconds."""
     window_arrival_rate: float
     """Mean over the last minute."""
     forecast_rate: float = 0

@@ -1,4 +1,4 @@
-"""Pods that differ: found by their own past and their peers, kept from speculating, replaced, and let go again."""
+"""Outliers among the workers: detected by their past and their peers, without speculation, replaced, recovered."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def collapses(decision: Decision) -> list[str]:
     return [suspect.pod for suspect in decision.suspects if suspect.reason == "AcceptanceCollapsed"]
 
 
-def test_one_of_two_that_collapses_is_named_quietened_and_healed() -> None:
+def test_one_of_two_that_collapses_is_reported_runs_plainly_and_recovers() -> None:
     fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)])
     assert not any(collapses(decision) for decision in fleet.polls(12))
     fleet.workers["p1"].truth.chances = BAD
@@ -89,7 +89,7 @@ def test_one_of_two_that_collapses_is_named_quietened_and_healed() -> None:
     assert not fleet.workers["p1"].plan.quiet
 
 
-def test_what_befalls_all_is_nobodys_fault() -> None:
+def test_a_fall_of_all_workers_is_no_outlier() -> None:
     fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD), Truth(chances=GOOD)])
     fleet.polls(12)
     for worker in fleet.workers.values():
@@ -97,14 +97,14 @@ def test_what_befalls_all_is_nobodys_fault() -> None:
     assert not any(collapses(decision) for decision in fleet.polls(20))
 
 
-def test_a_worker_alone_is_never_suspected() -> None:
+def test_a_single_worker_is_never_an_outlier() -> None:
     fleet = fleet_of([Truth(chances=GOOD)])
     fleet.polls(12)
     fleet.workers["p0"].truth.chances = BAD
     assert not any(collapses(decision) for decision in fleet.polls(20))
 
 
-def test_a_new_pod_is_held_against_its_peers() -> None:
+def test_a_new_pod_is_compared_with_its_peers() -> None:
     fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD), Truth(chances=BAD)])
     assert collapses(fleet.polls(8)[-1]) == ["p2"]
 
@@ -120,7 +120,7 @@ def test_another_boot_starts_afresh() -> None:
     assert not collapses(fleet.polls(3)[-1])
 
 
-def test_a_slow_pod_is_told_and_left_alone() -> None:
+def test_a_slow_pod_is_reported_and_nothing_else() -> None:
     def slow(sequences: float, depth: int, context: float) -> float:
         return 2 * linear_time(sequences, depth, context)
 
@@ -134,8 +134,8 @@ def test_a_slow_pod_is_told_and_left_alone() -> None:
 
 def of_both(learned: LearnedState, depth: int) -> float:
     """Mean seconds of the steps that the fleet remembers of one depth."""
-    found = [Moments(cell.values) for cell in learned.costs if cell.draft_passes == depth]
-    return sum(moments.seconds for moments in found) / sum(moments.count for moments in found)
+    known = [Moments(cell.values) for cell in learned.costs if cell.draft_passes == depth]
+    return sum(moments.seconds for moments in known) / sum(moments.count for moments in known)
 
 
 def test_what_steps_cost_does_not_depend_on_which_device_ran_them() -> None:
@@ -184,13 +184,13 @@ def test_a_least_depth_keeps_it_speculating() -> None:
 def test_a_worker_takes_the_quiet_plan_of_its_version_and_the_common_one_after() -> None:
     common = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
     plans = PlanStore("u", common)
-    hushed = plain_plan(common)
-    plans.check(hushed)
-    assert (hushed.version, hushed.rows, hushed.initial.nodes, hushed.max_depth) == (7, (), 0, 5)
-    plans.current = hushed
+    plain = plain_plan(common)
+    plans.check(plain)
+    assert (plain.version, plain.rows, plain.initial.nodes, plain.max_depth) == (7, (), 0, 5)
+    plans.current = plain
     plans.check(common)
     with pytest.raises(Conflict, match="other content"):
-        plans.check(hushed.model_copy(update={"max_depth": 1}))
+        plans.check(plain.model_copy(update={"max_depth": 1}))
 
 
 rates = st.lists(st.tuples(st.sampled_from(["p", "q", "r"]), st.integers(0, 400), st.integers(0, 400)), max_size=40)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from fleet import SimulatedWorker, Truth, workload_with
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeInputs, SizeResult, size
@@ -15,15 +17,13 @@ from specdecode_operator.scaling import (
     TUNING,
     Demand,
     Placement,
-    is_complete,
-    placement_of,
-    placement_problem,
+    ServiceLoad,
     scale,
 )
 from specdecode_operator.scaling.placement import follow_placement, upper_bound
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Worker
+from specdecode_operator.types import Capacity, Worker
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window_seconds=60)
 REPORT = SimulatedWorker(Truth()).report()
@@ -128,6 +128,23 @@ def test_waiting_requests_may_be_for_the_workers_without_a_node() -> None:
     assert scale(SPEC, state, load, now=1000, placement=Placement(placed=4)).replicas == 3
 
 
+def test_a_long_wait_adds_no_more_workers_while_some_have_no_node() -> None:
+    """With every worker serving, a long wait shows that the capacity is estimated too high, and adds one worker."""
+    one = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="slots")
+    load = ServiceLoad(
+        capacity=one,
+        capacity_bound=one,
+        arrival_rate=1.0,
+        arrival_rate_bound=1.0,
+        window_arrival_rate=1.0,
+        ttft_seconds=2.0,
+    )
+    demand = Demand(requests=10, waiting=9, max_num_seqs=10, seconds=5, is_complete=True, load=load)
+    state, unplaced = ScalingState(replicas=2), Placement(placed=1, unplaced=1, oldest_created_at=1000)
+    assert scale(SPEC, state, demand, now=1000, placement=unplaced).replicas == 2
+    assert scale(SPEC, state, demand, now=1000, placement=Placement(placed=2)).replicas == 3
+
+
 def test_workers_without_a_node_are_withdrawn_and_tried_again_with_back_off() -> None:
     cluster = cluster_with_unplaced()
     started = cluster.now
@@ -198,6 +215,7 @@ def test_nothing_is_withdrawn_while_replicas_are_not_set(field: str) -> None:
     cluster = cluster_with_unplaced()
     setattr(cluster, field, True)
     assert {decision.replicas for decision in cluster.polls(2 * TIMEOUT)} == {4}
+    assert cluster.state.retry_at is None
 
 
 def test_a_terminating_worker_may_hold_the_node_that_another_waits_for() -> None:
@@ -212,47 +230,32 @@ def test_a_new_deployment_of_which_no_worker_is_placed_stays_at_the_minimum() ->
     assert {decision.replicas for decision in cluster.polls(3600)} == {1}
 
 
-def test_pods_that_cannot_be_created_count_as_without_a_node() -> None:
-    workload = workload_with(2, wanted=4, replica_failure="exceeded quota: gpus")
-    workers = (worker("a"), worker("b"))
-    placement = placement_of(workload, workers)
-    assert placement == Placement(placed=2, unplaced=2)
-    assert is_complete(workload, workers)
-    assert placement_problem(workload, workers) == "2 pods cannot be created: exceeded quota: gpus"
-    first = follow_placement(SPEC, ScalingState(), placement, replicas=4, now=1000)
-    assert (first.replicas, first.unplaced_since) == (4, 1000)
-    assert follow_placement(SPEC, first, placement, replicas=4, now=1000 + TIMEOUT).replicas == 2
-
-
-def test_lag_of_the_replica_set_is_no_failure() -> None:
-    workload = workload_with(2, wanted=4)
-    assert placement_of(workload, (worker("a"), worker("b"))).unplaced == 0
-    assert not is_complete(workload, (worker("a"), worker("b")))
-
-
-@pytest.mark.parametrize(
-    ("workers", "fields", "complete"),
-    [
-        ((worker("a"), worker("b")), {}, True),
-        ((worker("a"), pending("b")), {"available": 1}, True),
-        ((worker("a"), worker("b", ready=False)), {"available": 1}, False),
-        ((worker("a"), worker("b", report=None)), {}, False),
-        ((worker("a"), pending("b")), {"available": 1, "updated": 1}, False),
-        ((worker("a"), worker("b")), {"generation": 2}, False),
-        ((worker("a"), worker("b"), worker("c", leaving=True, report=None)), {}, True),
-        ((worker("a"), worker("b")), {"wanted": 1}, False),
-    ],
-)
-def test_readings_are_complete_when_every_placed_worker_reports(
-    workers: tuple[Worker, ...], fields: dict[str, Any], complete: bool
-) -> None:
-    assert is_complete(workload_with(2, **fields), workers) is complete
-    assert not is_complete(None, workers)
-
-
 def test_the_bound_of_a_withdrawal_follows_the_spec_and_the_clock() -> None:
     state = ScalingState(placed_limit=2, retry_at=100)
     assert upper_bound(SPEC, state, 99) == 2
     assert upper_bound(SPEC, state, 100) == 6
     assert upper_bound(SPEC.model_copy(update={"min_replicas": 3}), state, 99) == 3
     assert upper_bound(SPEC, ScalingState(), 0) == 6
+
+
+placements = st.builds(
+    Placement,
+    placed=st.integers(0, 9),
+    unplaced=st.integers(0, 9),
+    oldest_created_at=st.one_of(st.none(), st.floats(0, 1e4)),
+    is_node_held=st.booleans(),
+)
+
+
+@given(st.lists(st.tuples(placements, st.floats(0, 200), st.booleans(), st.floats(0, 1000)), max_size=40))
+def test_any_placement_gives_replicas_within_the_bounds(
+    history: list[tuple[Placement, float, bool, float]],
+) -> None:
+    spec, state, now = SPEC.model_copy(update={"min_replicas": 2}), ScalingState(), 0.0
+    for placement, requests, complete, seconds in history:
+        now += seconds
+        demand = Demand(requests=requests, max_num_seqs=10, seconds=seconds, is_complete=complete)
+        before, result = state.replicas or 2, scale(spec, state, demand, now=now, placement=placement)
+        state = result.state
+        assert 2 <= result.replicas == state.replicas <= upper_bound(spec, state, now) <= 6
+        assert result.replicas >= min(before - 1, max(2, placement.placed)), "a withdrawal leaves the placed workers"

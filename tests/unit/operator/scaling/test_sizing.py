@@ -1,4 +1,4 @@
-"""From reports to replicas: who owns them, what is told, and the time that a worker takes to start."""
+"""From reports to replicas, by way of the whole decision: owners, limits, and the start-up time of a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_SECONDS = 5.0
 
 
 def with_traffic(report: Report, count: int, *, output: int = 50) -> Report:
-    """``count`` requests so far, each of 100 prompt tokens and ``output`` of answer."""
+    """Return the report with ``count`` requests so far, each of 100 prompt tokens and ``output`` tokens."""
     cell = TrafficCell(
         task="other",
         arrivals=count,
@@ -34,14 +34,14 @@ def with_traffic(report: Report, count: int, *, output: int = 50) -> Report:
 
 
 def decided(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
-    """After so many polls at ``rate`` requests a second."""
+    """Return the decision after ``polls`` polls at ``rate`` requests per second."""
     counts = [int(rate * POLL_SECONDS * index) for index in range(1, polls + 1)]
     return decisions(counts, trouble=trouble, **spec)[-1]
 
 
 def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = None, **spec: Any) -> list[Decision]:
-    """One for each poll, after so many requests in all."""
-    deployment, found = deployment_with(**spec), []
+    """Return one decision for each poll; ``counts`` are the requests so far."""
+    deployment, result = deployment_with(**spec), []
     worker = SimulatedWorker(Truth(sequences=1), plan=Plan(initial=TreeShape.chain(3)))
     memory, now = Session(), 1e6
     for count in counts:
@@ -54,8 +54,8 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
         )
         observed = Observation(workload=workload_with(), workers=pods, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
-        found.append(decision)
-    return found
+        result.append(decision)
+    return result
 
 
 def test_arrivals_over_capacity_make_replicas() -> None:
@@ -71,7 +71,7 @@ def test_arrivals_over_capacity_make_replicas() -> None:
     assert many.arrivals == pytest.approx(40, rel=0.05)
 
 
-def test_users_who_come_at_once_are_no_rate_that_lasts() -> None:
+def test_a_burst_is_no_lasting_rate() -> None:
     """Of answers of 800 tokens a worker carries one in three seconds: six in fifteen are more by what came in, and no
     surer than chance. 22 are."""
     few, many = (list(accumulate((1, 1, 1, new, 1, 1, 1))) for new in (4, 20))
@@ -83,24 +83,24 @@ def test_users_who_come_at_once_are_no_rate_that_lasts() -> None:
     assert decisions(many, output=800, **OPERATOR)[-1].replicas > 1
 
 
-def test_whoever_owns_the_replicas_is_told_what_they_should_be() -> None:
+def test_an_external_owner_reads_the_desired_replicas() -> None:
     external = decided(40, scaling={"owner": "External", "maxReplicas": 6}, replicas=2)
     ours = decided(40, **OPERATOR)
     assert external.replicas == 2
     assert external.desired == ours.replicas > 2
     assert external.wanted == ours.wanted
     assert external.limited is None
-    nobody = decided(40, replicas=2)
-    assert (nobody.wanted, nobody.arrivals) == (None, None), "nobody asked"
+    unscaled = decided(40, replicas=2)
+    assert (unscaled.wanted, unscaled.arrivals) == (None, None), "without spec.scaling demand is not reported"
 
 
-def test_a_pod_without_a_place_is_told() -> None:
-    found = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
-    assert found.limited is not None
-    assert found.limited.reason == "Unschedulable"
+def test_an_unschedulable_pod_is_reported() -> None:
+    result = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
+    assert result.limited is not None
+    assert result.limited.reason == "Unschedulable"
 
 
-def test_a_tighter_promise_means_less_capacity() -> None:
+def test_a_tighter_objective_means_less_capacity() -> None:
     loose, tight = (
         decided(4, speculation={"objective": {"itlMilliseconds": most}}, **OPERATOR).capacity for most in (100, 10)
     )

@@ -1,0 +1,75 @@
+"""Which workers have a node, whether readings are complete without the others, and what is reported of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import SimulatedWorker, Truth, workload_with
+
+from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.scaling import TUNING, Placement, is_complete, placement_of, placement_problem
+from specdecode_operator.scaling.placement import follow_placement
+from specdecode_operator.state.learned import ScalingState
+from specdecode_operator.types import Worker
+
+SPEC = ScalingSpec(min_replicas=1, max_replicas=6)
+REPORT = SimulatedWorker(Truth()).report()
+TIMEOUT = TUNING.placement_timeout_seconds
+
+
+def worker(name: str, **fields: Any) -> Worker:
+    serving = {"address": "10.0.0.1", "ready": True, "report": REPORT}
+    return Worker(name=name, uid=name, **{**serving, **fields})
+
+
+def pending(name: str, created_at: float | None = 0.0, **fields: Any) -> Worker:
+    trouble = "Unschedulable: 0/1 nodes are available"
+    silent = {"address": None, "ready": False, "report": None, "placed": False, "trouble": trouble}
+    return worker(name, **{**silent, "created_at": created_at, **fields})
+
+
+def test_pods_that_cannot_be_created_count_as_without_a_node() -> None:
+    workload = workload_with(2, wanted=4, replica_failure="exceeded quota: gpus")
+    workers = (worker("a"), worker("b"))
+    placement = placement_of(workload, workers)
+    assert placement == Placement(placed=2, unplaced=2)
+    assert is_complete(workload, workers)
+    assert placement_problem(workload, workers) == "2 pods cannot be created: exceeded quota: gpus"
+    first = follow_placement(SPEC, ScalingState(), placement, replicas=4, now=1000)
+    assert (first.replicas, first.unplaced_since) == (4, 1000)
+    assert follow_placement(SPEC, first, placement, replicas=4, now=1000 + TIMEOUT).replicas == 2
+
+
+def test_any_reason_of_the_scheduler_is_reported() -> None:
+    gated = pending("b", trouble="SchedulingGated: waits for its gates")
+    broken = worker("c", ready=False, trouble="worker: CrashLoopBackOff: x")
+    problem = placement_problem(workload_with(3), (worker("a"), gated, broken))
+    assert problem == "1 pods cannot be scheduled: SchedulingGated: waits for its gates"
+    assert placement_problem(workload_with(2), (worker("a"), broken)) is None
+
+
+def test_lag_of_the_replica_set_is_no_failure() -> None:
+    workload = workload_with(2, wanted=4)
+    assert placement_of(workload, (worker("a"), worker("b"))).unplaced == 0
+    assert not is_complete(workload, (worker("a"), worker("b")))
+
+
+@pytest.mark.parametrize(
+    ("workers", "fields", "complete"),
+    [
+        ((worker("a"), worker("b")), {}, True),
+        ((worker("a"), pending("b")), {"available": 1}, True),
+        ((worker("a"), worker("b", ready=False)), {"available": 1}, False),
+        ((worker("a"), worker("b", report=None)), {}, False),
+        ((worker("a"), pending("b")), {"available": 1, "updated": 1}, False),
+        ((worker("a"), worker("b")), {"generation": 2}, False),
+        ((worker("a"), worker("b"), worker("c", leaving=True, report=None)), {}, True),
+        ((worker("a"), worker("b")), {"wanted": 1}, False),
+    ],
+)
+def test_readings_are_complete_when_every_placed_worker_reports(
+    workers: tuple[Worker, ...], fields: dict[str, Any], complete: bool
+) -> None:
+    assert is_complete(workload_with(2, **fields), workers) is complete
+    assert not is_complete(None, workers)
