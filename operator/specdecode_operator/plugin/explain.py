@@ -149,7 +149,7 @@ def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
             f" Arrivals: {figure(capacity.arrivals_per_second)} per second."
         )
     if capacity and capacity.wanted_replicas is not None:
-        yield f"The demand needs {capacity.wanted_replicas} workers."
+        yield f"Workers needed for this demand: {capacity.wanted_replicas}."
     history = status.speculation.history if status.speculation else ()
     last = next((decision for decision in history if decision.kind == "Replicas"), None)
     if last:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -31,10 +30,10 @@ from specdecode_operator.state.cells import (
     TemplateState,
     TrafficCell,
 )
-from specdecode_operator.state.compact import decode, encode
+from specdecode_operator.state.compact import encode
+from specdecode_operator.state.section_texts import decode_sections, draft_text, parked_text, restored, size_of
 from specdecode_operator.state.sections import (
     ESTIMATES,
-    LEGACY_KEYS,
     MAX_PARKED_DRAFTS,
     MAX_STATE_BYTES,
     MAX_TEMPLATE_BYTES,
@@ -42,10 +41,11 @@ from specdecode_operator.state.sections import (
     SECTIONS,
     TEMPLATE,
     draft_key,
-    section_of,
+    fields_of,
     unknown_sections,
+    version_of,
 )
-from specdecode_operator.state.step_moments import restore_cell, shorten_cell
+from specdecode_operator.state.step_moments import shorten_cell
 from specdecode_worker.contract import Plan
 
 __all__ = [
@@ -158,8 +158,12 @@ def write_state(learned: LearnedState) -> RenderedState:
     """
     data = _sections(learned, {})
     dropped: dict[str, int] = {}
-    steps = trimming.steps(learned.parked, learned.pods, learned.costs)
-    while _size(data) > MAX_STATE_BYTES and (step := next(steps, None)) is not None:
+    while (excess := size_of(data) - MAX_STATE_BYTES) > 0:
+        of_drafts = sum(len(text) for key, text in data.items() if key.startswith(ESTIMATES))
+        # About half of these sections are step times, and a few too many left out cost less than one more round.
+        step = trimming.next_step(learned.parked, learned.pods, learned.costs, 1 - 2 * excess / (of_drafts + 1))
+        if step is None:
+            break
         learned = learned.model_copy(update={step.field: step.records})
         dropped = {**dropped, step.what: dropped.get(step.what, 0) + step.dropped}
         data = _sections(learned, dropped)
@@ -188,7 +192,7 @@ def read_state(data: Mapping[str, str], uid: str, *, is_owned: bool = False) -> 
     """
     if META not in data and "memory.json" in data:
         return _read_legacy(data, uid)
-    contents, problems = _contents(data)
+    contents, problems = decode_sections(data)
     meta = contents.pop(META, {})
     if meta.get("uid") != uid and (meta or not is_owned):
         return StoredState(None, problems=() if meta else (*problems, "section meta: it is missing or not valid"))
@@ -204,10 +208,6 @@ def read_state(data: Mapping[str, str], uid: str, *, is_owned: bool = False) -> 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def _size(data: Mapping[str, str]) -> int:
-    return sum(len(text.encode()) for text in data.values())
-
-
 def _sections(learned: LearnedState, dropped: Mapping[str, int]) -> dict[str, str]:
     content = json.loads(learned.model_dump_json(by_alias=True))
     content["costs"] = [shorten_cell(cell) for cell in content["costs"] if not cell["draft_passes"]]
@@ -218,16 +218,16 @@ def _sections(learned: LearnedState, dropped: Mapping[str, int]) -> dict[str, st
         "parked": [parked.draft for parked in learned.parked],
         "dropped": dict(dropped),
     }
-    data = {META: encode(1, meta)}
+    data = {META: encode(version_of(META), meta)}
     for section in SECTIONS:
         if section.fields:
             data[section.name] = encode(section.version, {name: content[name] for name in section.fields})
     if learned.template:
-        data[TEMPLATE] = encode(1, {"template": learned.template.model_dump(mode="json")})
+        data[TEMPLATE] = encode(version_of(TEMPLATE), {"template": learned.template.model_dump(mode="json")})
     current = _current(learned)
     if current.acceptance or current.requests or current.costs:
-        data[draft_key(current.draft)] = _draft_text.__wrapped__(current)
-    return {**data, **{draft_key(parked.draft): _draft_text(parked) for parked in learned.parked}}
+        data[draft_key(current.draft)] = draft_text(current)
+    return {**data, **{draft_key(parked.draft): parked_text(parked) for parked in learned.parked}}
 
 
 def _current(learned: LearnedState) -> DraftEstimates:
@@ -240,32 +240,7 @@ def _current(learned: LearnedState) -> DraftEstimates:
     )
 
 
-@lru_cache(maxsize=64)
-def _draft_text(estimates: DraftEstimates) -> str:
-    """Return the section of one draft, cached for parked drafts, which seldom change."""
-    content = json.loads(estimates.model_dump_json(by_alias=True))
-    return encode(1, {**content, "costs": [shorten_cell(cell) for cell in content["costs"]]})
-
-
 # --- reading ------------------------------------------------------------------------------------------------------
-
-
-def _contents(data: Mapping[str, str]) -> tuple[dict[str, Json], list[str]]:
-    """Return the content of the known sections that can be decoded, and the reasons for the others."""
-    contents: dict[str, Json] = {}
-    problems: list[str] = []
-    for key, text in data.items():
-        section = section_of(key)
-        if section is None or (not section.fields and not section.is_per_draft and key not in (META, TEMPLATE)):
-            continue
-        try:
-            version, content = decode(text)
-            if version > section.version:
-                raise ValueError(f"version {version} is of a newer operator; this one reads {section.version}")
-            contents[key] = content
-        except (ValueError, RecursionError) as error:
-            problems.append(f"section {key}: {error}")
-    return contents, problems
 
 
 def _validated(contents: Mapping[str, Json], problems: list[str]) -> tuple[Json, list[DraftEstimates]]:
@@ -275,17 +250,13 @@ def _validated(contents: Mapping[str, Json], problems: list[str]) -> tuple[Json,
     for key, content in contents.items():
         try:
             if key.startswith(f"{ESTIMATES}."):
-                drafts.append(DraftEstimates.model_validate_json(json.dumps(_restored(content))))
+                drafts.append(DraftEstimates.model_validate_json(json.dumps(restored(content))))
                 continue
-            part = LearnedState.model_validate_json(json.dumps(_restored(content)))
-            fields |= {name: getattr(part, name) for name in content if name in LearnedState.model_fields}
+            part = LearnedState.model_validate_json(json.dumps(restored(content)))
+            fields |= {name: getattr(part, name) for name in fields_of(key) if name in content}
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             problems.append(f"section {key}: {error}")
     return fields, drafts
-
-
-def _restored(content: Json) -> Json:
-    return {**content, "costs": [restore_cell(cell) for cell in content["costs"]]} if "costs" in content else content
 
 
 def _with_drafts(learned: LearnedState, drafts: Iterable[DraftEstimates], order: list[Any]) -> LearnedState:
@@ -316,11 +287,10 @@ def _read_legacy(data: Mapping[str, str], uid: str) -> StoredState:
     try:
         learned = LearnedState.model_validate_json(data["memory.json"])
         template = data.get("template.json")
-        found = TemplateState.model_validate_json(template) if template else None
+        parsed = TemplateState.model_validate_json(template) if template else None
     except ValidationError as error:
         return StoredState(None, problems=(f"the state of an older operator: {error}",))
     if learned.uid != uid:
         return StoredState(None)
-    learned = learned.model_copy(update={"format": 2, "template": found})
-    unknown = {key: text for key, text in unknown_sections(data).items() if key not in LEGACY_KEYS}
-    return StoredState(learned, unknown)
+    learned = learned.model_copy(update={"format": 2, "template": parsed})
+    return StoredState(learned, unknown_sections(data))

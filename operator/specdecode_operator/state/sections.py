@@ -124,6 +124,19 @@ def section_of(key: str) -> Section | None:
     return known or next((section for section in _PER_DRAFT if key.startswith(section.name)), None)
 
 
+def version_of(key: str) -> int:
+    """Return the version in which the section ``key`` is written."""
+    section = section_of(key)
+    assert section is not None, key
+    return section.version
+
+
+def fields_of(key: str) -> tuple[str, ...]:
+    """Return the fields of LearnedState that the section ``key`` may set."""
+    section = section_of(key)
+    return (TEMPLATE,) if key == TEMPLATE else section.fields if section else ()
+
+
 def draft_key(draft: str) -> str:
     """Return the key of one draft's estimates. A hash with characters that a key cannot have is hashed again."""
     plain = draft if _PLAIN_HASH.fullmatch(draft) else hashlib.blake2b(draft.encode(), digest_size=12).hexdigest()

@@ -19,7 +19,7 @@ from specdecode_operator.kube.kinds import CONFIG_MAPS, Kind
 from specdecode_operator.manifests import child_names, state_config_map, state_name
 from specdecode_operator.state.compact import decode, encode
 from specdecode_operator.state.learned import LearnedState, StoredState, read_state, write_state
-from specdecode_operator.state.sections import APPLIED, MAX_UNKNOWN_BYTES
+from specdecode_operator.state.sections import APPLIED, MAX_UNKNOWN_BYTES, version_of
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Deployment, Key
 
@@ -125,7 +125,7 @@ class StateStore:
     async def _write(self, deployment: Deployment, data: Mapping[str, str]) -> ChildProblem | None:
         digests = self._applier.digests(deployment.key, child_names(deployment.name))
         digests.pop(f"ConfigMap/{state_name(deployment.name)}", None)
-        sections = {**data, APPLIED: encode(1, {"children": digests})}
+        sections = {**data, APPLIED: encode(version_of(APPLIED), {"children": digests})}
         return await self._applier.apply(state_config_map(deployment, sections), deployment.uid)
 
     def _recall(self, key: Key, uid: str, stored: StoredState, data: Mapping[str, str]) -> None:

@@ -109,7 +109,7 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
     assert "chain:3 -> chain:5" in text
-    assert "The demand needs 1 workers." in text
+    assert "Workers needed for this demand: 1." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
     assert set(steps) == {"plain", *(f"depth {depth}" for depth in range(1, 6))}

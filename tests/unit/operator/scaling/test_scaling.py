@@ -1,0 +1,85 @@
+"""Replicas that follow demand: up on two polls, down after the window and one by one, always within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.scaling import Demand, scale
+from specdecode_operator.state.learned import ScalingState
+
+SPEC = ScalingSpec(min_replicas=1, max_replicas=4, scale_down_window_seconds=60)
+
+
+def polls(
+    demands: list[float], state: ScalingState | None = None, *, trusted: bool = True, away: Container[int] = ()
+) -> list[int]:
+    """Return the replicas after each poll, five seconds apart. One worker carries 8 of its 10 sequences. In the polls
+    ``away`` a worker is missing."""
+    state, replicas = state or ScalingState(), []
+    for index, demand in enumerate(demands):
+        there = trusted and index not in away
+        asked = Demand(requests=demand, window_requests=demand, max_num_seqs=10, seconds=5, is_complete=there)
+        scaled = scale(SPEC, state, asked, now=1000.0 + 5 * index)
+        state = scaled.state
+        replicas.append(scaled.replicas)
+    return replicas
+
+
+def test_rises_on_the_second_poll() -> None:
+    assert polls([20, 20]) == [1, 3]
+
+
+def test_one_poll_is_not_enough() -> None:
+    assert polls([20, 4, 20, 4]) == [1, 1, 1, 1]
+
+
+def test_falls_one_by_one_after_the_window() -> None:
+    replicas = polls([0.0] * 16, ScalingState(replicas=3))
+    assert replicas[:12] == [3] * 12
+    assert replicas[12:15] == [2, 1, 1]
+
+
+def test_a_peak_within_the_window_starts_it_again() -> None:
+    replicas = polls([0.0] * 11 + [20.0] + [0.0] * 12, ScalingState(replicas=3))
+    assert set(replicas) == {3}
+
+
+def test_never_falls_on_incomplete_readings() -> None:
+    assert polls([0.0] * 30, ScalingState(replicas=3), trusted=False)[-1] == 3
+
+
+def test_the_window_starts_when_all_workers_serve() -> None:
+    """Otherwise a worker that took as long as the window to start would be removed as soon as it is ready."""
+    replicas = polls([0.0] * 39, ScalingState(replicas=3), away=range(4, 30))
+    assert replicas == [3] * 38 + [2], "12 polls fill the window: 3 after the first one, and 9 once all workers serve"
+
+
+def test_no_new_reading_changes_nothing() -> None:
+    state = ScalingState(replicas=2, above_polls=1, wanted=3)
+    scaled = scale(SPEC, state, Demand(requests=None), now=0)
+    assert (scaled.replicas, scaled.state) == (2, state)
+
+
+def test_wanted_has_no_bound() -> None:
+    demand = Demand(requests=100, window_requests=100, max_num_seqs=10)
+    scaled = scale(SPEC, ScalingState(replicas=4), demand, now=0)
+    assert (scaled.replicas, scaled.wanted) == (4, 13)
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
+    st.one_of(st.none(), st.integers(0, 2000)),
+    st.booleans(),
+)
+def test_within_bounds_for_any_input(demands: list[float], start: int | None, trusted: bool) -> None:
+    assert all(1 <= one <= 4 for one in polls(demands, ScalingState(replicas=start), trusted=trusted))
+
+
+@given(st.floats(0, 200))
+def test_constant_demand_reaches_a_fixed_point(demand: float) -> None:
+    replicas = polls([demand] * 80)
+    assert len(set(replicas[60:])) == 1
