@@ -18,6 +18,11 @@ from specdecode_operator.types import ChildProblem, Key, Manifest
 
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Pause before a failed apply is repeated; it doubles from failure to failure."""
+FREE_REPAIRS = 2
+"""Repairs of one child without a pause. The pauses of further ones double, so that another controller which changes the
+same fields again and again causes one apply a minute."""
+SETTLED_SECONDS = 120.0
+"""Time without an apply after which earlier repairs no longer count."""
 CACHE_LAG_SECONDS = 3.0
 """Time after an apply within which an informer that still has the state from before it is not believed."""
 
@@ -32,10 +37,21 @@ class LastApply:
     """Digest of the manifest."""
     ours: str
     """Digest of the API server's record of the applied fields, after that apply."""
+    at: float = float("-inf")
+    """Time of that apply. Before all times if it was made before a restart."""
     before: ChildRecord | None = None
     """The informer's record when the manifest was sent."""
-    unconfirmed_since: float | None = None
-    """Time of the apply while the informer has not shown its result. None afterwards."""
+    confirmed: bool = True
+    """The informer has shown the result."""
+    drifted: bool = False
+    """The informer has shown something else since then."""
+    repairs: int = 0
+    """Number of applies of the same manifest before this one."""
+
+    @property
+    def repair_at(self) -> float:
+        """Earliest time at which the same manifest may be applied again."""
+        return self.at + (_pause(self.repairs - FREE_REPAIRS + 1) if self.repairs >= FREE_REPAIRS else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,7 @@ class ChildApplier:
         Raises:
             NotLeader: This process may not write.
         """
-        child = manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        child = child_of(manifest)
         record, text = self._records(child), text_digest(manifest)
         if self._is_up_to_date(child, text, record):
             self._drop_failure(child)
@@ -129,37 +145,36 @@ class ChildApplier:
         self._applied.pop((namespace, name), None)
         self._failed.pop((namespace, name), None)
 
-    def retry_seconds(self, key: Key, names: Iterable[str]) -> float | None:
-        """Return in how many seconds ``apply`` should be called again although nothing changed. None means never."""
-        times = [
-            *(failed.retry_at for name in names for failed in self._failed.get((key[0], name), {}).values()),
-            *(
-                applied.unconfirmed_since + CACHE_LAG_SECONDS
-                for name in names
-                for applied in self._applied.get((key[0], name), {}).values()
-                if applied.unconfirmed_since is not None
-            ),
-        ]
+    def retry_seconds(self, manifests: Iterable[Manifest]) -> float | None:
+        """Return in how many seconds these manifests should be applied again although nothing changed, or None."""
+        times = [time for manifest in manifests if (time := self._retry_at(child_of(manifest))) is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
+    def _retry_at(self, child: Child) -> float | None:
+        failed, applied = self._failure(child), self._last_apply(child)
+        if failed:
+            return failed.retry_at
+        if applied is None or (applied.confirmed and not applied.drifted):
+            return None
+        return applied.repair_at if applied.drifted else applied.at + CACHE_LAG_SECONDS
+
     def _is_up_to_date(self, child: Child, text: str, record: ChildRecord | None) -> bool:
-        kind, namespace, name = child
-        applied = self._applied.get((namespace, name), {}).get(kind)
+        """Return whether nothing needs to be sent: the child is as it was applied, or it is too early to say."""
+        applied, now = self._last_apply(child), self._clock()
         if applied is None or applied.text != text:
             return False
         if record is not None and record.ours_digest == applied.ours and not record.deleting:
-            applied.unconfirmed_since = None
+            applied.confirmed, applied.drifted = True, False
             return True
-        return (
-            applied.unconfirmed_since is not None
-            and record == applied.before
-            and self._clock() - applied.unconfirmed_since < CACHE_LAG_SECONDS
-        )
+        if not applied.confirmed and record == applied.before and now - applied.at < CACHE_LAG_SECONDS:
+            return True
+        applied.drifted = True
+        return now < applied.repair_at
 
     async def _attempt(
         self, child: Child, manifest: Manifest, owner_uid: str, record: ChildRecord | None, text: str
     ) -> ChildProblem | None:
-        kind, namespace, name = child
+        kind, _, name = child
         try:
             current = record or await self._read(child)
             problem = obstacle(current, manifest, owner_uid) if current else None
@@ -170,9 +185,7 @@ class ChildApplier:
             if isinstance(error, Refused):
                 return ChildProblem(kind, name, "Refused", error.sentence)
             return ChildProblem(kind, name, "Unavailable", error.sentence)
-        self._applied.setdefault((namespace, name), {})[kind] = LastApply(
-            text, ours_digest(resource), record, self._clock()
-        )
+        self._note_apply(child, text, ours_digest(resource), record)
         return None
 
     async def _send(self, manifest: Manifest, current: ChildRecord | None) -> dict[str, Any]:
@@ -192,6 +205,15 @@ class ChildApplier:
         resource = await self._client.get_metadata(kind, *child[1:])
         return project_child(kind)(resource) if resource else None
 
+    def _note_apply(self, child: Child, text: str, ours: str, record: ChildRecord | None) -> None:
+        last, now = self._last_apply(child), self._clock()
+        repairs = last.repairs + 1 if last and last.text == text and now - last.at < SETTLED_SECONDS else 0
+        applied = LastApply(text, ours, now, record, confirmed=False, repairs=repairs)
+        self._applied.setdefault(child[1:], {})[child[0]] = applied
+
+    def _last_apply(self, child: Child) -> LastApply | None:
+        return self._applied.get(child[1:], {}).get(child[0])
+
     def _failure(self, child: Child) -> FailedApply | None:
         return self._failed.get(child[1:], {}).get(child[0])
 
@@ -204,11 +226,20 @@ class ChildApplier:
     def _note_failure(self, child: Child, text: str, state: tuple[object, ...], problem: ChildProblem) -> None:
         last = self._failure(child)
         attempts = last.attempts + 1 if last and (last.text, last.state) == (text, state) else 1
-        pause = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(attempts - 1, 16))
-        failed = FailedApply(text, state, attempts, self._clock() + pause, problem)
+        failed = FailedApply(text, state, attempts, self._clock() + _pause(attempts), problem)
         self._failed.setdefault(child[1:], {})[child[0]] = failed
 
 
 def _state(record: ChildRecord | None) -> tuple[object, ...]:
     """Return the part of a record that decides whether a failed apply is worth another attempt."""
     return () if record is None else (record.uid, record.controller_uid, record.deleting, record.deployment)
+
+
+def child_of(manifest: Manifest) -> Child:
+    """Return kind, namespace and name of a manifest."""
+    return manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+
+
+def _pause(attempts: int) -> float:
+    """Return the seconds before the next attempt after this many of them."""
+    return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(attempts - 1, 16))

@@ -33,7 +33,7 @@ class ChildRecord:
 
     @property
     def labelled(self) -> bool:
-        """Whether the object has the label with the name of a deployment."""
+        """True if the object has the label with the name of a deployment."""
         return bool(self.deployment)
 
     @property

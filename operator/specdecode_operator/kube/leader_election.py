@@ -1,6 +1,6 @@
 """Leader election by a Lease, with the semantics of client-go.
 
-The Lease names its holder, who renews it. Another replica takes it over when it has not seen it change for the
+The Lease names its holder, which renews it. Another replica takes it over when it has not seen it change for the
 lease's duration by its own clock; times in the Lease are for people and are never compared. The holder stops writing
 earlier than that, after ``renew_deadline``.
 """
@@ -85,7 +85,7 @@ class LeaderElector:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process holds the Lease by its own clock."""
+        """True if this process holds the Lease by its own clock."""
         return self._leading.is_set() and self._clock() - self._renewed_at < self._renew_deadline
 
     def check(self) -> float:
@@ -172,7 +172,7 @@ class LeaderElector:
         return str((self._lease.get("spec") or {}).get("holderIdentity") or "")
 
     def _expires_at(self) -> float:
-        """Return when the Lease ends if nobody renews it."""
+        """Return the time at which the Lease ends without a renewal."""
         spec = self._lease.get("spec") or {}
         return self._changed_at + float(spec.get("leaseDurationSeconds") or self._lease_seconds)
 

@@ -60,6 +60,9 @@ class World:
         records = [project_child(CONFIG_MAPS)(found) for found in self.objects.values()]
         self.seen = {record.child: record for record in records if record.labelled}
 
+    def retry_seconds(self) -> float | None:
+        return self.applier.retry_seconds([config_map("ns", "x-plan")])
+
     async def send(self, uid: str = "me", **data: str) -> ChildProblem | None:
         return await self.applier.apply(owned(config_map("ns", "x-plan", **data), uid), uid)
 
@@ -91,7 +94,7 @@ async def test_an_informer_that_lags_behind_causes_no_second_apply(world: World)
     await world.send()
     assert await world.send() is None
     assert len(world.requests) == 2
-    assert world.applier.retry_seconds(KEY, ["x-plan"]) == 3
+    assert world.retry_seconds() == 3
     world.now += 3
     await world.send()
     assert world.requests[2:] == ["get", "apply"], "an informer that stays behind is not believed for ever"
@@ -101,7 +104,7 @@ async def test_a_child_that_is_deleted_again_is_made_again(world: World) -> None
     await world.send()
     world.catch_up()
     await world.send()
-    assert world.applier.retry_seconds(KEY, ["x-plan"]) is None
+    assert world.retry_seconds() is None
     world.objects.clear()
     world.catch_up()
     await world.send()
@@ -120,6 +123,57 @@ async def test_drift_and_changes_are_applied_to_that_object_alone(world: World) 
     await world.send(a="2")
     assert world.requests[3:] == ["apply"]
     assert world.options[1:] == [{"force": True, "uid": "uid-1"}] * 2
+
+
+async def test_another_controller_that_changes_the_same_field_causes_few_applies(world: World) -> None:
+    await world.send()
+    waited = []
+    for _ in range(10):
+        world.catch_up()
+        await world.send()
+        drift(world)
+        world.catch_up()
+        sent = len(world.requests)
+        while True:
+            await world.send()
+            if len(world.requests) > sent:
+                break
+            seconds = world.retry_seconds()
+            assert seconds is not None, "the repair is forgotten"
+            waited.append(round(seconds))
+            world.now += seconds
+    assert waited == [1, 2, 4, 8, 16, 32, 60, 60]
+    world.now += 120
+    for _ in range(2):
+        sent = len(world.requests)
+        world.catch_up()
+        await world.send()
+        drift(world)
+        world.catch_up()
+        await world.send()
+        assert len(world.requests) == sent + 1, "after a quiet time repairs are immediate again"
+
+
+async def test_a_change_that_is_undone_before_its_repair_needs_none(world: World) -> None:
+    for _ in range(3):
+        await world.send()
+        world.catch_up()
+        await world.send()
+        rested = dict(world.objects)
+        world.objects.clear()
+        world.catch_up()
+        await world.send()
+    assert world.retry_seconds() == 1
+    world.objects = rested
+    world.catch_up()
+    await world.send()
+    assert world.retry_seconds() is None
+
+
+async def test_a_child_that_is_not_wanted_any_more_is_not_retried(world: World) -> None:
+    world.error = Refused("no")
+    await world.send()
+    assert world.applier.retry_seconds([config_map("ns", "another")]) is None
 
 
 @pytest.mark.parametrize("informed", [True, False])
@@ -186,7 +240,7 @@ async def test_a_failure_backs_off_and_a_new_manifest_ends_that(world: World, er
         assert problem is not None
         assert (problem.reason, problem.message) == (reason, error.sentence)
         sent = len(world.requests)
-        seconds = world.applier.retry_seconds(KEY, ["x-plan"])
+        seconds = world.retry_seconds()
         assert seconds is not None
         world.now += seconds - 0.01
         assert await world.send() == problem, "the problem is reported meanwhile"
@@ -198,12 +252,12 @@ async def test_a_failure_backs_off_and_a_new_manifest_ends_that(world: World, er
     sent = len(world.requests)
     await world.send(a="other")
     assert len(world.requests) > sent
-    assert world.applier.retry_seconds(KEY, ["x-plan"]) == 1
+    assert world.retry_seconds() == 1
     world.error, world.now = None, world.now + 1
     assert await world.send(a="other") is None
     world.catch_up()
     await world.send(a="other")
-    assert world.applier.retry_seconds(KEY, ["x-plan"]) is None
+    assert world.retry_seconds() is None
 
 
 async def test_a_process_that_is_not_the_leader_fails_loudly(world: World) -> None:
@@ -217,11 +271,12 @@ async def test_a_restart_applies_only_what_differs(world: World) -> None:
     world.catch_up()
     digests = world.applier.digests(KEY, ["x-plan", "absent"])
     assert list(digests) == ["ConfigMap/x-plan"]
-    for change, requests in (
+    cases: list[tuple[Callable[[], None], list[str]]] = [
         (lambda: None, []),
         (lambda: drift(world), ["apply"]),
         (world.objects.clear, ["get", "apply"]),
-    ):
+    ]
+    for change, requests in cases:
         world.requests.clear()
         change()
         world.catch_up()
