@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,6 +37,27 @@ class WorkerAccess:
     """True if the admin ports serve https."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeLimits:
+    """Limits of open calls to workers.
+
+    Workers whose last call timed out have slots of their own, so that calls to other workers never wait for them.
+    """
+
+    total: int = 64
+    """Limit for all deployments together.
+
+    On a busy processor more open calls only make each of them slower: with 10,000 workers polled every 30 s on two busy
+    cores, 256 open calls gave 1,893 timeouts where 64 gave 34.
+    """
+    per_deployment: int = 16
+    """Limit for one deployment."""
+    slow_total: int = 32
+    """Limit for the workers of all deployments whose last call timed out."""
+    slow_per_deployment: int = 8
+    """Limit for the workers of one deployment whose last call timed out."""
+
+
 @dataclass(slots=True)
 class ScraperCounters:
     """Counts since the start of the process."""
@@ -60,7 +82,7 @@ class RoundCalls:
 
     Args:
         client: Client of the admin ports. It has the deadline of a single call.
-        slots: Limits of open calls, shared by all deployments.
+        limits: Limits of open calls, shared by all deployments.
         counters: Counters to increase.
         period: Time between rounds, in seconds.
         clock: Monotonic clock, in seconds.
@@ -70,14 +92,16 @@ class RoundCalls:
     def __init__(
         self,
         client: WorkerClient,
-        slots: CallSlots,
+        limits: ScrapeLimits,
         counters: ScraperCounters,
         *,
         period: float,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._slots, self._counters = client, slots, counters
+        self._client, self._counters = client, counters
+        self._slots = CallSlots(total=limits.total, per_deployment=limits.per_deployment)
+        self._slow_slots = CallSlots(total=limits.slow_total, per_deployment=limits.slow_per_deployment)
         self._period, self._clock, self._wall_clock = period, clock, wall_clock
         self._budget = max(period, client.timeout_seconds + START_SECONDS)
 
@@ -102,10 +126,11 @@ class RoundCalls:
         if address is None or self._clock() < poll.not_before:
             return poll
         tag = poll.baseline.tag if poll.baseline else ""
+        slots = self._slow_slots if poll.timeouts else self._slots
         started = self._clock()
         try:
             answer = await self._call(
-                key, ends, lambda: self._client.report(address, access.tokens, tag, tls=access.tls)
+                slots.slot(key), ends, lambda: self._client.report(address, access.tokens, tag, tls=access.tls)
             )
             after = poll.answered(answer, started=started, at=self._wall_clock())
         except TimeoutError:
@@ -122,7 +147,9 @@ class RoundCalls:
 
     async def _push_one(self, key: Key, address: str, plan: Plan, access: WorkerAccess, ends: float) -> None:
         try:
-            await self._call(key, ends, lambda: self._client.push(address, access.tokens, plan, tls=access.tls))
+            await self._call(
+                self._slots.slot(key), ends, lambda: self._client.push(address, access.tokens, plan, tls=access.tls)
+            )
         except Exception as error:
             reason = "not_asked" if isinstance(error, TimeoutError) else failure_reason(error)
             self._counters.pushes_failed[reason] += 1
@@ -131,9 +158,9 @@ class RoundCalls:
         else:
             self._counters.pushes += 1
 
-    async def _call(self, key: Key, ends: float, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, slot: AbstractAsyncContextManager[None], ends: float, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call when a slot is free. Raise TimeoutError at the end of the round's budget."""
-        async with asyncio.timeout_at(ends), self._slots.slot(key):
+        async with asyncio.timeout_at(ends), slot:
             return await call()
 
     def _count_failure(self, key: Key, poll: WorkerPoll, error: Exception) -> None:

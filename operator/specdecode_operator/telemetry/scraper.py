@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
 from specdecode_operator.state.deployment_state import DeploymentState, Readings, StateTable
-from specdecode_operator.telemetry.call_slots import CallSlots
 from specdecode_operator.telemetry.plan_push import RunningPlan, plans_to_push
-from specdecode_operator.telemetry.scrape_round import RoundCalls, ScraperCounters, WorkerAccess
+from specdecode_operator.telemetry.scrape_round import RoundCalls, ScrapeLimits, ScraperCounters, WorkerAccess
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.telemetry.worker_poll import Target, WorkerPoll
 from specdecode_operator.types import Key
@@ -30,16 +29,6 @@ SYNC_SECONDS = 0.5
 """Time between two comparisons of the state table with the running tasks. It delays the first round of a deployment."""
 MIN_GAP_SECONDS = 0.2
 """Least time between the starts of two rounds of one deployment, however often it is nudged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScrapeLimits:
-    """Limits of open calls to workers."""
-
-    total: int = 256
-    """Limit for all deployments together. It bounds open files, and the memory of answers of at most 64 KiB each."""
-    per_deployment: int = 16
-    """Limit for one deployment: a sixteenth of the total, so that a few hanging ones leave slots to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +83,14 @@ class Scraper:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        limits = limits or ScrapeLimits()
         self.counters = ScraperCounters()
         self._table, self._client = table, client
         self._targets, self._access, self._notify = targets, access, notify
         self._guard, self._on_unauthorized, self._on_round = guard, on_unauthorized, on_round
         self._period, self._clock, self._wall_clock = poll_seconds, clock, wall_clock
-        slots = CallSlots(total=limits.total, per_deployment=limits.per_deployment)
-        self._calls = RoundCalls(client, slots, self.counters, period=poll_seconds, clock=clock, wall_clock=wall_clock)
+        self._calls = RoundCalls(
+            client, limits or ScrapeLimits(), self.counters, period=poll_seconds, clock=clock, wall_clock=wall_clock
+        )
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._nudged: dict[Key, asyncio.Event] = {}
         self._polls: dict[Key, dict[str, WorkerPoll]] = {}
