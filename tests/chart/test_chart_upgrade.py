@@ -155,7 +155,7 @@ def test_upgrade_on_a_cluster(release: OnCluster, chart: Any, old_folder: Path) 
     """The API server takes the upgrade, and from then on only the new account has rights."""
     release.upgrade(old_folder)
     assert release.may(OLD_ACCOUNT, "patch", "configmaps")
-    release.upgrade(chart.folder, "--set", "rbac.aggregateRoles=false,networkPolicy.enabled=true")
+    release.upgrade(chart.folder, "--set", "networkPolicy.enabled=true")
     wait_for("the old operator has no rights", lambda: not release.may(OLD_ACCOUNT, "patch", "configmaps"))
     for right in GRANTED:
         assert release.may(ACCOUNT, *right), right

@@ -131,8 +131,10 @@ def test_aggregated_roles_extend_those_of_kubernetes(chart: Any) -> None:
     assert verbs["admin"] == verbs["edit"] | {"deletecollection"}
 
 
-def test_aggregated_roles_can_be_left_to_another_release(chart: Any) -> None:
-    roles = chart.template({"rbac": {"aggregateRoles": False}}).of("ClusterRole")
+@pytest.mark.parametrize("values", [{"rbac": {"aggregateRoles": False}}, {"crds": {"enabled": False}}], ids=str)
+def test_aggregated_roles_can_be_left_to_another_release(chart: Any, values: dict[str, Any]) -> None:
+    """They exist once on a cluster, as the CRD does: a release without the CRD must not collide."""
+    roles = chart.template(values).of("ClusterRole")
     assert [role["metadata"]["name"] for role in roles] == ["sys:sd-specdecode"]
 
 

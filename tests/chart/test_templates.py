@@ -122,8 +122,7 @@ def test_crd_survives_uninstall_and_can_be_disabled(chart: Any) -> None:
 
 def test_two_releases_share_no_cluster_scoped_name(chart: Any) -> None:
     def names(namespace: str) -> set[tuple[str, str]]:
-        shared = {"crds": {"enabled": False}, "rbac": {"aggregateRoles": False}}
-        rendered = chart.template(shared, "--namespace", namespace)
+        rendered = chart.template({"crds": {"enabled": False}}, "--namespace", namespace)
         cluster_scoped = ("ClusterRole", "ClusterRoleBinding")
         return {(m["kind"], m["metadata"]["name"]) for m in rendered if m["kind"] in cluster_scoped}
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localcluster import certificates, daemons, firewall, host, leftovers, node, templates
-from localcluster.console import say, step, wait_for
+from localcluster.console import step, wait_for
 from localcluster.control_plane import answers, kubectl
 from localcluster.errors import ClusterError
 from localcluster.settings import COREDNS_IMAGE, DEBIAN_IMAGE, NODE_NAME, PAUSE_IMAGE, ExtraNode, Layout
@@ -34,19 +34,11 @@ def recorded(layout: Layout) -> list[ExtraNode]:
     return sorted((ExtraNode(**record) for record in records), key=lambda extra: extra.number)
 
 
-def add(layout: Layout, name: str, *, taint: str = "", images: Sequence[str] | None = None) -> None:
-    """Add a node, or start what does not run of it, until it is Ready and has images of the first node.
-
-    Args:
-        layout: The cluster's folders.
-        name: Name of the node.
-        taint: Key of a NoSchedule taint of a new node; none when empty.
-        images: Names of the images to copy; all but those for building and for DNS when None.
-    """
+def add(layout: Layout, name: str, *, taint: str = "") -> ExtraNode:
+    """Add a node, or start what does not run of it, until it is Ready."""
     extra = _record(layout, name)
     _ensure(layout, extra, taint)
-    _copy_images(layout, extra, images)
-    say(f"==> Node {name} is Ready ({extra.address}, pods in {extra.pod_network})")
+    return extra
 
 
 def remove(layout: Layout, name: str) -> None:
@@ -97,7 +89,7 @@ def end(layout: Layout, extra: ExtraNode) -> None:
     leftovers.wipe(own)
 
 
-def _copy_images(layout: Layout, extra: ExtraNode, images: Sequence[str] | None) -> None:
+def copy_images(layout: Layout, extra: ExtraNode, images: Sequence[str] | None) -> None:
     """Give a node images of the first one. Their blobs are linked: only the unpacked files take space."""
     own = extra.layout(layout)
     offered, present = _digests(layout), _digests(own)

@@ -68,11 +68,21 @@ def status(layout: Layout) -> bool:
 
 
 def add_node(layout: Layout, name: str, *, taint: str = "", images: Sequence[str] | None = None) -> None:
-    """Add a further node to the cluster that is up, or repair it."""
+    """Add a further node to the cluster that is up, or start what does not run of it, and copy images to it.
+
+    Args:
+        layout: The cluster's folders.
+        name: Name of the node.
+        taint: Key of a NoSchedule taint of a new node; none when empty.
+        images: Names of the images to copy; all but those for building and for DNS when None.
+    """
     host.check_root()
     with _only_one(layout):
-        _require_answers(layout)
-        extra_nodes.add(layout, name, taint=taint, images=images)
+        if not is_up(layout):
+            raise ClusterError("the cluster is not up: run hack/cluster/up first.")
+        extra = extra_nodes.add(layout, name, taint=taint)
+    extra_nodes.copy_images(layout, extra, images)  # for minutes: no other command need wait for it
+    say(f"==> Node {name} is Ready ({extra.address}, pods in {extra.pod_network})")
 
 
 def remove_node(layout: Layout, name: str) -> None:
@@ -87,11 +97,6 @@ def kill_node(layout: Layout, name: str) -> None:
     host.check_root()
     with _only_one(layout):
         extra_nodes.kill(layout, name)
-
-
-def _require_answers(layout: Layout) -> None:
-    if not is_up(layout):
-        raise ClusterError("the cluster is not up: run hack/cluster/up first.")
 
 
 def is_up(layout: Layout) -> bool:
