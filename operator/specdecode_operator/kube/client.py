@@ -17,7 +17,6 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from specdecode_operator.errors import Conflict, NotFound, Refused, Unavailable
 from specdecode_operator.kube.api_errors import translate, watch_error
-from specdecode_operator.kube.applied import ApplyCache, apply_cached, note_read
 from specdecode_operator.kube.connection import environment_proxy, open_connection, read_lines
 from specdecode_operator.kube.kinds import (
     APPLIED,
@@ -72,7 +71,6 @@ class KubeClient:
         self.timeout_seconds = timeout_seconds
         self._api = api
         self._client = DynamicClient(api)
-        self.applied = ApplyCache()
 
     @classmethod
     async def connect(
@@ -90,7 +88,6 @@ class KubeClient:
             resource = await self._request("get", kind.path(namespace, name))
         except NotFound:
             return None
-        note_read(self.applied, (kind.kind, namespace, name), resource)
         return resource
 
     async def get_metadata(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
@@ -135,21 +132,17 @@ class KubeClient:
         path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def apply(
-        self, manifest: Mapping[str, Any], *, force: bool | None = None, uid: str | None = None
-    ) -> dict[str, Any]:
+    async def apply(self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None) -> dict[str, Any]:
         """Apply a manifest on the server and return the object.
 
         Args:
             manifest: Fields that the operator wants to own. Owned fields that it lacks are removed from the object.
-            force: Take fields over that other clients own. None is the cached apply of earlier callers.
+            force: Take fields over that other clients own.
             uid: Uid of the object that is meant.
 
         Raises:
             Conflict: The object has another uid or is gone, or another client owns a field and force is False.
         """
-        if force is None:
-            return await apply_cached(self, self.applied, manifest)
         metadata = {**manifest["metadata"], **({"uid": uid} if uid else {})}
         path = APPLIED[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         try:
@@ -201,9 +194,6 @@ class KubeClient:
         }
         with contextlib.suppress(NotFound):
             await self._request("post", PODS.path(namespace, pod, EVICTION), body=body)
-
-    def forget(self, namespace: str, name: str) -> None:
-        self.applied.forget(namespace, name)
 
     async def watch(
         self,

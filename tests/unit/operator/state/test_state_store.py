@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 from fleet import deployment_with, loop_over
 
-from specdecode_operator.errors import Unavailable
-from specdecode_operator.kube.applied import Applied, ApplyCache
-from specdecode_operator.kube.client import Kind
+from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state.learned import LearnedState, LoadState, StepTimeCell
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import ChildProblem, Deployment, Key
 
 
 class Cluster:
     """A cluster with one ConfigMap, which counts what is applied."""
 
     def __init__(self) -> None:
-        self.applied = ApplyCache()
+        self.recalled: dict[str, str] = {}
         self.writes: list[Mapping[str, Any]] = []
         self.is_down = False
 
@@ -33,10 +31,17 @@ class Cluster:
         data: dict[str, str] = self.writes[-1]["data"]
         return data
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
+    async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None:
         if self.is_down:
-            raise Unavailable("no answer")
+            return ChildProblem("ConfigMap", "n-state", "Unavailable", "no answer")
         self.writes.append(manifest)
+        return None
+
+    def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
+        return self.recalled
+
+    def recall(self, key: Key, digests: Mapping[str, str]) -> None:
+        self.recalled = dict(digests)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         return self.writes[-1] if self.writes else None
@@ -49,17 +54,16 @@ def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
 async def written(cluster: Cluster, deployment: Deployment, session: Session | None = None) -> StateStore:
     """Write a state and return the store of a new process."""
     session = session or session_with(uid=deployment.uid)
-    await StateStore(cluster).save(deployment, session, urgent=True, now=0)
-    cluster.applied = ApplyCache()
-    return StateStore(cluster)
+    await StateStore(cluster, cluster).save(deployment, session.learned, urgent=True, now=0)
+    return StateStore(cluster, cluster)
 
 
 async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster)
+    store = StateStore(cluster, cluster)
 
     async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
-        await store.save(deployment, session_with(load), urgent=urgent, learnt=learnt, now=now)
+        await store.save(deployment, session_with(load).learned, urgent=urgent, learnt=learnt, now=now)
         return len(cluster.writes)
 
     assert await save(1, now=0, urgent=True) == 1
@@ -73,20 +77,21 @@ async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements
 
 async def test_a_failed_write_is_due_again() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster)
+    store = StateStore(cluster, cluster)
     cluster.is_down = True
-    with pytest.raises(Unavailable):
-        await store.save(deployment, session_with(2), urgent=False, now=100)
+    problem = await store.save(deployment, session_with(2).learned, urgent=False, now=100)
+    assert problem is not None
+    assert problem.reason == "Unavailable"
     cluster.is_down = False
-    await store.save(deployment, session_with(2), urgent=False, learnt=False, now=101)
+    await store.save(deployment, session_with(2).learned, urgent=False, learnt=False, now=101)
     assert len(cluster.writes) == 1
-    assert (await store.load(deployment)).learned.load.sequences == 2
+    assert (await store.load(deployment.key, deployment.uid)).learned.load.sequences == 2
 
 
 async def test_the_config_map_is_written_through_the_applier() -> None:
     cluster, guard, deployment = Cluster(), Cluster(), deployment_with()
-    store = StateStore(cluster, guard, ApplyCache())
-    await store.save(deployment, session_with(), urgent=True, now=0)
+    store = StateStore(cluster, guard)
+    await store.save(deployment, session_with().learned, urgent=True, now=0)
     assert (len(cluster.writes), len(guard.writes)) == (0, 1)
 
 
@@ -95,22 +100,20 @@ async def test_a_new_process_reads_the_state_and_writes_nothing() -> None:
     loop = loop_over()
     loop.polls(8)
     restarted = await written(cluster, deployment, loop.memory)
-    session = await restarted.load(deployment)
+    session = await restarted.load(deployment.key, deployment.uid)
     assert session.found
     assert session.learned.rows == loop.memory.learned.rows
-    await restarted.save(deployment, session, urgent=True, now=1)
+    await restarted.save(deployment, session.learned, urgent=True, now=1)
     assert len(cluster.writes) == 1, "the ConfigMap has this text"
 
 
 async def test_a_new_process_recalls_what_was_applied() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    child = ("Service", deployment.namespace, deployment.name)
-    cluster.applied[child] = Applied("text", "ours", 5.0)
+    cluster.recalled = {f"Service/{deployment.name}": "text ours"}
     restarted = await written(cluster, deployment)
-    await restarted.load(deployment)
-    recalled = cluster.applied.get(child)
-    assert recalled is not None
-    assert (recalled.text, recalled.ours) == ("text", "ours")
+    cluster.recalled = {}
+    await restarted.load(deployment.key, deployment.uid)
+    assert cluster.recalled == {f"Service/{deployment.name}": "text ours"}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +123,8 @@ async def test_garbage_of_what_was_applied_is_nothing_applied(text: str) -> None
     cluster, deployment = Cluster(), deployment_with()
     restarted = await written(cluster, deployment)
     cluster.data["applied"] = text
-    assert (await restarted.load(deployment)).found
-    assert cluster.applied.told(deployment.namespace, ["x"]) == {}
+    assert (await restarted.load(deployment.key, deployment.uid)).found
+    assert cluster.recalled == {}
 
 
 async def test_the_format_before_sections_is_read_once_and_replaced() -> None:
@@ -132,25 +135,25 @@ async def test_the_format_before_sections_is_read_once_and_replaced() -> None:
     data.clear()
     data["memory.json"], data["template.json"] = learned.model_dump_json(by_alias=True), ""
     data["applied.json"] = json.dumps({f"Service/{deployment.name}": "text ours"})
-    session = await store.load(deployment)
+    session = await store.load(deployment.key, deployment.uid)
     assert (session.found, session.learned.load.sequences) == (True, 7)
-    assert cluster.applied.get(("Service", deployment.namespace, deployment.name)) is not None
-    await store.save(deployment, session, urgent=False, learnt=False, now=100)
+    assert cluster.recalled == {f"Service/{deployment.name}": "text ours"}
+    await store.save(deployment, session.learned, urgent=False, learnt=False, now=100)
     assert len(cluster.writes) == 1, "an upgrade alone writes nothing"
-    await store.save(deployment, session, urgent=False, now=100)
+    await store.save(deployment, session.learned, urgent=False, now=100)
     assert not {"memory.json", "template.json", "applied.json"} & cluster.data.keys()
-    assert (await StateStore(cluster).load(deployment)).learned == session.learned
+    assert (await StateStore(cluster, cluster).load(deployment.key, deployment.uid)).learned == session.learned
 
 
 async def test_sections_of_a_newer_operator_survive_a_downgrade() -> None:
     cluster, deployment = Cluster(), deployment_with()
     store = await written(cluster, deployment)
     cluster.data["cache"] = newer = '{"version":3,"prefixes":["a"]}'
-    session = await store.load(deployment)
-    await store.save(deployment, session, urgent=True, now=1)
+    session = await store.load(deployment.key, deployment.uid)
+    await store.save(deployment, session.learned, urgent=True, now=1)
     assert len(cluster.writes) == 1, "they are no reason to write"
-    await store.save(deployment, session_with(9), urgent=True, now=2)
-    await store.save(deployment, session_with(10), urgent=True, now=3)
+    await store.save(deployment, session_with(9).learned, urgent=True, now=2)
+    await store.save(deployment, session_with(10).learned, urgent=True, now=3)
     assert cluster.data["cache"] == newer
     assert "10" in cluster.data["estimates"]
 
@@ -160,7 +163,7 @@ async def test_a_damaged_section_is_named_in_the_log_and_the_others_stay(caplog:
     store = await written(cluster, deployment, session_with(5, pin="none"))
     cluster.data["plan"] = "{"
     with caplog.at_level(logging.WARNING):
-        session = await store.load(deployment)
+        session = await store.load(deployment.key, deployment.uid)
     assert (session.learned.load.sequences, session.learned.pin, session.found) == (5, "", True)
     assert "section plan" in caplog.text
     assert f"{deployment.namespace}/{deployment.name}" in caplog.text
@@ -174,7 +177,7 @@ async def test_what_does_not_fit_is_named_in_the_log(
     cell = StepTimeCell(tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, values=(1.5,) * 37, at=1)
     costs = tuple(cell.model_copy(update={"context_bucket": index}) for index in range(8))
     with caplog.at_level(logging.WARNING):
-        await StateStore(cluster).save(deployment, session_with(costs=costs), urgent=True, now=0)
+        await StateStore(cluster, cluster).save(deployment, session_with(costs=costs).learned, urgent=True, now=0)
     assert "left out" in caplog.text
     assert "step times of the current draft" in json.loads(cluster.data["meta"])["dropped"]
 
@@ -182,20 +185,10 @@ async def test_what_does_not_fit_is_named_in_the_log(
 async def test_a_state_of_another_deployment_is_not_taken() -> None:
     cluster, deployment = Cluster(), deployment_with()
     store = await written(cluster, deployment, session_with(5, uid="another"))
-    session = await store.load(deployment)
+    session = await store.load(deployment.key, deployment.uid)
     assert (session.found, session.learned) == (False, LearnedState(uid=deployment.uid))
 
 
 async def test_a_deployment_without_state_is_new() -> None:
-    session = await StateStore(Cluster()).load(deployment_with())
+    session = await StateStore(Cluster(), Cluster()).load(("ns", "n"), "u1")
     assert not session.found
-
-
-async def test_a_forgotten_deployment_is_read_again() -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster)
-    await store.save(deployment, session_with(2), urgent=True, now=0)
-    await store.save(deployment, session_with(3), urgent=False, learnt=False, now=1)
-    assert (await store.load(deployment)).learned.load.sequences == 3
-    store.forget(deployment.uid)
-    assert (await store.load(deployment)).learned.load.sequences == 2
