@@ -17,7 +17,7 @@ from specdecode_operator.controller.process import Process
 from specdecode_operator.settings import Settings
 
 MAX_BACKOFF_SECONDS = 10.0
-WATCH_SECONDS, SILENCE_SECONDS = 20.0, 25.0
+WATCH_SECONDS, SILENCE_SECONDS = 20, 25.0
 """Length of one watch request, and the time after which a silent connection counts as broken."""
 
 

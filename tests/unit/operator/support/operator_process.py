@@ -12,18 +12,15 @@ from types import TracebackType
 from typing import IO
 
 import yaml
-from kube import Cluster, KubectlError, wait_for
+from kube import Cluster, wait_for
 
 from specdecode_operator.api import crd
-from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
+from specdecode_operator.api.v1alpha1 import PLURAL
 
 
 def install_crd(cluster: Cluster) -> None:
-    """Install the CRD unless the cluster has it."""
-    try:
-        cluster.get("crd", f"{PLURAL}.{GROUP}")
-    except KubectlError:
-        cluster.apply(yaml.safe_load(crd.text()))
+    """Install the CRD as the models have it, over another version that the cluster may have."""
+    cluster.apply(yaml.safe_load(crd.text()), server_side=True)
     wait_for("our kind is served", lambda: cluster.kubectl("get", PLURAL, "--all-namespaces") is not None)
 
 
