@@ -1,7 +1,6 @@
 """Client of the Kubernetes API: one method per verb, each with a deadline, and errors as ClusterError.
 
-Requests go through the asyncio dynamic client by path. The kinds are few and fixed, so nothing is discovered, and the
-operator can start while the API server is away.
+Requests go by path. The kinds are fixed, so nothing is discovered, and the API server may be away at start.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from specdecode_operator.errors import Conflict, NotFound, Refused, Unavailable
 from specdecode_operator.kube.api_errors import translate, watch_error
-from specdecode_operator.kube.connection import environment_proxy, open_connection, read_lines
+from specdecode_operator.kube.connection import open_connection, read_lines
 from specdecode_operator.kube.kinds import (
     APPLIED,
     CONFIG_MAPS,
@@ -43,11 +42,10 @@ __all__ = [
     "WORKLOADS",
     "Kind",
     "KubeClient",
-    "environment_proxy",
 ]
 
 Guard = Callable[[], float | None]
-"""Check before a write. It raises NotLeader, or returns the seconds within which the write must end, or None."""
+"""Check before a write. It raises NotLeader, or returns the seconds (above 0) within which the write must end."""
 
 METADATA_PAGE = 500
 OBJECT_PAGE = 100
@@ -132,7 +130,9 @@ class KubeClient:
         path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def apply(self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None) -> dict[str, Any]:
+    async def apply(
+        self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None
+    ) -> dict[str, Any]:
         """Apply a manifest on the server and return the object.
 
         Args:
@@ -184,7 +184,7 @@ class KubeClient:
 
         Raises:
             EvictionBlocked: A disruption budget does not allow it now.
-            Conflict: The pod has another uid.
+            Conflict: The pod has another uid. The API server says so only after 10 s, so this may be Unavailable.
         """
         body = {
             "apiVersion": "policy/v1",
@@ -258,13 +258,10 @@ class KubeClient:
     async def _request(self, method: str, path: str, *, guarded: bool = True, **params: Any) -> dict[str, Any]:
         """Send a request and read the whole answer, all within one deadline. Writes pass the guard first."""
         limit = self.guard() if guarded and method != "get" else None
-        seconds = (
-            self.timeout_seconds if limit is None else max(0.1, min(self.timeout_seconds, limit))
-        )  # 0 would mean no limit
+        seconds = self.timeout_seconds if limit is None else min(self.timeout_seconds, limit)
         response = await self._raw(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **params)
         try:
-            answer: dict[str, Any] = await response.json()
-            return answer
+            return dict(await response.json())
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"{method} {path}: {error!r}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ class World:
 
     def catch_up(self) -> None:
         """Let the informer see all objects that have our label."""
-        records = [project_child(CONFIG_MAPS)(found) for found in self.objects.values()]
+        records = [project_child(CONFIG_MAPS)(resource) for resource in self.objects.values()]
         self.seen = {record.child: record for record in records if record.labelled}
 
     def retry_seconds(self) -> float | None:
@@ -296,26 +296,3 @@ async def test_newer_knowledge_is_not_overwritten(world: World) -> None:
     assert world.applier.digests(KEY, ["x-plan"]) == newer != digests
     world.applier.forget("ns", "x-plan")
     assert world.applier.digests(KEY, ["x-plan"]) == {}
-
-
-def test_records_have_what_decides() -> None:
-    manifest = owned(config_map("ns", "c", parent="x"), "me")
-    manifest["metadata"] |= {"uid": "u", "deletionTimestamp": "now"}
-    record = project_child(CONFIG_MAPS)(manifest)
-    assert record.child == ("ConfigMap", "ns", "c")
-    assert (record.uid, record.controller_uid, record.controller_kind, record.controller_name) == ("u", "me", KIND, "x")
-    assert (record.deployment, record.labelled, record.deleting) == ("x", True, True)
-    bare = project_child(CONFIG_MAPS)({"metadata": {"name": "c", "namespace": "ns", "uid": "u"}})
-    assert (bare.controller_uid, bare.labelled, bare.deleting) == (None, False, False)
-    assert bare.ours_digest != replace(record, ours_digest="").ours_digest
-
-
-def test_only_applied_entries_of_ours_count() -> None:
-    def digest(*entries: dict[str, Any]) -> str:
-        metadata = {"name": "c", "namespace": "ns", "uid": "u", "managedFields": list(entries)}
-        return project_child(CONFIG_MAPS)({"metadata": metadata}).ours_digest
-
-    ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:data": {}}}
-    assert digest(ours) == digest({"manager": "theirs", "operation": "Apply"}, ours)
-    assert digest(ours) == digest(ours, {**ours, "subresource": "status"}, {**ours, "operation": "Update"})
-    assert digest(ours) != digest({**ours, "fieldsV1": {}})

@@ -103,7 +103,7 @@ async def test_a_child_rests_and_is_repaired_within_two_seconds(
         assert await children.apply(manifest, owner[1]) is None
     assert methods == ["get", "patch"]
     cluster.kubectl("label", "configmap", "resting", "theirs=yes", namespace=namespace)
-    await seconds_until("the label", lambda: len(children.changes) == 2, limit=2)
+    await seconds_until("the label", lambda: children.changes.count((namespace, owner[0])) == 2, limit=2)
     await children.apply(manifest, owner[1])
     assert methods == ["get", "patch"], "fields of others are left to them"
 

@@ -75,7 +75,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def informer_of(client: Any, changes: list[Key], **options: Any) -> Informer[str]:
     arguments: dict[str, Any] = {"labels": "", "metadata_only": True, "on_change": changes.append, **options}
-    arguments.setdefault("project", lambda found: found["metadata"]["resourceVersion"])
+    arguments.setdefault("project", lambda resource: resource["metadata"]["resourceVersion"])
     return Informer(client, PODS, None, **arguments)
 
 
@@ -178,7 +178,7 @@ async def test_a_set_reads_like_one_informer() -> None:
         PODS,
         ["one", "two"],
         labels="",
-        project=lambda found: found["metadata"]["namespace"],
+        project=lambda resource: resource["metadata"]["namespace"],
         metadata_only=True,
         on_change=changes.append,
     )

@@ -83,7 +83,7 @@ def test_answers_without_status_are_translated(body: str | None) -> None:
     )
 
 
-def test_watch_errors_tell_expired_versions_apart() -> None:
+def test_an_error_event_of_an_expired_version_is_gone() -> None:
     assert type(watch_error({"code": 410, "message": "too old"}, "watch /x")) is Gone
     assert type(watch_error({"code": 500}, "watch /x")) is Unavailable
 
@@ -93,7 +93,7 @@ def refuse() -> None:
 
 
 class Recorder:
-    """Stands in for the dynamic client, and records the requests."""
+    """Fake of the dynamic client that records the requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, float]] = []
@@ -151,7 +151,7 @@ async def test_reads_and_leases_pass_without_the_guard(recorded: tuple[KubeClien
 
 
 @pytest.mark.cluster
-async def test_errors_are_told_apart(api: KubeClient, namespace: str) -> None:
+async def test_errors_have_a_class_each(api: KubeClient, namespace: str) -> None:
     assert await api.get(CONFIG_MAPS, namespace, "absent") is None
     assert await api.get_metadata(CONFIG_MAPS, namespace, "absent") is None
     await api.create(CONFIG_MAPS, config_map(namespace, "once"))
@@ -227,12 +227,13 @@ async def test_a_disruption_budget_blocks_an_eviction(api: KubeClient, namespace
     uids = {name: cluster.get("pod", name, namespace)["metadata"]["uid"] for name in ("guarded", "free")}
     with pytest.raises(EvictionBlocked, match="strict"):
         await api.evict(namespace, "guarded", uids["guarded"])
+    api.timeout_seconds = 30  # the API server tries for 10 s
     with pytest.raises(Conflict):
         await api.evict(namespace, "free", uids["guarded"])
     await api.evict(namespace, "free", uids["free"])
     assert await api.get(PODS, namespace, "free") is None
     await api.evict(namespace, "free", uids["free"])  # one that is gone is no error
-    cluster.kubectl("delete", "pod", "guarded", "--force", "--grace-period=0", namespace=namespace)
+    cluster.kubectl("delete", "pod", "guarded", "--wait=false", namespace=namespace)
 
 
 @pytest.mark.cluster

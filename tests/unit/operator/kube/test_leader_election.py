@@ -14,7 +14,7 @@ from specdecode_operator.kube.leader_election import LeaderElector, boot_clock, 
 
 
 class LeaseServer:
-    """Stands in for the client of an API server with one Lease."""
+    """Fake client of an API server with one Lease."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None

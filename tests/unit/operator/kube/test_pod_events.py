@@ -14,7 +14,7 @@ from specdecode_operator.kube.pod_events import mount_problem
 
 
 class Events:
-    """Stands in for the client, with a list of events."""
+    """Fake client with a list of events."""
 
     def __init__(self, *events: dict[str, Any]) -> None:
         self.events = events
