@@ -1,123 +1,23 @@
-"""Telemetry loop over real sockets: deployments whose workers hang delay only themselves."""
+"""Telemetry loop over real sockets: readings, pushes of plans, and errors of the operator itself."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from socket_workers import Behaviour, GoodWorker, SocketWorkers, dripping, garbage, hanging, socket_workers
+from scraper_bench import KEY, PERIOD_SECONDS, Bench, bench_of, resource_of
+from socket_workers import GoodWorker, dripping, garbage, hanging, socket_workers
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
-from specdecode_operator.state.deployment_state import DeploymentState, Published, Readings, StateTable
+from specdecode_operator.state.deployment_state import Published
 from specdecode_operator.state.packed import Packed
-from specdecode_operator.telemetry.scrape_round import ScrapeLimits, WorkerAccess
-from specdecode_operator.telemetry.scraper import RoundTimes, Scraper, next_turn
+from specdecode_operator.telemetry.scraper import next_turn
 from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.telemetry.worker_poll import NOT_ASKED, Target
-from specdecode_operator.types import Key
 from specdecode_worker.contract import Plan
-
-KEY = ("ns", "demo")
-PERIOD_SECONDS = 0.4
-
-
-@dataclass
-class Bench:
-    """A scraper over workers on sockets, with the calls that it makes."""
-
-    workers: SocketWorkers
-    client: WorkerClient
-    period: float = PERIOD_SECONDS
-    limits: ScrapeLimits = field(default_factory=ScrapeLimits)
-    table: StateTable = field(default_factory=StateTable)
-    targets: dict[Key, list[Target]] = field(default_factory=dict)
-    tokens: tuple[str, ...] = ("secret",)
-    notified: list[Key] = field(default_factory=list)
-    unauthorized: list[Key] = field(default_factory=list)
-    times: dict[Key, list[RoundTimes]] = field(default_factory=dict)
-    guard: Callable[[], None] = lambda: None
-    notify_error: Exception | None = None
-    scraper: Scraper = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scraper = Scraper(
-            self.table,
-            self.client,
-            targets=self._targets,
-            access=lambda state: WorkerAccess(tokens=self.tokens),
-            notify=self._notify,
-            poll_seconds=self.period,
-            limits=self.limits,
-            guard=lambda: self.guard(),
-            on_unauthorized=self.unauthorized.append,
-            on_round=lambda key, times: self.times.setdefault(key, []).append(times),
-        )
-
-    async def add(self, *behaviours: Behaviour, key: Key = KEY) -> list[Target]:
-        """Add workers to a deployment, which becomes known with the first of them."""
-        added = []
-        for behaviour in behaviours:
-            number = len(self.targets.setdefault(key, []))
-            address = await self.workers.add(behaviour)
-            added.append(Target(uid=f"{key[1]}-{number}", name=f"{key[1]}-pod-{number}", address=address, ready=True))
-            self.targets[key].append(added[-1])
-        if self.table.get(key) is None:
-            self.table.put(key, DeploymentState(resource=Packed.of(resource_of(key)), generation=1))
-        return added
-
-    def readings(self, key: Key = KEY) -> Readings:
-        state = self.table.get(key)
-        assert state is not None
-        return state.readings
-
-    def problems(self, key: Key = KEY) -> list[str | None]:
-        """Return the problem of every worker, in the order of the targets."""
-        return [self.readings(key).by_uid[target.uid].problem for target in self.targets[key]]
-
-    async def rounds(self, count: int = 1, key: Key = KEY) -> None:
-        """Wait for so many rounds from now on."""
-        last = self.readings(key).round + count
-        await self.until(lambda: self.readings(key).round >= last)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                await asyncio.sleep(0.01)
-
-    def _targets(self, key: Key) -> Sequence[Target]:
-        return self.targets[key]
-
-    def _notify(self, key: Key) -> None:
-        if self.notify_error:
-            raise self.notify_error
-        self.notified.append(key)
-
-
-def resource_of(key: Key, **annotations: str) -> dict[str, Any]:
-    return {"metadata": {"namespace": key[0], "name": key[1], "uid": "u", "annotations": annotations}}
-
-
-@contextlib.asynccontextmanager
-async def bench_of(*, deadline: float = 10, **fields: Any) -> AsyncIterator[Bench]:
-    """Return a bench whose scraper runs until the end of the block."""
-    async with socket_workers() as workers:
-        client = WorkerClient(timeout_seconds=deadline)
-        bench = Bench(workers, client, **fields)
-        running = asyncio.create_task(bench.scraper.run())
-        try:
-            yield bench
-        finally:
-            assert not running.done(), "the loop survives everything"
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            await client.close()
-
 
 # --- readings ---------------------------------------------------------------------------------------------------------
 
@@ -333,88 +233,6 @@ async def test_no_plan_is_pushed_when_the_guard_raises() -> None:
         await bench.rounds(3)
         assert versions(worker) == []
         assert bench.scraper.counters.rounds_failed >= 2
-
-
-# --- hanging workers --------------------------------------------------------------------------------------------------
-
-
-async def test_workers_that_hang_are_asked_less_often_until_they_are_ready_again() -> None:
-    async with bench_of(deadline=0.1) as bench:
-        asked = 0
-
-        async def counting(*args: Any) -> None:
-            nonlocal asked
-            asked += 1
-            await hanging(*args)
-
-        (target,) = await bench.add(counting)
-        await bench.rounds(12)
-        assert 3 <= asked <= 6, "1, 2, 4 and 8 periods apart"
-        assert bench.problems() != [None]
-        bench.targets[KEY] = [replace(target, ready=False)]
-        await bench.rounds(1)
-        before = asked
-        bench.targets[KEY] = [target]
-        await bench.rounds(2)
-        assert asked > before
-
-
-async def test_workers_that_were_not_asked_in_time_go_first_in_the_next_round() -> None:
-    """Twelve workers that need 0.3 s each, two calls at a time and 0.5 s per round: all of them get their turn."""
-    async with bench_of(deadline=0.4, limits=ScrapeLimits(total=2, per_deployment=2)) as bench:
-        believed: set[str] = set()
-
-        async def slow(*args: Any) -> None:
-            await asyncio.sleep(0.3)
-            await GoodWorker()(*args)
-
-        await bench.add(*[slow] * 12)
-        await bench.rounds(1)
-        assert bench.problems().count(NOT_ASKED) >= 8
-        for _ in range(12):
-            believed |= {uid for uid, reading in bench.readings().by_uid.items() if reading.report is not None}
-            await bench.rounds(1)
-        assert len(believed) == 12
-        assert bench.scraper.counters.reports_failed["not_asked"] > 0
-
-
-async def test_workers_that_hang_take_no_slots_from_others() -> None:
-    """The hanging workers of one deployment want more slots than there are."""
-    async with bench_of(deadline=3.0, limits=ScrapeLimits(total=4, per_deployment=4)) as bench:
-        other = ("ns", "other")
-        await bench.add(*[hanging] * 4)
-        await bench.add(GoodWorker(), GoodWorker(), key=other)
-        await bench.rounds(1)
-        bench.times.clear()
-        await asyncio.sleep(5)
-        assert max(times.duration for times in bench.times[other]) < 1
-
-
-async def test_a_round_ends_with_its_budget() -> None:
-    async with bench_of(deadline=0.4, limits=ScrapeLimits(total=2, per_deployment=2)) as bench:
-        await bench.add(*[hanging] * 12)
-        await bench.rounds(4)
-        assert all(times.duration < 0.4 + 0.1 + 0.3 for times in bench.times[KEY])
-
-
-async def test_one_deployment_with_hanging_workers_delays_no_other() -> None:
-    """50 deployments, one of which has 40 workers that hang: the rounds of the others keep their period.
-
-    The total limit is below the demand of the hanging workers, so that they would take all slots without the share.
-    """
-    async with bench_of(period=1.0, deadline=2.0, limits=ScrapeLimits(total=20, per_deployment=16)) as bench:
-        stalled = ("ns", "stalled")
-        others = [("ns", f"good-{number}") for number in range(49)]
-        await bench.add(*[hanging] * 40, key=stalled)
-        for key in others:
-            await bench.add(GoodWorker(), key=key)
-        await asyncio.sleep(8)
-        lateness = sorted(times.lateness for key in others for times in bench.times[key])
-        assert len(lateness) > 49 * 5
-        assert lateness[int(0.99 * len(lateness))] < 0.5
-        assert all(times.duration < 1 for key in others for times in bench.times[key])
-        assert all(bench.problems(key) == [None] for key in others)
-        assert len(bench.times[stalled]) >= 2
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------------
