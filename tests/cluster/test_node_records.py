@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 
 import pytest
-from localcluster import extra_nodes, firewall, leftovers, templates
+from localcluster import certificates, extra_nodes, firewall, leftovers, templates
 from localcluster.errors import ClusterError
 from localcluster.settings import CNI_NETWORK, NODE_ADDRESS, NODE_NAME, NODE_NETWORK, POD_NETWORK, ExtraNode, Layout
+from localcluster.shell import succeeds
 
 NODES = [ExtraNode(f"node-{number}", number) for number in range(1, extra_nodes.MAX_NODES)]
 
@@ -86,6 +87,22 @@ def test_files_of_a_node_name_its_own_paths_and_networks(layout: Layout) -> None
     assert f"unix://{own.state}/containerd/containerd.sock" in kubelet
     assert f"address: {node.address}\n" in kubelet
     assert kubelet.endswith("cgroupRoot: /x\n")
+
+
+def test_certificates_follow_the_clusters_authority(layout: Layout) -> None:
+    """A node's certificates stay as they are until the cluster's authority is another one."""
+    own = NODES[0].layout(layout)
+    seen = []
+    for renewed in (True, False, True):
+        if renewed:
+            layout.pki.mkdir(parents=True, exist_ok=True)
+            certificates._make_authority(layout.pki, "ca")
+        certificates.ensure_for_node(layout, own, NODES[0].name, NODES[0].address)
+        seen.append((own.pki / "kubelet.crt").read_text())
+        verify = ["openssl", "verify", "-CAfile", layout.pki / "ca.crt", own.pki / "kubelet-server.crt"]
+        assert succeeds(verify)
+        assert f"{own.pki}/kubelet.key" in (own.kubeconfig.parent / "kubelet.conf").read_text()
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_the_first_nodes_files_have_no_suffix(layout: Layout) -> None:

@@ -97,8 +97,12 @@ def _make_authority(folder: Path, name: str) -> None:
 
 
 def ensure_for_node(cluster: Layout, node: Layout, name: str, address: str) -> None:
-    """Make the certificates and the kubeconfig of a further node's kubelet in the node's own folder."""
-    if (node.kubeconfig.parent / "kubelet.conf").exists():
+    """Make the certificates and the kubeconfig of a further node's kubelet in the node's own folder.
+
+    They are made again when the cluster has another authority than before.
+    """
+    authority, kubeconfig = node.pki / "ca.crt", node.kubeconfig.parent / "kubelet.conf"
+    if kubeconfig.exists() and authority.read_bytes() == (cluster.pki / "ca.crt").read_bytes():
         return
     for folder in (node.pki, node.kubeconfig.parent):
         shutil.rmtree(folder, ignore_errors=True)
