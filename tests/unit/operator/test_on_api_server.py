@@ -226,8 +226,8 @@ async def test_a_refused_child_is_a_condition(
     cluster.apply(resource("refused", **bad), namespace=namespace)
     await Reconciler(api, WorkerClient(), StateStore(api), DEFAULTS, poll_seconds=5).handle((namespace, "refused"))
     conditions = {c["type"]: c for c in cluster.get("sdd", "refused", namespace)["status"]["conditions"]}
-    assert conditions["Reconciled"]["status"] == "False"
-    assert "restartPolicy" in conditions["Reconciled"]["message"]
+    assert conditions["Stalled"]["reason"] == "ChildRefused"
+    assert "restartPolicy" in conditions["Stalled"]["message"]
     assert await api.get(WORKLOADS, namespace, "refused-worker") is None
 
 

@@ -139,7 +139,7 @@ async def test_a_pause_leaves_every_child_alone(api: KubeClient, cluster: Kubect
     cluster.kubectl("patch", "sdd", made.name, "--type=merge", "-p", change, namespace=namespace)
     await made.looked(2)
     assert made.versions() == before
-    assert made.condition("Reconciled")["reason"] == "Paused"
+    assert made.condition("Progressing")["reason"] == "Paused"
     made.annotate("specdecode.io/paused-")
     await made.looked()
     assert made.versions() != before
