@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -18,9 +18,8 @@ MAX_TASKS = 8
 """Tasks of one deployment with series of their own, so that labels are bounded. The API allows seven and ``other``."""
 SECONDS_PER_HOUR = 3600
 
-ReportFailure = Literal["unreachable", "timeout", "unauthorized", "invalid", "outdated"]
-"""Reason why a worker's report was not read: no connection; the deadline passed; 401 or 403; a body that is no report
-or counters that fell; a contract version that the operator does not know."""
+CallFailure = Literal["timeout", "unreachable", "unauthorized", "bad_report", "refused", "not_asked", "internal"]
+"""Reason why a call to a worker failed, as telemetry counts it. docs/metrics.md explains each."""
 
 RECONCILES = Counter("specdecode_operator_reconciles", "Reconciles of a deployment, by outcome.", ["outcome"])
 RECONCILE_SECONDS = Histogram("specdecode_operator_reconcile_seconds", "Duration of a reconcile in seconds.")
@@ -36,9 +35,11 @@ SCRAPE_ROUNDS = Counter(
 )
 SCRAPE_SECONDS = Histogram("specdecode_operator_scrape_seconds", "Duration of such a round in seconds.")
 REPORTS_FAILED = Counter(
-    "specdecode_operator_reports_failed", "Reports of ready workers that were not read, by reason.", ["reason"]
+    "specdecode_operator_reports_failed", "Reports of workers that were not read, by reason.", ["reason"]
 )
-PUSH_FAILED = Counter("specdecode_operator_push_failed", "Plans that a worker did not accept when they were pushed.")
+PUSH_FAILED = Counter(
+    "specdecode_operator_push_failed", "Plans that were pushed and not accepted by the worker, by reason.", ["reason"]
+)
 
 DESIRED_REPLICAS = Gauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
 READY_REPLICAS = Gauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
@@ -110,8 +111,12 @@ _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
 
-for _reason in get_args(ReportFailure):
+_counted: dict[tuple[Counter, str], int] = {}
+"""Failed calls that were counted already, by counter and reason."""
+
+for _reason in get_args(CallFailure):
     REPORTS_FAILED.labels(_reason)
+    PUSH_FAILED.labels(_reason)
 
 
 def record(deployment: Deployment, observed: Observation, decision: Decision, status: Status) -> None:
@@ -140,6 +145,22 @@ def record_failure(key: Key, status: Status) -> None:
     """Set the series of a deployment whose spec was refused; its measurements stay as they are."""
     READY_REPLICAS.labels(*key).set(status.ready_replicas)
     _record_conditions(key, status)
+
+
+def record_round(seconds: float, reports_failed: Mapping[str, int], pushes_failed: Mapping[str, int]) -> None:
+    """Count one round of asking a deployment's workers for their reports.
+
+    Args:
+        seconds: Duration of the round.
+        reports_failed: Failed reports by reason, of all rounds since the start of the process.
+        pushes_failed: Failed pushes by reason, likewise.
+    """
+    SCRAPE_ROUNDS.inc()
+    SCRAPE_SECONDS.observe(seconds)
+    for counter, totals in ((REPORTS_FAILED, reports_failed), (PUSH_FAILED, pushes_failed)):
+        for reason, total in totals.items():
+            counter.labels(reason).inc(total - _counted.get((counter, reason), 0))
+            _counted[counter, reason] = total
 
 
 def forget(namespace: str, name: str) -> None:

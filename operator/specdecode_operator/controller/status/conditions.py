@@ -35,7 +35,7 @@ class ConditionState(NamedTuple):
     reason: str
     message: str
     bad: bool = False
-    """Whether the REASON column shows it."""
+    """True if the REASON column shows it."""
 
 
 def conditions(

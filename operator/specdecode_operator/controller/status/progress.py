@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Facts of the previous status, for states that are told apart only over time."""
+    """Facts of the previous status, for states that can be recognised only over time."""
 
     unready_seconds: float = 0.0
     """Time since the deployment was Ready last; 0 while it is."""

@@ -169,8 +169,20 @@ def test_device_hours_saved_may_fall() -> None:
 
 def test_reasons_of_failed_reports_exist_from_the_start() -> None:
     """A counter that appears with its first failure has no increase that an alert could see."""
-    for reason in get_args(metrics.ReportFailure):
+    for reason in get_args(metrics.CallFailure):
         assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": reason}) is not None
+        assert REGISTRY.get_sample_value("specdecode_operator_push_failed_total", {"reason": reason}) is not None
+
+
+def test_rounds_count_each_failure_once() -> None:
+    def failed(kind: str) -> float:
+        return REGISTRY.get_sample_value(f"specdecode_operator_{kind}_failed_total", {"reason": "refused"}) or 0
+
+    before = failed("reports"), failed("push"), REGISTRY.get_sample_value("specdecode_operator_scrape_rounds_total")
+    for total in (3, 3, 5):
+        metrics.record_round(0.1, {"refused": total}, {"refused": 1})
+    after = failed("reports"), failed("push"), REGISTRY.get_sample_value("specdecode_operator_scrape_rounds_total")
+    assert [end - (start or 0) for start, end in zip(before, after, strict=True) if end is not None] == [5, 1, 3]
 
 
 def test_a_replica_that_is_not_the_leader_has_no_series_of_deployments() -> None:

@@ -30,7 +30,6 @@ from specdecode_worker.contract import DraftState, Report
 def status_with(
     workload: Workload | None = None,
     workers: tuple[Worker, ...] = (),
-    outcome: Outcome | None = None,
     before: Status | None = None,
     now: float = 1000,
     **spec: Any,
@@ -38,7 +37,7 @@ def status_with(
     deployment = deployment_with(before, **spec)
     observed = Observation(workload=workload, workers=workers, session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
-    return status_of(deployment, observed, decision, outcome or Outcome(), now=now)
+    return status_of(deployment, observed, decision, Outcome(), now=now)
 
 
 def condition(status: Status, kind: str) -> Condition:

@@ -129,6 +129,8 @@ def test_slower_steps_save_less_than_nothing() -> None:
 
 def test_plain_steps_and_steps_without_comparison_save_nothing() -> None:
     assert saved_seconds(Delta(steps=dict([PLAIN])), ()) == 0
+    slow = dict([steps(0, 5, 2 * PLAIN_SECONDS, 1.0)])
+    assert saved_seconds(Delta(steps=slow), _remembered()) == 0, "plain steps differ from remembered ones by noise"
     assert saved_seconds(Delta(steps=dict([steps(3, 1000, 0.016, 2.0)])), ()) == 0
     assert saved_seconds(Delta(steps=dict([steps(3, 1000, 0.016, 2.0)])), _remembered()) == pytest.approx(4.0)
 

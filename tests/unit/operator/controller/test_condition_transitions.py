@@ -1,0 +1,138 @@
+"""Conditions over time: crash loops, retries, pauses, and specs that are refused and repaired."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fleet import deployment_with, workload_with
+from statuses import conditions, kstatus, pod, states, status_with
+
+from specdecode_operator.api.v1alpha1 import Status
+from specdecode_operator.controller.status import failed_status
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation, Worker, Workload
+
+CRASH = "pull: CrashLoopBackOff: hf://org/gated needs a token: set model.tokenSecretRef"
+
+
+def after(before: Status, workload: Workload, *workers: Worker, now: float, **spec: Any) -> Status:
+    return status_with(workload, *workers, deployment=deployment_with(before, **spec), now=now)
+
+
+def test_a_crash_loop_stalls_only_when_it_lasts() -> None:
+    down = workload_with(ready=0, available=0)
+    first = status_with(down, pod(trouble=CRASH), now=1000)
+    assert states(first)["Reconciling"] == ("True", "WorkerFailing")
+    assert "tokenSecretRef" in (first.reason or "")
+    early = after(first, down, pod(trouble=CRASH), now=1290)
+    assert "Stalled" not in states(early)
+    late = after(early, down, pod(trouble=CRASH), now=1310)
+    assert states(late)["Stalled"] == ("True", "WorkerFailing")
+    between = after(late, down, pod(), now=1320)
+    assert states(between)["Stalled"] == ("True", "WorkerFailing"), "between two crashes the pod seems to start"
+    served = after(between, workload_with(), pod(ready=True), now=1330)
+    assert states(served)["Ready"][0] == "True"
+    assert "Stalled" not in states(served)
+
+
+def test_a_growing_back_off_changes_no_message() -> None:
+    down = workload_with(ready=0, available=0)
+    texts = [f"worker: CrashLoopBackOff: back-off {pause} restarting failed container" for pause in ("10s", "5m0s")]
+    first = status_with(down, pod(trouble=texts[0]))
+    assert after(first, down, pod(trouble=texts[1]), now=1020) == first
+
+
+def test_the_phases_of_an_image_pull_change_no_status() -> None:
+    down = workload_with(ready=0, available=0)
+    first = status_with(down, pod(trouble='worker: ErrImagePull: "x:1": not found'))
+    second = after(first, down, pod(trouble='worker: ImagePullBackOff: Back-off pulling image "x:1"'), now=1020)
+    assert conditions(second)["Stalled"].message == conditions(first)["Stalled"].message
+    other = after(first, down, pod("q", trouble='worker: ErrImagePull: "x:2": not found'), now=1020)
+    assert "x:2" in conditions(other)["Stalled"].message
+
+
+def test_transition_times_change_only_with_the_status() -> None:
+    first = status_with(workload_with(ready=0, available=0), now=1000)
+    second = after(first, workload_with(ready=0, available=0), now=2000)
+    third = after(second, workload_with(), now=3000)
+    times = [conditions(status)["Ready"].last_transition_time for status in (first, second, third)]
+    assert times[0] == times[1] != times[2]
+
+
+# Pause
+
+
+def paused(before: Status, generation: int, workload: Workload | None) -> Status:
+    deployment = replace(deployment_with(before, paused=True), generation=generation)
+    return status_with(workload, deployment=deployment)
+
+
+def test_a_pause_leaves_a_complete_deployment_ready() -> None:
+    status = paused(status_with(workload_with()), 1, workload_with())
+    assert states(status)["Progressing"] == ("Unknown", "Paused")
+    assert states(status)["Ready"][0] == "True"
+    assert not {"Stalled", "Reconciling"} & states(status).keys()
+
+
+def test_a_spec_that_waits_for_the_end_of_a_pause_is_not_observed() -> None:
+    status = paused(status_with(workload_with()), 2, workload_with())
+    assert status.observed_generation == 1
+    assert states(status)["Ready"] == ("False", "Paused")
+    assert kstatus(status, generation=2) == "InProgress"
+
+
+def test_a_deployment_paused_from_the_start_says_so() -> None:
+    assert states(paused(Status(), 1, None))["Ready"] == ("False", "Paused")
+
+
+# Refused specs
+
+
+def test_a_refused_spec_is_stalled_not_ready_and_observed() -> None:
+    before = status_with(workload_with())
+    status = failed_status(before, 2, "SpecRefused", "spec.x: no", now=2000)
+    assert status.observed_generation == 2
+    assert states(status)["Ready"] == ("False", "SpecRefused")
+    assert states(status)["Stalled"] == ("True", "SpecRefused")
+    assert conditions(status)["Stalled"].message == "spec.x: no"
+    assert conditions(status)["Ready"].observed_generation == 2
+    assert status.reason == "SpecRefused: spec.x: no"
+    assert kstatus(status, generation=2) == "Failed"
+    assert conditions(status)["Available"] == conditions(before)["Available"]
+    assert conditions(status)["MemoryFits"] == conditions(before)["MemoryFits"]
+    assert status.speculation == before.speculation
+
+
+def test_a_refused_spec_ends_reconciling() -> None:
+    before = status_with(workload_with(3, updated=1), replicas=3)
+    assert "Reconciling" in states(before)
+    status = failed_status(before, 2, "SpecRefused", "spec.x: no", now=2000)
+    assert "Reconciling" not in states(status)
+    assert len(states(status)) == len(status.conditions), "a type occurs once"
+
+
+def test_availability_of_a_refused_spec_follows_the_workers() -> None:
+    before = status_with(workload_with())
+    observed = Observation(workload=workload_with(ready=0, available=0), workers=(), session=Session())
+    status = failed_status(before, 2, "SpecRefused", "spec.x: no", now=2000, observed=observed)
+    assert states(status)["Available"] == ("False", "WorkersStarting")
+    assert (status.ready, status.ready_replicas) == ("0/1", 0)
+
+
+def test_a_first_spec_that_is_refused_has_no_workers() -> None:
+    status = failed_status(Status(), 1, "SpecRefused", "spec.x: no", now=2000)
+    assert states(status)["Available"] == ("False", "NoWorkers")
+
+
+def test_a_repeated_refusal_changes_nothing() -> None:
+    first = failed_status(status_with(workload_with()), 2, "SpecRefused", "spec.x: no", now=2000)
+    assert failed_status(first, 2, "SpecRefused", "spec.x: no", now=3000) == first
+
+
+def test_a_spec_that_is_repaired_is_ready_again() -> None:
+    broken = failed_status(status_with(workload_with()), 2, "SpecRefused", "spec.x: no", now=2000)
+    deployment = replace(deployment_with(broken), generation=3)
+    status = status_with(workload_with(), deployment=deployment, now=3000)
+    assert states(status)["Ready"][0] == "True"
+    assert "Stalled" not in states(status)
