@@ -19,7 +19,9 @@ from specdecode_operator.api.schema import (
 RESERVED_ENV = ("SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME")
 """Environment variables that the operator sets and that must not be replaced."""
 _RESERVED_MESSAGE = f"workers.env must not set {', '.join(RESERVED_ENV)}: the operator sets them"
-_SPLIT_MESSAGE = "workers.tensorParallelSize must be workers.accelerator.count or 1, unless that count is 0"
+_SPLIT_MESSAGE = (
+    "workers.tensorParallelSize must equal workers.accelerator.count, unless that is 0; leave one of them out"
+)
 _ROLLOUT_MESSAGE = "workers.rollout needs a maxSurge or a maxUnavailable above 0: otherwise no pod can be replaced"
 
 Objects = Annotated[tuple[Anything, ...], Field(max_length=32)]
@@ -143,8 +145,8 @@ class WorkersSpec(SchedulingSpec):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "!has(self.tensorParallelSize) || !has(self.accelerator) || self.accelerator.count == 0"
-                " || self.tensorParallelSize in [1, self.accelerator.count]",
+                "!has(self.tensorParallelSize) || !has(self.accelerator) || !has(self.accelerator.count)"
+                " || self.accelerator.count in [0, self.tensorParallelSize]",
                 _SPLIT_MESSAGE,
             ),
             rule(f"!has(self.env) || self.env.all(one, !(one.name in {list(RESERVED_ENV)}))", _RESERVED_MESSAGE),
@@ -174,11 +176,16 @@ class WorkersSpec(SchedulingSpec):
             "accelerator. Set accelerator.count to 0 where a claim brings the GPU.",
         )
     )
+    gpu: bool | None = Field(
+        default=None,
+        description="Deprecated, and removed in the next version of the API. false means accelerator.count 0 where "
+        "that is absent. Absent: accelerator decides.",
+    )
     tensor_parallel_size: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Devices that the target is split over. Absent: accelerator.count, or 1 where that is 0.",
+        description="Devices that the target is split over. Absent: accelerator.count, or 1 where that is 0 or absent.",
         examples=[4],
     )
     resources: ResourcesSpec = Field(
@@ -241,14 +248,20 @@ class WorkersSpec(SchedulingSpec):
     )
 
     @property
+    def devices(self) -> int:
+        """Number of devices of the accelerator's resource that one worker asks for."""
+        if self.accelerator.count is not None:
+            return self.accelerator.count
+        return 0 if self.gpu is False else self.tensor_parallel_size or 1
+
+    @property
     def ranks(self) -> int:
-        """Devices that the target is split over, with the default applied."""
-        return self.tensor_parallel_size or max(1, self.accelerator.count)
+        """Number of devices, or of processes on CPUs, that the target is split over."""
+        return self.tensor_parallel_size or max(1, self.devices)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        count = self.accelerator.count
-        if self.tensor_parallel_size is not None and count and self.tensor_parallel_size not in (1, count):
+        if self.tensor_parallel_size is not None and self.devices not in (0, self.tensor_parallel_size):
             raise ValueError(_SPLIT_MESSAGE)
         if any(variable.name in RESERVED_ENV for variable in self.env):
             raise ValueError(_RESERVED_MESSAGE)

@@ -54,6 +54,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             "speculation": speculation,
             "workers": {
                 "accelerator": {"count": 0},
+                "rollout": {"maxSurge": 1, "maxUnavailable": 0},
                 "maxNumSeqs": 4,
                 "kvCacheTokens": 4096,
                 "resources": resources,
@@ -184,5 +185,6 @@ class Endpoint:
         return json.loads(data["memory.json"])
 
     def _token(self) -> str:
-        data = self.namespace.get("secret", f"{self.name}-admin")["data"]
-        return base64.b64decode(data["token"]).decode()
+        """Return the current token of the scope operator."""
+        data = self.namespace.get("secret", f"{self.name}-tokens")["data"]
+        return base64.b64decode(data["operator"]).decode().split()[0]

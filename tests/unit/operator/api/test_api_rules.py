@@ -39,9 +39,10 @@ GOOD: list[dict[str, Any]] = [
     {"workers": {"apiKeysSecretRef": {"name": "team.keys", "key": "all.txt"}}},
     {"workers": {"accelerator": {"resource": "nvidia.com/mig-1g.10gb", "count": 1}}},
     {"workers": {"accelerator": {"count": 4}, "tensorParallelSize": 4}},
-    {"workers": {"accelerator": {"count": 4}, "tensorParallelSize": 1}},
+    {"workers": {"accelerator": {"count": None}, "tensorParallelSize": 4}},
+    {"workers": {"accelerator": {"count": None}, "gpu": False, "tensorParallelSize": 1}},
     {"workers": {"accelerator": {"count": 0}, "tensorParallelSize": 2}},
-    {"model": {"quantization": "fp8"}, "workers": {"accelerator": {"count": 4}, "tensorParallelSize": 1}},
+    {"model": {"quantization": "fp8"}, "workers": {"accelerator": {"count": 1}, "tensorParallelSize": 1}},
     {
         "workers": {
             "accelerator": {"count": 0},
@@ -107,7 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "needs workers.tensorParallelSize 1",
     ),
     ({"model": {"quantization": "fp8"}, "workers": {"tensorParallelSize": 2}}, "needs workers.tensorParallelSize 1"),
-    ({"workers": {"accelerator": {"count": 4}, "tensorParallelSize": 2}}, "must be workers.accelerator.count or 1"),
+    ({"workers": {"accelerator": {"count": 4}, "tensorParallelSize": 2}}, "must equal workers.accelerator.count"),
     ({"workers": {"accelerator": {"resource": "gpu"}}}, "resource"),
     ({"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}}, "must be an extended resource"),
     ({"workers": {"accelerator": {"resource": "kubernetes.io/gpu"}}}, "must be an extended resource"),
@@ -148,7 +149,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "quantization is for drafts of methods",
     ),
 ]
-TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"max": 2}}}, {"workers": {"gpu": True}}]
+TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"max": 2}}}, {"workers": {"gpus": 1}}]
 NAMES = {
     "a": True,
     "llama-3-1-8b": True,

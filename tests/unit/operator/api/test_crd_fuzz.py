@@ -108,6 +108,8 @@ def test_every_spec_is_admitted_or_refused_and_never_makes_the_operator_raise(ap
         )
         @given(specs(SPEC_SCHEMA))
         def judge(spec: Any) -> None:
+            if outcomes and outcomes.total() % 500 == 0:
+                print(dict(outcomes), flush=True)
             stored = admitted(client, api, spec)
             if stored is None:
                 outcomes["refused at admission"] += 1

@@ -132,7 +132,7 @@ def repaired(spec: Json) -> Json:
     workers.get("accelerator", {}).pop("resource", None)
     if workers.get("rollout", {}).get("maxUnavailable") in (0, "0%"):
         workers.pop("rollout")
-    if workers.get("accelerator", {}).get("count", 1) > 1:
+    if workers.get("accelerator", {}).get("count", 2) > 1:
         spec["model"].pop("quantization", None)
     if len(spec.get("storage", {}).get("modelCache", {})) > 1:
         spec["storage"]["modelCache"].pop("pvc")
