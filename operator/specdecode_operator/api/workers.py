@@ -52,9 +52,9 @@ class EnvVarSpec(Api):
 class RolloutSpec(Api):
     """Number of workers that a change of the spec may add and take away at a time.
 
-    The defaults work on a cluster without a spare accelerator. They cost the capacity of one worker while its successor
-    loads the model; with one replica the endpoint is away for that time. maxSurge 1 with maxUnavailable 0 keeps the
-    capacity and needs room for one more worker.
+    Without any field the default depends on the devices. With an accelerator or a resource claim one worker is taken
+    away first, because a cluster may have no spare device: that costs the capacity of one worker while its successor
+    loads the model, and with one replica the endpoint. On CPUs one worker is added first, which costs no capacity.
     """
 
     model_config = ConfigDict(
@@ -68,16 +68,18 @@ class RolloutSpec(Api):
         )
     )
 
-    max_surge: CountOrPercent = Field(
-        default=0,
+    max_surge: CountOrPercent | None = Field(
+        default=None,
         description="Workers beyond the replicas that a rollout may create, as a number or a percentage. Each needs a "
-        "spare accelerator.",
+        "spare accelerator. Absent: 1 where maxUnavailable is 0, or where it is absent too and the workers run on "
+        "CPUs; else 0.",
         examples=[1],
     )
-    max_unavailable: CountOrPercent = Field(
-        default=1,
+    max_unavailable: CountOrPercent | None = Field(
+        default=None,
         description="Workers that a rollout may take away before their successors are ready, as a number or a "
-        "percentage.",
+        "percentage. Absent: 1 where maxSurge is 0, or where it is absent too and the workers have an accelerator; "
+        "else 0.",
         examples=["25%"],
     )
 
@@ -216,8 +218,9 @@ class WorkersSpec(SchedulingSpec):
     )
     rollout: RolloutSpec = Field(
         default=RolloutSpec(),
-        description="Workers that a rollout adds and takes away at a time. The default works without a spare "
-        "accelerator and costs the capacity of one worker while its successor loads.",
+        description="Workers that a rollout adds and takes away at a time. Absent: with an accelerator one is taken "
+        "away first, which needs no spare device and costs the capacity of one worker while its successor loads; on "
+        "CPUs one is added first.",
         examples=[{"maxSurge": 1, "maxUnavailable": 0}],
     )
     recycle: Literal["Never", "OnCollapse"] = Field(
@@ -258,6 +261,21 @@ class WorkersSpec(SchedulingSpec):
     def ranks(self) -> int:
         """Number of devices, or of processes on CPUs, that the target is split over."""
         return self.tensor_parallel_size or max(1, self.devices)
+
+    @property
+    def max_surge(self) -> int | str:
+        """Workers beyond the replicas during a rollout, with the default applied."""
+        surge, unavailable = self.rollout.max_surge, self.rollout.max_unavailable
+        if surge is not None:
+            return surge
+        scarce = bool(self.devices or self.resource_claims)
+        return int(not scarce if unavailable is None else unavailable in (0, "0%"))
+
+    @property
+    def max_unavailable(self) -> int | str:
+        """Missing workers during a rollout, with the default applied."""
+        unavailable = self.rollout.max_unavailable
+        return int(self.max_surge in (0, "0%")) if unavailable is None else unavailable
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

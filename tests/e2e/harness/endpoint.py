@@ -54,7 +54,6 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             "speculation": speculation,
             "workers": {
                 "accelerator": {"count": 0},
-                "rollout": {"maxSurge": 1, "maxUnavailable": 0},
                 "maxNumSeqs": 4,
                 "kvCacheTokens": 4096,
                 "resources": resources,

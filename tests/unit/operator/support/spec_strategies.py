@@ -131,7 +131,7 @@ def repaired(spec: Json) -> Json:
     workers.pop("tensorParallelSize", None)
     workers.get("accelerator", {}).pop("resource", None)
     if workers.get("rollout", {}).get("maxUnavailable") in (0, "0%"):
-        workers.pop("rollout")
+        workers["rollout"].pop("maxSurge", None)
     if workers.get("accelerator", {}).get("count", 2) > 1:
         spec["model"].pop("quantization", None)
     if len(spec.get("storage", {}).get("modelCache", {})) > 1:
