@@ -22,7 +22,7 @@ demo: venv ## boot a cluster, install the operator, deploy a small Llama, chat w
 demo-down: ## undo `make demo`: no process, mount, link, rule or sysctl stays
 	@hack/demo-down
 
-lint: venv ## check style, types, import layers, wording, and that crds/ matches the models
+lint: venv ## check style, types, import layers, wording, and that crds/ and docs/api.md match the models
 	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
 	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
 	$(BIN)/mypy
@@ -55,7 +55,7 @@ fuzz: venv ## 10,000 requests made of the worker's OpenAPI document; 500 of them
 faults: venv ## hung engines, hostile clients and full disks against a real worker, with the bounds of docs/security.md
 	SLOW_FAULTS=1 $(BIN)/pytest -s tests/faults
 
-crds: venv ## write crds/ and the chart's copy from the pydantic models
+crds: venv ## write crds/, the chart's copy and docs/api.md from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd
 
 images: ## build both images into the local cluster's store

@@ -40,19 +40,27 @@ def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
 def test_schema_check_detects_an_invalid_resource(root: Path) -> None:
     (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    bad = {"model": {"uri": "x", "size": 1}, "speculation": {"depth": {"max": 99}, "method": "magic"}}
+    bad = {
+        "model": {"uri": "x", "size": 1},
+        "speculation": {"depth": {"max": 99}, "method": "magic"},
+        "workers": {"resources": {"limits": {"cpu": 2, "memory": "much"}}, "nodeSelector": {"a": 1}},
+    }
     assert sorted(schema_errors(bad, schema, "spec")) == [
         "spec.model.size: unknown",
         "spec.model.uri: does not match the pattern",
         "spec.speculation.depth.max: 99 is above 16",
         "spec.speculation.method: 'magic' is none of ['eagle3', 'eagle', 'draft-model', 'medusa', 'ngram', 'none']",
+        "spec.workers.nodeSelector.a: 1 is no string",
+        "spec.workers.resources.limits.memory: does not match the pattern",
     ]
 
 
 def schema_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
     """Yield what the API server would refuse or prune, for the parts of a structural schema that the CRD uses."""
     types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
-    if not isinstance(value, types[schema["type"]]):
+    if schema.get("x-kubernetes-int-or-string"):
+        yield from _scalar_errors(value, schema if isinstance(value, int) else {"pattern": schema["pattern"]}, path)
+    elif not isinstance(value, types[schema["type"]]):
         yield f"{path}: {value!r} is no {schema['type']}"
     elif isinstance(value, dict):
         yield from (f"{path}.{key}: missing" for key in schema.get("required", []) if key not in value)
@@ -60,6 +68,8 @@ def schema_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
         for key, child in value.items():
             if key in properties:
                 yield from schema_errors(child, properties[key], f"{path}.{key}")
+            elif "additionalProperties" in schema:
+                yield from schema_errors(child, schema["additionalProperties"], f"{path}.{key}")
             elif not schema.get("x-kubernetes-preserve-unknown-fields"):
                 yield f"{path}.{key}: unknown"
     elif isinstance(value, list):
@@ -72,7 +82,7 @@ def schema_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
 def _scalar_errors(value: Any, schema: dict[str, Any], path: str) -> Any:
     if "enum" in schema and value not in schema["enum"]:
         yield f"{path}: {value!r} is none of {schema['enum']}"
-    if "pattern" in schema and not re.search(schema["pattern"], value):
+    if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
         yield f"{path}: does not match the pattern"
     if "minimum" in schema and value < schema["minimum"]:
         yield f"{path}: {value} is below {schema['minimum']}"

@@ -28,12 +28,13 @@ class AcceleratorSpec(Api):
         description="Extended resource of the device plugin. A MIG slice has a resource of its own.",
         examples=["nvidia.com/mig-1g.10gb"],
     )
-    count: int = Field(
-        default=1,
+    count: int | None = Field(
+        default=None,
         ge=0,
         le=64,
         description="Devices of one worker. 0 asks for none: the worker runs on CPUs, or on a device that "
-        "workers.resourceClaims brings.",
+        "workers.resourceClaims brings. Absent: workers.tensorParallelSize, or 1 without that.",
+        examples=[4],
     )
 
     @model_validator(mode="after")

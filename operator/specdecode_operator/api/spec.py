@@ -13,7 +13,10 @@ from specdecode_operator.api.workers import WorkersSpec
 from specdecode_worker.contract import TargetQuantization
 
 _ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
-_RANKS = "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize : self.workers.accelerator.count)"
+_RANKS = (
+    "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize"
+    " : has(self.workers.accelerator.count) ? self.workers.accelerator.count : 1)"
+)
 
 
 class SecretKeyRef(Api):

@@ -104,7 +104,7 @@ class ObjectiveSpec(Api):
         default=None,
         ge=1,
         le=10,
-        description="Least speed-up over plain decoding; speculation below it is stopped. Absent: 1, with hysteresis.",
+        description="Least speed-up over plain decoding. Speculation below it is stopped. Absent: 1.",
         examples=[1.1],
     )
 

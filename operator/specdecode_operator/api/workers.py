@@ -19,7 +19,9 @@ from specdecode_operator.api.schema import (
 RESERVED_ENV = ("SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME")
 """Environment variables that the operator sets and that must not be replaced."""
 _RESERVED_MESSAGE = f"workers.env must not set {', '.join(RESERVED_ENV)}: the operator sets them"
-_SPLIT_MESSAGE = "workers.tensorParallelSize must be workers.accelerator.count or 1, unless that count is 0"
+_SPLIT_MESSAGE = (
+    "workers.tensorParallelSize must equal workers.accelerator.count, unless that is 0; leave one of them out"
+)
 _ROLLOUT_MESSAGE = "workers.rollout needs a maxSurge or a maxUnavailable above 0: otherwise no pod can be replaced"
 
 Objects = Annotated[tuple[Anything, ...], Field(max_length=32)]
@@ -50,9 +52,9 @@ class EnvVarSpec(Api):
 class RolloutSpec(Api):
     """Number of workers that a change of the spec may add and take away at a time.
 
-    The defaults work on a cluster without a spare accelerator. They cost the capacity of one worker while its successor
-    loads the model; with one replica the endpoint is away for that time. maxSurge 1 with maxUnavailable 0 keeps the
-    capacity and needs room for one more worker.
+    Without any field the default depends on the devices. With an accelerator or a resource claim one worker is taken
+    away first, because a cluster may have no spare device: that costs the capacity of one worker while its successor
+    loads the model, and with one replica the endpoint. On CPUs one worker is added first, which costs no capacity.
     """
 
     model_config = ConfigDict(
@@ -66,16 +68,18 @@ class RolloutSpec(Api):
         )
     )
 
-    max_surge: CountOrPercent = Field(
-        default=0,
+    max_surge: CountOrPercent | None = Field(
+        default=None,
         description="Workers beyond the replicas that a rollout may create, as a number or a percentage. Each needs a "
-        "spare accelerator.",
+        "spare accelerator. Absent: 1 where maxUnavailable is 0, or where it is absent too and the workers run on "
+        "CPUs; else 0.",
         examples=[1],
     )
-    max_unavailable: CountOrPercent = Field(
-        default=1,
+    max_unavailable: CountOrPercent | None = Field(
+        default=None,
         description="Workers that a rollout may take away before their successors are ready, as a number or a "
-        "percentage.",
+        "percentage. Absent: 1 where maxSurge is 0, or where it is absent too and the workers have an accelerator; "
+        "else 0.",
         examples=["25%"],
     )
 
@@ -143,8 +147,8 @@ class WorkersSpec(SchedulingSpec):
     model_config = ConfigDict(
         json_schema_extra=rules(
             rule(
-                "!has(self.tensorParallelSize) || !has(self.accelerator) || self.accelerator.count == 0"
-                " || self.tensorParallelSize in [1, self.accelerator.count]",
+                "!has(self.tensorParallelSize) || !has(self.accelerator) || !has(self.accelerator.count)"
+                " || self.accelerator.count in [0, self.tensorParallelSize]",
                 _SPLIT_MESSAGE,
             ),
             rule(f"!has(self.env) || self.env.all(one, !(one.name in {list(RESERVED_ENV)}))", _RESERVED_MESSAGE),
@@ -174,11 +178,16 @@ class WorkersSpec(SchedulingSpec):
             "accelerator. Set accelerator.count to 0 where a claim brings the GPU.",
         )
     )
+    gpu: bool | None = Field(
+        default=None,
+        description="Deprecated, and removed in the next version of the API. false means accelerator.count 0 where "
+        "that is absent. Absent: accelerator decides.",
+    )
     tensor_parallel_size: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Devices that the target is split over. Absent: accelerator.count, or 1 where that is 0.",
+        description="Devices that the target is split over. Absent: accelerator.count, or 1 where that is 0 or absent.",
         examples=[4],
     )
     resources: ResourcesSpec = Field(
@@ -209,8 +218,9 @@ class WorkersSpec(SchedulingSpec):
     )
     rollout: RolloutSpec = Field(
         default=RolloutSpec(),
-        description="Workers that a rollout adds and takes away at a time. The default works without a spare "
-        "accelerator and costs the capacity of one worker while its successor loads.",
+        description="Workers that a rollout adds and takes away at a time. Absent: with an accelerator one is taken "
+        "away first, which needs no spare device and costs the capacity of one worker while its successor loads; on "
+        "CPUs one is added first.",
         examples=[{"maxSurge": 1, "maxUnavailable": 0}],
     )
     recycle: Literal["Never", "OnCollapse"] = Field(
@@ -241,14 +251,35 @@ class WorkersSpec(SchedulingSpec):
     )
 
     @property
+    def devices(self) -> int:
+        """Number of devices of the accelerator's resource that one worker asks for."""
+        if self.accelerator.count is not None:
+            return self.accelerator.count
+        return 0 if self.gpu is False else self.tensor_parallel_size or 1
+
+    @property
     def ranks(self) -> int:
-        """Devices that the target is split over, with the default applied."""
-        return self.tensor_parallel_size or max(1, self.accelerator.count)
+        """Number of devices, or of processes on CPUs, that the target is split over."""
+        return self.tensor_parallel_size or max(1, self.devices)
+
+    @property
+    def max_surge(self) -> int | str:
+        """Workers beyond the replicas during a rollout, with the default applied."""
+        surge, unavailable = self.rollout.max_surge, self.rollout.max_unavailable
+        if surge is not None:
+            return surge
+        scarce = bool(self.devices or self.resource_claims)
+        return int(not scarce if unavailable is None else unavailable in (0, "0%"))
+
+    @property
+    def max_unavailable(self) -> int | str:
+        """Missing workers during a rollout, with the default applied."""
+        unavailable = self.rollout.max_unavailable
+        return int(self.max_surge in (0, "0%")) if unavailable is None else unavailable
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        count = self.accelerator.count
-        if self.tensor_parallel_size is not None and count and self.tensor_parallel_size not in (1, count):
+        if self.tensor_parallel_size is not None and self.devices not in (0, self.tensor_parallel_size):
             raise ValueError(_SPLIT_MESSAGE)
         if any(variable.name in RESERVED_ENV for variable in self.env):
             raise ValueError(_RESERVED_MESSAGE)

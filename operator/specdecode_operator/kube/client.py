@@ -130,9 +130,7 @@ class KubeClient:
         path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def apply(
-        self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None
-    ) -> dict[str, Any]:
+    async def apply(self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None) -> dict[str, Any]:
         """Apply a manifest on the server and return the object.
 
         Args:

@@ -84,7 +84,7 @@ def _server(spec: Spec) -> ServerConfig:
 
 def device(spec: Spec) -> Literal["auto", "cpu", "cuda"]:
     """Return the device. A resource claim may bring a GPU or another device, so the worker examines what is there."""
-    if spec.workers.accelerator.count:
+    if spec.workers.devices:
         return "cuda"
     return "auto" if spec.workers.resource_claims else "cpu"
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec
+from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
 from specdecode_operator.manifests.identity import selector
@@ -42,11 +42,18 @@ def rolling_hash(spec: Spec) -> str:
         **_rolling_quantization(speculation.draft),
         **({"engine": engine} if engine else {}),
         **({"tls": spec.tls.secret_name} if spec.tls else {}),
-        "workers": spec.workers.model_dump(mode="json", exclude=set(LIVE_FIELDS), exclude_defaults=True),
+        "workers": _rolling_workers(spec.workers),
         "drain": spec.drain.model_dump(mode="json", exclude_defaults=True),
         "storage": spec.storage.model_dump(mode="json", exclude_defaults=True),
     }
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rolling_workers(workers: WorkersSpec) -> dict[str, object]:
+    """Return the rolling part of the workers, without values that v1alpha1 stored as defaults in its first form."""
+    part = workers.model_dump(mode="json", exclude=set(LIVE_FIELDS), exclude_defaults=True)
+    old_defaults = {"gpu": True, "tensor_parallel_size": 1}
+    return {name: value for name, value in part.items() if value != old_defaults.get(name)}
 
 
 def _rolling_draft(draft: NamedDraftSpec) -> dict[str, object]:
@@ -179,8 +186,8 @@ def _resources(spec: Spec) -> dict[str, Any]:
     """Return the resources of the worker's container, with its devices."""
     workers = spec.workers
     resources: dict[str, Any] = workers.resources.model_dump(mode="json", exclude_defaults=True)
-    if workers.accelerator.count:
-        limits = {**workers.resources.limits, workers.accelerator.resource: workers.accelerator.count}
+    if workers.devices:
+        limits = {**workers.resources.limits, workers.accelerator.resource: workers.devices}
         resources = {**resources, "limits": limits}
     if workers.resource_claims:
         resources["claims"] = [{"name": claim.name} for claim in workers.resource_claims]

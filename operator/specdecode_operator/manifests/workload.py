@@ -19,8 +19,8 @@ def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str
         spec_hash: Hash of the part of the spec that the template was made from.
         replicas: Number of workers.
     """
-    rollout = deployment.spec.workers.rollout
-    strategy = {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
+    workers = deployment.spec.workers
+    strategy = {"maxSurge": workers.max_surge, "maxUnavailable": workers.max_unavailable}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

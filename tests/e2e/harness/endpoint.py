@@ -188,5 +188,6 @@ class Endpoint:
         return learned.model_dump(mode="json")
 
     def _token(self) -> str:
+        """Return the current token of the scope operator."""
         data = self.namespace.get("secret", f"{self.name}-tokens")["data"]
         return base64.b64decode(data["operator"]).decode().split()[0]

@@ -115,9 +115,7 @@ def test_a_refused_child_is_named_and_the_others_are_applied(
 ) -> None:
     bad = {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": ""}], "restartPolicy": "No"}}}}
     cluster.apply(resource("refused", **bad), namespace=namespace)
-    stalled = wait_for(
-        "the condition", lambda: conditions(cluster, namespace, "refused").get("Stalled"), timeout_s=30
-    )
+    stalled = wait_for("the condition", lambda: conditions(cluster, namespace, "refused").get("Stalled"), timeout_s=30)
     assert stalled is not None
     assert "refused-worker" in stalled["message"]
     assert "restartPolicy" in stalled["message"]

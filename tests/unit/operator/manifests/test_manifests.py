@@ -76,6 +76,23 @@ def test_a_field_that_came_since_changes_no_hash(drafts: tuple[str, ...], known:
     assert manifests.rolling_hash(spec) == known
 
 
+@pytest.mark.parametrize(
+    ("workers", "known"),
+    [
+        ({"gpu": True, "tensorParallelSize": 1, "updatePolicy": "OnSpecChange"}, "672c29333038543f"),
+        (
+            {"gpu": False, "tensorParallelSize": 1, "maxNumSeqs": 8, "resources": {"limits": {"cpu": "1"}}},
+            "653899848ff46248",
+        ),
+    ],
+)
+def test_spec_that_was_stored_by_the_first_v1alpha1_keeps_its_hash(workers: dict[str, Any], known: str) -> None:
+    """The API server stored defaults with the spec: an upgrade must not take them for a change."""
+    speculation = {"draft": {"uri": "embedded://d"}}
+    spec = Spec.model_validate({"model": {"uri": "embedded://t"}, "speculation": speculation, "workers": workers})
+    assert manifests.rolling_hash(spec) == known
+
+
 def test_quantised_weights_are_told_by_each_network() -> None:
     found = template(
         model={"uri": "embedded://t", "quantization": "fp8"},

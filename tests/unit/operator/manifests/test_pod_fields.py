@@ -46,7 +46,11 @@ def mount_of(pod: Json, folder: str) -> tuple[Json, Json]:
         ({"accelerator": {"count": 1}}, {"nvidia.com/gpu": 1}, "cuda", 1),
         ({"accelerator": {"count": 4}}, {"nvidia.com/gpu": 4}, "cuda", 4),
         ({"accelerator": {"count": 4}, "tensorParallelSize": 4}, {"nvidia.com/gpu": 4}, "cuda", 4),
-        ({"accelerator": {"count": 2}, "tensorParallelSize": 1}, {"nvidia.com/gpu": 2}, "cuda", 1),
+        ({"accelerator": {"count": None}}, {"nvidia.com/gpu": 1}, "cuda", 1),
+        ({"accelerator": {"count": None}, "tensorParallelSize": 4}, {"nvidia.com/gpu": 4}, "cuda", 4),
+        ({"accelerator": {"count": None}, "gpu": False, "tensorParallelSize": 1}, {}, "cpu", 1),
+        ({"accelerator": {"count": None}, "gpu": True, "tensorParallelSize": 2}, {"nvidia.com/gpu": 2}, "cuda", 2),
+        ({"accelerator": {"count": 2}, "gpu": False}, {"nvidia.com/gpu": 2}, "cuda", 2),
         ({"accelerator": {"resource": "nvidia.com/mig-1g.10gb", "count": 1}}, {"nvidia.com/mig-1g.10gb": 1}, "cuda", 1),
         ({"accelerator": {"count": 0}}, {}, "cpu", 1),
         ({"accelerator": {"count": 0}, "tensorParallelSize": 2}, {}, "cpu", 2),
@@ -201,15 +205,26 @@ def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
 # --- other children ------------------------------------------------------------------------------------------------
 
 
-def test_default_rollout_needs_no_spare_device() -> None:
-    def strategy(**spec: Any) -> Json:
-        workload = manifests.workload(deployment_with(**spec), {}, "h", 1)
-        rolling: Json = workload["spec"]["strategy"]["rollingUpdate"]
-        return rolling
+CLAIMS = {"accelerator": {"count": 0}, "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]}
 
-    assert strategy() == {"maxSurge": 0, "maxUnavailable": 1}
-    spare = {"maxSurge": 1, "maxUnavailable": 0}
-    assert strategy(workers={"rollout": spare}) == spare
+
+@pytest.mark.parametrize(
+    ("workers", "surge", "unavailable"),
+    [
+        ({"accelerator": {"count": 1}}, 0, 1),
+        (CLAIMS, 0, 1),
+        ({"accelerator": {"count": 0}}, 1, 0),
+        ({"accelerator": {"count": 1}, "rollout": {"maxSurge": 1}}, 1, 0),
+        ({"accelerator": {"count": 1}, "rollout": {"maxSurge": 0}}, 0, 1),
+        ({"accelerator": {"count": 1}, "rollout": {"maxUnavailable": 0}}, 1, 0),
+        ({"accelerator": {"count": 0}, "rollout": {"maxUnavailable": "25%"}}, 0, "25%"),
+        ({"accelerator": {"count": 0}, "rollout": {"maxSurge": "25%", "maxUnavailable": 2}}, "25%", 2),
+    ],
+)
+def test_rollout_needs_no_spare_device_by_default(workers: Json, surge: int | str, unavailable: int | str) -> None:
+    workload = manifests.workload(deployment_with(workers=workers), {}, "h", 1)
+    rolling = workload["spec"]["strategy"]["rollingUpdate"]
+    assert rolling == {"maxSurge": surge, "maxUnavailable": unavailable}
 
 
 def test_broken_workers_can_always_be_evicted() -> None:

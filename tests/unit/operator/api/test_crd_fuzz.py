@@ -1,0 +1,125 @@
+"""Fuzz test of the CRD: the API server admits a generated spec or says why not, and the operator takes what it admits.
+
+150 specs in `make test`; ``CRD_FUZZ_CASES=10000`` runs more, with new ones each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fleet import DEFAULTS
+from hypothesis import HealthCheck, given, settings
+from kind_copy import KindCopy
+from spec_strategies import specs
+
+from specdecode_operator import manifests
+from specdecode_operator.api import crd
+from specdecode_operator.api.v1alpha1 import PLURAL, VERSION, Spec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.errors import SpecError
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Deployment, Observation
+from specdecode_worker.contract import Plan
+
+CASES_OF_MAKE_TEST = 150
+CASES = int(os.environ.get("CRD_FUZZ_CASES", CASES_OF_MAKE_TEST))
+SPEC_SCHEMA = crd.root_schema()["properties"]["spec"]
+
+
+@contextmanager
+def proxy(api: KindCopy) -> Iterator[httpx.Client]:
+    """Yield a client of the API server; kubectl authenticates it."""
+    words = [api.cluster.program, "proxy", "--port=0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(api.cluster.environment))
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=30) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def admitted(client: httpx.Client, api: KindCopy, spec: Any) -> dict[str, Any] | None:
+    """Return the spec with defaults, as the API server would store it. None if it was refused with a reason."""
+    path = f"/apis/{api.group}/{VERSION}/namespaces/default/{PLURAL}"
+    answer = client.post(
+        path, params={"dryRun": "All", "fieldValidation": "Strict"}, json=api.manifest(spec) | {"spec": spec}
+    )
+    assert answer.status_code in (201, 400, 422), f"{answer.status_code}: {answer.text}"
+    body = answer.json()
+    if answer.status_code != 201:
+        assert len(body["message"]) > 20, body
+        return None
+    stored: dict[str, Any] = body["spec"]
+    return stored
+
+
+def run_operator(spec: Spec) -> str:
+    """Make all children and a decision.
+
+    Returns:
+        ``served``, or the reason for which the operator refuses the spec.
+    """
+    deployment = Deployment(namespace="ns", name="fuzz", uid="u", generation=1, spec=spec, status=Status())
+    observed = Observation(workload=None, workers=(), session=Session())
+    try:
+        template = manifests.pod_template(deployment, DEFAULTS)
+        decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
+    except SpecError as error:
+        return str(error)
+    children = [
+        *decision.children,
+        manifests.workload(deployment, template, manifests.rolling_hash(spec), 1),
+        manifests.service(deployment),
+        manifests.headless_service(deployment),
+        manifests.budget(deployment),
+        manifests.plan_config_map(deployment, Plan()),
+        manifests.state_config_map(deployment, {}),
+        manifests.tokens_secret(deployment, {scope: ["t"] for scope in manifests.TokenScope}),
+    ]
+    json.dumps(children, allow_nan=False)
+    manifests.resolved_image(template)
+    return "served"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(0 if CASES > CASES_OF_MAKE_TEST else 300)
+def test_every_spec_is_admitted_or_refused_and_never_makes_the_operator_raise(api: KindCopy) -> None:
+    outcomes: Counter[str] = Counter()
+
+    with proxy(api) as client:
+
+        @settings(
+            max_examples=CASES,
+            deadline=None,
+            derandomize=CASES == CASES_OF_MAKE_TEST,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(specs(SPEC_SCHEMA))
+        def judge(spec: Any) -> None:
+            if outcomes and outcomes.total() % 500 == 0:
+                print(dict(outcomes), flush=True)
+            stored = admitted(client, api, spec)
+            if stored is None:
+                outcomes["refused at admission"] += 1
+                return
+            outcome = run_operator(Spec.model_validate(stored))
+            assert outcome == "served" or outcome.startswith("workers."), f"a refusal names the field: {outcome}"
+            outcomes[outcome if outcome == "served" else "refused by the operator"] += 1
+
+        judge()
+    print(dict(outcomes))
+    assert outcomes["served"] >= CASES // 10, outcomes
+    assert outcomes["refused by the operator"] >= CASES // 100, outcomes
+    assert outcomes["refused at admission"] >= CASES // 20, outcomes

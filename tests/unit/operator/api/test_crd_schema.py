@@ -1,0 +1,145 @@
+"""Tests of the generated schema: every field is documented, and the generated files match the models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kind_copy import KindCopy
+
+from specdecode_operator.api import crd
+from specdecode_operator.api.v1alpha1 import COLUMNS, PLURAL, ConditionType, Status
+
+ROOT = Path(__file__).parents[4]
+SCHEMA = crd.root_schema()
+Schema = Mapping[str, Any]
+
+
+def fields(path: str, node: Schema) -> Iterator[tuple[str, Schema, bool]]:
+    """Yield the path and schema of every field below a node, and whether it is required."""
+    inner = node.get("items", node)
+    for name, field in inner.get("properties", {}).items():
+        yield f"{path}.{name}", field, name in inner.get("required", ())
+        yield from fields(f"{path}.{name}", field)
+
+
+SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
+STATUS_FIELDS = list(fields("status", SCHEMA["properties"]["status"]))
+
+
+def undocumented(found: list[tuple[str, Schema, bool]]) -> list[str]:
+    return [path for path, field, _ in found if len(field.get("description", "")) < 10]
+
+
+def without_default(found: list[tuple[str, Schema, bool]]) -> list[str]:
+    """Return optional fields whose description does not say what holds without them."""
+    return [
+        path
+        for path, field, required in found
+        if not required
+        and "default" not in field
+        and not field.get("properties")
+        and field.get("type") != "array"
+        and "Absent:" not in field["description"]
+        and "Absent for" not in field["description"]
+        and "additionalProperties" not in field
+        and "x-kubernetes-preserve-unknown-fields" not in field
+    ]
+
+
+def without_example(found: list[tuple[str, Schema, bool]]) -> list[str]:
+    """Return fields that cannot be guessed and have no example: free text, maps, and objects without a schema."""
+
+    def is_free(field: Schema) -> bool:
+        if field.get("type") == "string":
+            return "enum" not in field and "default" not in field
+        items = field.get("items", {})
+        return (
+            "additionalProperties" in field
+            or bool(field.get("x-kubernetes-preserve-unknown-fields"))
+            or bool(items.get("x-kubernetes-preserve-unknown-fields"))
+            or items.get("type") == "string"
+        )
+
+    return [path for path, field, _ in found if is_free(field) and "Example: " not in field["description"]]
+
+
+def test_every_field_has_a_description() -> None:
+    assert len(SPEC_FIELDS) > 80
+    assert len(STATUS_FIELDS) > 60
+    assert undocumented([*SPEC_FIELDS, *STATUS_FIELDS]) == []
+
+
+def test_every_optional_field_says_what_holds_without_it() -> None:
+    assert without_default(SPEC_FIELDS) == []
+
+
+def test_every_free_field_has_an_example() -> None:
+    assert without_example(SPEC_FIELDS) == []
+
+
+def test_defaults_are_in_the_descriptions() -> None:
+    missing = [
+        path
+        for path, field, _ in SPEC_FIELDS
+        if isinstance(field.get("default"), str | int | float) and "Default: " not in field["description"]
+    ]
+    assert missing == []
+
+
+def test_the_rules_see_what_is_missing() -> None:
+    bare: Schema = {"type": "string", "description": "Something or other"}
+    assert undocumented([("a", {"type": "string"}, False)]) == ["a"]
+    assert without_default([("a", bare, False), ("b", bare, True)]) == ["a"]
+    assert without_example([("a", bare, False)]) == ["a"]
+
+
+def test_generated_files_match_the_models() -> None:
+    command = [sys.executable, "-m", "specdecode_operator.api.crd", "--check", "--root", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_status_has_no_defaults() -> None:
+    status = SCHEMA["properties"]["status"]
+    assert '"default"' not in json.dumps(status)
+    Status.model_validate({"conditions": [], "replicas": 1})
+    assert {"model", "tasks", "conditions", "selector"} <= status["properties"].keys()
+    assert {"ttftMilliseconds", "itlMilliseconds", "speedup"} <= status["properties"]["tasks"]["items"][
+        "properties"
+    ].keys()
+    assert "deviceHoursSaved" in status["properties"]["speculation"]["properties"]
+
+
+def test_conditions_fit_into_status() -> None:
+    assert len(ConditionType) <= SCHEMA["properties"]["status"]["properties"]["conditions"]["maxItems"]
+    assert {"Ready", "Available", "Progressing", "Stalled", "Reconciling"} <= set(ConditionType)
+    documented = ConditionType.__doc__ or ""
+    assert all(f"| {kind} |" in documented for kind in ConditionType)
+
+
+def test_columns_are_fields_that_exist() -> None:
+    known = {path for path, _, _ in [*SPEC_FIELDS, *STATUS_FIELDS]} | {"metadata.creationTimestamp"}
+    assert [column["jsonPath"] for column in COLUMNS if column["jsonPath"][1:] not in known] == []
+    narrow = [column["name"].upper() for column in COLUMNS if not column.get("priority")]
+    wide = [column["name"].upper() for column in COLUMNS if column.get("priority")]
+    assert narrow == ["READY", "REPLICAS", "MODEL", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE"]
+    assert wide == ["DRAFT", "URL", "REASON"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_kubectl_explain_prints_every_description(api: KindCopy, part: str) -> None:
+    """``explain --recursive`` prints names only, so each object is asked for, as a user would."""
+    version = ("--api-version", f"{api.group}/v1alpha1")
+    below = fields(part, SCHEMA["properties"][part])
+    objects = [part, *(path for path, field, _ in below if field.get("items", field).get("properties"))]
+    for path in objects:
+        text = api.cluster.kubectl("explain", f"{PLURAL}.{path}", *version)
+        assert "<empty>" not in text, f"{path}: {text}"
+        assert "<no description>" not in text, f"{path}: {text}"

@@ -1,0 +1,197 @@
+"""Hypothesis strategies of specs, made from the structural schema of the CRD: mostly valid, and broken on purpose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+Json = Any
+Schema = Mapping[str, Any]
+
+WORDS = ("spec", "metadata", "labels", "containers", "initContainers", "volumes", "env", "ports", "name", "resources",
+         "limits", "securityContext", "volumeMounts", "mountPath", "containerPort", "image", "topologyKey",
+         "nodeAffinity", "worker", "pull")  # fmt: skip
+"""Keys and texts of pod templates, so that merges reach the lists and objects of the operator's template."""
+NUMBERS = st.integers(-(2**31), 2**31) | st.floats(-1e9, 1e9)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.sampled_from(WORDS) | st.text(max_size=8)
+ANYTHING: st.SearchStrategy[Json] = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+CONTAINER = st.fixed_dictionaries(
+    {"name": st.sampled_from(("worker", "pull", "sidecar"))},
+    optional={
+        "env": st.lists(st.fixed_dictionaries({"name": st.sampled_from(WORDS)}), max_size=2) | ANYTHING,
+        "ports": st.lists(st.fixed_dictionaries({"containerPort": st.integers(1, 9000)}), max_size=2) | ANYTHING,
+        "volumeMounts": ANYTHING,
+        "resources": ANYTHING,
+        "image": st.sampled_from(WORDS) | ANYTHING,
+    },
+)
+TEMPLATE = st.fixed_dictionaries(
+    {},
+    optional={
+        "metadata": ANYTHING,
+        "spec": ANYTHING
+        | st.fixed_dictionaries({}, optional={"containers": st.lists(CONTAINER, max_size=3), "volumes": ANYTHING}),
+    },
+)
+"""Pod templates that are merged over the operator's."""
+
+
+MANY_FIELDS = 8
+
+
+def from_schema(node: Schema, path: str = "") -> st.SearchStrategy[Json]:
+    """Return a strategy of values that a structural schema admits, but for its CEL rules."""
+    if "enum" in node:
+        return st.sampled_from(node["enum"])
+    if node.get("x-kubernetes-int-or-string"):
+        texts = st.from_regex(node["pattern"], fullmatch=True).filter(lambda text: len(text) <= 64)
+        return st.integers(node.get("minimum", -5), node.get("maximum", 10**6)) | texts
+    make = _KINDS[node["type"]]
+    return make(node, path)
+
+
+def _objects(node: Schema, path: str) -> st.SearchStrategy[Json]:
+    if path == ".workers.template":
+        return TEMPLATE
+    if "additionalProperties" in node:
+        keys = st.sampled_from(("cpu", "memory", "nvidia.com/gpu", "a")) | st.text(max_size=8)
+        return st.dictionaries(keys, from_schema(node["additionalProperties"], path), max_size=3)
+    if "properties" not in node:
+        return st.dictionaries(st.sampled_from(WORDS), ANYTHING, max_size=3)
+    fields = {name: from_schema(field, f"{path}.{name}") for name, field in node["properties"].items()}
+    required = {name: fields[name] for name in node.get("required", ())}
+    optional = {name: fields[name] for name in fields if name not in required}
+    most = MANY_FIELDS if path in ("", ".workers", ".speculation") else 3
+    chosen = st.sets(st.sampled_from(sorted(optional)), max_size=most) if optional else st.just(set[str]())
+    if path == "":
+        chosen = chosen.map(lambda names: names | {"workers"})
+    if path == ".workers":
+        chosen = chosen.flatmap(lambda names: st.sampled_from((names, names | {"template"})))
+    return chosen.flatmap(
+        lambda names: st.fixed_dictionaries({**required, **{name: fields[name] for name in sorted(names)}})
+    )
+
+
+def _lists(node: Schema, path: str) -> st.SearchStrategy[Json]:
+    keys = node.get("x-kubernetes-list-map-keys")
+    unique: Callable[[Json], Json] | None = (lambda item: item[keys[0]]) if keys else None
+    return st.lists(from_schema(node["items"], f"{path}[]"), max_size=min(3, node.get("maxItems", 3)), unique_by=unique)
+
+
+def _numbers(node: Schema, path: str) -> st.SearchStrategy[Json]:
+    return st.floats(node["minimum"], node["maximum"])
+
+
+def _integers(node: Schema, path: str) -> st.SearchStrategy[Json]:
+    return st.integers(node["minimum"], node.get("maximum", 2**53))
+
+
+def _strings(node: Schema, path: str) -> st.SearchStrategy[Json]:
+    most, least = node.get("maxLength", 40), node.get("minLength", 0)
+    if "pattern" in node:
+        return st.from_regex(node["pattern"], fullmatch=True).filter(lambda text: least <= len(text) <= most)
+    return st.text(min_size=least, max_size=min(most, 20))
+
+
+_KINDS: Mapping[str, Callable[[Schema, str], st.SearchStrategy[Json]]] = {
+    "object": _objects,
+    "array": _lists,
+    "number": _numbers,
+    "integer": _integers,
+    "string": _strings,
+    "boolean": lambda node, path: st.booleans(),
+}
+
+
+@st.composite
+def specs(draw: st.DrawFn, schema: Schema) -> Json:
+    """Draw a spec. Two thirds keep the rules across fields; half of the others are broken at random places."""
+    spec = draw(from_schema(schema))
+    kind = draw(st.sampled_from(("repaired", "repaired", "repaired", "repaired", "as drawn", "broken")))
+    if kind == "repaired":
+        return repaired(spec)
+    return broken(draw, spec) if kind == "broken" else spec
+
+
+def repaired(spec: Json) -> Json:
+    """Return the spec with the rules across fields kept, so that most of it is admitted."""
+    spec = copy.deepcopy(spec)
+    if "speculation" in spec:
+        _repair_speculation(spec["speculation"])
+    workers = spec.get("workers", {})
+    workers.pop("tensorParallelSize", None)
+    workers.get("accelerator", {}).pop("resource", None)
+    if workers.get("rollout", {}).get("maxUnavailable") in (0, "0%"):
+        workers["rollout"].pop("maxSurge", None)
+    if workers.get("accelerator", {}).get("count", 2) > 1:
+        spec["model"].pop("quantization", None)
+    if len(spec.get("storage", {}).get("modelCache", {})) > 1:
+        spec["storage"]["modelCache"].pop("pvc")
+    scaling = spec.get("scaling", {})
+    if scaling.get("minReplicas", 1) > scaling.get("maxReplicas", 4):
+        scaling.pop("minReplicas", None)
+        scaling["maxReplicas"] = 1000
+    return spec
+
+
+def _repair_speculation(speculation: Json) -> None:
+    """Make the drafts, tasks and depths of ``speculation`` agree, in place."""
+    _repair_draft(speculation)
+    drafts = {draft["name"]: draft for draft in speculation.get("drafts", ())}
+    for draft in drafts.values():
+        draft.pop("quantization", None)
+        draft.pop("uri", None)
+        if draft.get("method") != "ngram":
+            draft["uri"] = "file:///draft"
+    tasks = {task["name"]: task for task in speculation.get("tasks", ())}
+    for task in tasks.values():
+        task.pop("draft", None)
+        _order(task.get("depth", {}))
+        if drafts:
+            task["draft"] = next(iter(drafts))
+    for name, items in (("drafts", drafts), ("tasks", tasks)):
+        if name in speculation:
+            speculation[name] = list(items.values())
+    depth = speculation.get("depth", {})
+    if depth:
+        depth |= {"min": depth.get("min", 0), "initial": depth.get("initial", 3), "max": depth.get("max", 5)}
+        _order(depth)
+    if speculation.get("tree", {}).get("maxNodes", 63) < depth.get("initial", 3):
+        speculation["tree"]["maxNodes"] = 63
+
+
+def _repair_draft(speculation: Json) -> None:
+    if speculation.get("method", "eagle3") in ("ngram", "none"):
+        speculation.pop("draft", None)
+        return
+    speculation.setdefault("draft", {"uri": "embedded://draft"})
+    if speculation.get("method") == "medusa":
+        speculation["draft"].pop("quantization", None)
+
+
+def _order(depth: Json) -> None:
+    names = [name for name in ("min", "initial", "max") if name in depth]
+    for name, value in zip(names, sorted(depth[name] for name in names), strict=True):
+        depth[name] = value
+
+
+def broken(draw: st.DrawFn, spec: Json) -> Json:
+    """Return the spec with a random value at a random place."""
+    spec = copy.deepcopy(spec)
+    node: Json = spec
+    while isinstance(node, dict | list) and node:
+        key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], dict | list) or not node[key] or draw(st.booleans()):
+            node[key] = draw(ANYTHING)
+            return spec
+        node = node[key]
+    return spec
