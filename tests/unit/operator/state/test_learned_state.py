@@ -21,7 +21,6 @@ from specdecode_operator.state.learned import (
 )
 from specdecode_operator.state.sections import MAX_PARKED_DRAFTS, SECTIONS, draft_key, section_of
 
-
 LEARNED = Crowd().learned()
 WRITTEN = render_state(LEARNED)
 
