@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from specdecode_operator.errors import Refused, Unavailable
 from specdecode_operator.kube.applied import text_digest
 from specdecode_operator.kube.client import CONFIG_MAPS, Kind
 from specdecode_operator.manifests import child_names, state_config_map, state_name
@@ -21,7 +22,7 @@ from specdecode_operator.state.compact import decode, encode
 from specdecode_operator.state.learned import LearnedState, StoredState, read_state, write_state
 from specdecode_operator.state.sections import APPLIED, MAX_UNKNOWN_BYTES, version_of
 from specdecode_operator.state.session import PackedSession, Session
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import ChildProblem, Deployment
 
 WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""
@@ -38,7 +39,7 @@ class AppliedDigests(Protocol):
 
 
 class Applier(Protocol):
-    """Writer of children (KubeClient, or a guard of leadership before it)."""
+    """Writer of children. A ChildProblem that it returns counts as a failed write."""
 
     async def apply(self, manifest: Mapping[str, Any]) -> Any: ...
 
@@ -128,7 +129,9 @@ class StateStore:
         digests = self._applied.told(deployment.namespace, child_names(deployment.name))
         digests.pop(f"ConfigMap/{state_name(deployment.name)}", None)
         sections = {**data, APPLIED: encode(version_of(APPLIED), {"children": digests})}
-        await self._applier.apply(state_config_map(deployment, sections))
+        result = await self._applier.apply(state_config_map(deployment, sections))
+        if isinstance(result, ChildProblem):
+            raise Unavailable(str(result)) if result.reason == "Unavailable" else Refused(str(result))
 
     async def _read(self, deployment: Deployment) -> Session:
         config_map = await self._reader.get(CONFIG_MAPS, deployment.namespace, state_name(deployment.name))

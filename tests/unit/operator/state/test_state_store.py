@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fleet import deployment_with, loop_over
 
-from specdecode_operator.errors import Unavailable
+from specdecode_operator.errors import Refused, Unavailable
 from specdecode_operator.kube.applied import Applied, ApplyCache
 from specdecode_operator.kube.client import Kind
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state.learned import LearnedState, LoadState, StepTimeCell
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import ChildProblem, Deployment
 
 
 class Cluster:
@@ -81,6 +81,28 @@ async def test_a_failed_write_is_due_again() -> None:
     await store.save(deployment, session_with(2), urgent=False, learnt=False, now=101)
     assert len(cluster.writes) == 1
     assert (await store.load(deployment)).learned.load.sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("Unavailable", Unavailable), ("Refused", Refused), ("NotOwned", Refused)]
+)
+async def test_a_problem_that_the_applier_returns_is_a_failed_write(reason: Any, error: type[Exception]) -> None:
+    class Applier:
+        problem: ChildProblem | None = ChildProblem("ConfigMap", "demo-state", reason, "the reason")
+        writes = 0
+
+        async def apply(self, manifest: Mapping[str, Any]) -> ChildProblem | None:
+            self.writes += 1
+            return self.problem
+
+    applier, deployment = Applier(), deployment_with()
+    store = StateStore(Cluster(), applier)
+    with pytest.raises(error, match="the reason"):
+        await store.save(deployment, session_with(), urgent=True, now=0)
+    applier.problem = None
+    await store.save(deployment, session_with(), urgent=True, now=1)
+    await store.save(deployment, session_with(), urgent=True, now=2)
+    assert applier.writes == 2
 
 
 async def test_the_config_map_is_written_through_the_applier() -> None:
