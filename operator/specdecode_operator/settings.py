@@ -29,7 +29,7 @@ class Settings(BaseModel):
     worker_proxy: str = Field(default="", pattern="^(https?://.+)?$")
     """HTTP proxy to the workers' admin ports, where pods cannot be reached directly."""
     worker_ca: str = ""
-    """PEM file with the certificate authority of workers that serve TLS. Empty accepts any certificate."""
+    """PEM file with the certificate authority of workers that serve TLS. Empty trusts the authorities of the image."""
     leader_election: bool = False
     """Take part in a leader election, so that several replicas can run. The chart turns it on."""
     lease_name: str = Field(default="specdecode-operator", min_length=1)

@@ -27,7 +27,7 @@ from specdecode_operator.state.deployment_state import DeploymentState, StateTab
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.scrape_round import WorkerAccess
-from specdecode_operator.telemetry.scraper import Scraper
+from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.telemetry.worker_poll import Target
 from specdecode_operator.types import Defaults, Key
@@ -122,6 +122,7 @@ class Process:
                 await self._run_loops()
             finally:
                 metrics.LEADER.set(0)
+                metrics.forget_all()
                 self._loops = None
                 for key in self._table:
                     self._table.update(key, session=None, decision=None, decided=(), failure=None, published=None)
@@ -187,6 +188,7 @@ class Loops:
             poll_seconds=settings.poll_seconds,
             guard=client.guard,
             on_unauthorized=self._unauthorized,
+            on_round=self._record_round,
         )
         planner = Planner(
             table, caches, defaults, decided=lambda key, changed: self.reconciling.add(key, changed=changed)
@@ -230,6 +232,10 @@ class Loops:
         namespace, name = key
         for child in manifests.child_names(name):
             self._applier.forget(namespace, child)
+
+    def _record_round(self, key: Key, times: RoundTimes) -> None:
+        counters = self._scraper.counters
+        metrics.record_round(times.duration, counters.reports_failed, counters.pushes_failed)
 
     def _unauthorized(self, key: Key) -> None:
         """A worker accepts none of our tokens: its Secret may have been deleted or replaced."""

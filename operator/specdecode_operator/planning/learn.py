@@ -154,8 +154,8 @@ def _acceptance(learned: LearnedState, delta: Delta, now: float) -> Iterable[Acc
     effects = {task: design_effect(learned, task) for task, _ in (*delta.acceptance, *delta.siblings)}
     cells = {(cell.task, cell.depth, cell.parent): cell for cell in _doubted(learned.acceptance, delta, effects, now)}
     parents: tuple[Parent, Parent] = ("main", "sibling")
-    for parent, found in zip(parents, (delta.acceptance, delta.siblings), strict=True):
-        for (task, depth), fresh in found.items():
+    for parent, rates in zip(parents, (delta.acceptance, delta.siblings), strict=True):
+        for (task, depth), fresh in rates.items():
             if fresh.total > 0:
                 key = (task, depth, parent)
                 cells[key] = _depth(cells.get(key), key, fresh, effects[task], now)

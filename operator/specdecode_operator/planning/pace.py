@@ -75,7 +75,7 @@ class Pace:
             self.known[sequences] = self._decoding(sequences)
         found = self.known[sequences]
         seconds = found.seconds.mean + prompt_tokens * self.prompt_token_seconds
-        error = math.sqrt(found.seconds.variance / seconds**2 + found.tokens_variance)
+        error = math.sqrt(found.seconds.variance / seconds / seconds + found.tokens_variance)
         return Paced(seconds, found.tokens, found.least_tokens, error, found.shapes)
 
     def _decoding(self, sequences: float) -> _Decoding:

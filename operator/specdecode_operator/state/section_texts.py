@@ -23,9 +23,8 @@ def size_of(data: Mapping[str, str]) -> int:
 def draft_text(estimates: DraftEstimates) -> str:
     """Return the section of one draft."""
     content = json.loads(estimates.model_dump_json(by_alias=True))
-    return encode(
-        version_of(draft_key(estimates.draft)), {**content, "costs": [shorten_cell(cell) for cell in content["costs"]]}
-    )
+    content["costs"] = [shorten_cell(cell) for cell in content["costs"]]
+    return encode(version_of(draft_key(estimates.draft)), content)
 
 
 @lru_cache(maxsize=64)

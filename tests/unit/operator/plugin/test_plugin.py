@@ -125,7 +125,7 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
 
 
 def test_acceptance_is_that_of_the_main_path(deepened: Loop) -> None:
-    """What stands under a sibling is another question: there the draft was wrong before."""
+    """Acceptance below a sibling is another measure: the draft was wrong there before."""
     learned = remembered(deepened)
     under = AcceptanceCell(task="other", depth=2, hits=0, total=1e6, at=0, parent="sibling")
     mixed = learned.model_copy(update={"acceptance": (*learned.acceptance, under)})

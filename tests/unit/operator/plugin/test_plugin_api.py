@@ -24,7 +24,7 @@ STATE = "/api/v1/namespaces/ns/configmaps/demo-state"
 
 
 class Server:
-    """Answers by path: (status, body). Everything that was written is kept."""
+    """API server with an answer (status, body) by path, which records all writes."""
 
     def __init__(self, folder: Path) -> None:
         self.answers: dict[str, tuple[int, Any]] = {}

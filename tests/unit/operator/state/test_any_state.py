@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from crowd import Crowd, same
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.state.learned import (
@@ -112,7 +112,7 @@ def by_kind(cells: tuple[StepTimeCell, ...]) -> list[StepTimeCell]:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(states)
 def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
     parked = tuple(one for one in learned.parked if one.draft != learned.draft)
@@ -128,7 +128,7 @@ def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
 WRITTEN = render_state(Crowd().learned(pods=1))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50, phases=[Phase.explicit, Phase.generate])
 @given(st.sampled_from(sorted(WRITTEN)), st.randoms(use_true_random=False))
 def test_no_damage_raises(key: str, chance: random.Random) -> None:
     data = dict(WRITTEN)

@@ -21,6 +21,9 @@ from specdecode_operator.state.learned import (
 )
 from specdecode_operator.state.sections import MAX_PARKED_DRAFTS, SECTIONS, draft_key, section_of
 
+LEARNED = Crowd().learned()
+WRITTEN = render_state(LEARNED)
+
 
 def size(data: dict[str, str]) -> int:
     return sum(len(text.encode()) for text in data.values())
@@ -116,9 +119,9 @@ def test_then_pods_go_and_rows_and_acceptance_of_the_current_draft_stay(monkeypa
 )
 @pytest.mark.parametrize("key", ["pods", "plan", "estimates", "template", draft_key("2" * 16)])
 def test_a_damaged_section_is_left_out_alone(key: str, text: str) -> None:
-    learned = Crowd().learned()
+    learned = LEARNED
     text = text.replace("pods", {"pods": "pods", "plan": "rows", "estimates": "costs"}.get(key, "template"))
-    stored = read_state({**render_state(learned), key: text}, "u")
+    stored = read_state({**WRITTEN, key: text}, "u")
     assert len(stored.problems) == 1
     assert key in stored.problems[0]
     assert stored.learned is not None

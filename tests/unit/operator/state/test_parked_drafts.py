@@ -121,11 +121,11 @@ def test_a_draft_that_measured_nothing_is_not_parked() -> None:
 
 def test_parked_drafts_survive_a_restart_in_their_order() -> None:
     learned = measured("d0")
-    for draft in ("b", "a", "c"):
+    for draft in ("a", "b", "c"):
         learned = learn(learned, seen(draft), now=NOW)
     stored = parse_state(render_state(learned), "u")
     assert stored is not None
-    assert [parked.draft for parked in stored.parked] == ["a", "b", "d0"]
+    assert [parked.draft for parked in stored.parked] == ["b", "a", "d0"]
     assert stored.parked == learned.parked
 
 
