@@ -99,11 +99,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """All that one reconcile knows about the world."""
+    """Children, workers and state of one deployment at one time."""
 
     workload: Workload | None
     workers: tuple[Worker, ...]
     session: Session
+    round: int = 0
+    """Number of the round of readings that the reports are from. 0 counts every observation as a round."""
 
     @property
     def reports(self) -> tuple[Report, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -66,6 +67,10 @@ class Caches:
         """Return once every kind was listed."""
         for informer in self.informers.values():
             await informer.synced.wait()
+
+    def contact_age(self, kind: str) -> float:
+        """Return the seconds since the API server last sent anything on the watch of a kind."""
+        return time.monotonic() - self.informers[kind].last_contact
 
     def workers(self, key: Key) -> tuple[Worker, ...]:
         """Return the worker pods of a deployment in the order of their names."""

@@ -15,7 +15,7 @@ from specdecode_worker.contract import Report
 def observe(key: Key, caches: Caches, readings: Readings, session: Session) -> Observation:
     """Put together what is known of a deployment. A worker without a report carries the reason."""
     workers = tuple(with_reading(worker, readings.by_uid.get(worker.uid), session) for worker in caches.workers(key))
-    return Observation(workload=caches.workload(key), workers=workers, session=session)
+    return Observation(workload=caches.workload(key), workers=workers, session=session, round=readings.round)
 
 
 def with_reading(worker: Worker, reading: WorkerReading | None, session: Session) -> Worker:

@@ -8,6 +8,7 @@ import secrets
 import signal
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Process:
         self._client, self._workers = client, workers
         self._caches = Caches(client, settings.watch_namespaces, self._child_changed)
         self._spawn(self._caches.run())
+        for kind in self._caches.informers:
+            metrics.WATCH_CONTACT_AGE.labels(kind).set_function(partial(self._caches.contact_age, kind))
         if settings.leader_election:
             identity = f"{settings.identity}_{secrets.token_hex(4)}"
             self._elector = LeaderElector(

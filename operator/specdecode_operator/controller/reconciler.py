@@ -93,14 +93,16 @@ class Reconciler:
             return VERIFY_SECONDS
         resource = state.resource.value
         if state.failure is not None and state.failure.generation == state.generation:
-            await self._write_failure(key, resource, state.failure)
+            await self._write_failure(key, state, state.failure)
             return VERIFY_SECONDS
         if state.decision is None or state.decided != identity_of(resource["metadata"]):
             self._parts.plan(key)
             return VERIFY_SECONDS
         outcome = await self._carry_out(key, state, resource, state.decision.value)
         metrics.RECONCILES.labels("success").inc()
-        return PROBLEM_SECONDS if outcome.problems else VERIFY_SECONDS
+        retry = self._parts.applier.retry_seconds(state.decision.value.children)
+        waits = [VERIFY_SECONDS, *([PROBLEM_SECONDS] if outcome.problems else []), *([retry] if retry else [])]
+        return min(waits)
 
     async def _verify(self, key: Key) -> DeploymentState | None:
         """Return the state, compared with the API server now and then. A deployment that is gone is forgotten."""
@@ -201,9 +203,12 @@ class Reconciler:
 
     # --- status -----------------------------------------------------------------------------------------------------
 
-    async def _write_failure(self, key: Key, resource: Mapping[str, Any], failure: Failure) -> None:
-        now, before = self._parts.clock(), status_of_resource(resource)
-        status = failed_status(before, failure.generation, failure.reason, failure.message, now=now)
+    async def _write_failure(self, key: Key, state: DeploymentState, failure: Failure) -> None:
+        assert state.session is not None, "a failure is found when the state was loaded"
+        now, resource = self._parts.clock(), state.resource.value
+        before = status_of_resource(resource)
+        observed = observe(key, self._parts.caches, state.readings, state.session.session)
+        status = failed_status(before, failure.generation, failure.reason, failure.message, now=now, observed=observed)
         metrics.record_failure(key, status)
         await self._write_status(key, resource, status)
         await record_events(

@@ -46,7 +46,13 @@ def decide(
     planned = plan(deployment, observed, learnt.learned, buckets, now=now)
     with_plan = _with_plan(learnt.learned, planned)
     healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
-    session = replace(observed.session, baselines=learnt.baselines, window=learnt.window, silent=learnt.silent)
+    session = replace(
+        observed.session,
+        baselines=learnt.baselines,
+        window=learnt.window,
+        silent=learnt.silent,
+        round=observed.round,
+    )
     sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
     with_size = _with_size(with_plan, healed, sized)
     recorded = record(deployment, learnt.learned, with_size, planned.changes, sized.decision, now=now)

@@ -52,14 +52,14 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     judged = recalled.model_copy(
         update={"pods": pod_health.learn_pods(recalled, deltas, present=present, now=now)},
     )
-    delta = _fleet_delta(judged, observed, deltas, now)
+    delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
     return Learnt(
-        learned=_moved(judged, observed, delta, buckets, now),
+        learned=_moved(judged, observed, delta, others, buckets, now),
         delta=delta,
         baselines=baselines,
         window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
-        silent=staleness.counted(observed, now),
+        silent=_silent(observed, now),
     )
 
 
@@ -90,25 +90,49 @@ def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
     return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
 
 
-def _fleet_delta(
+def _silent(observed: Observation, now: float) -> Mapping[str, Silence]:
+    """Count the silent workers once for every round of readings, however often the planner runs in between."""
+    known = observed.session.silent
+    if observed.round == 0 or observed.round != observed.session.round:
+        return staleness.counted(observed, now)
+    still = {worker.uid for worker in observed.workers if worker.report is None}
+    return {uid: silence for uid, silence in known.items() if uid in still}
+
+
+def _fleet_deltas(
     learned: LearnedState, observed: Observation, deltas: Sequence[WorkerDelta], now: float
-) -> Delta | None:
+) -> tuple[Delta | None, Sequence[Delta]]:
     """Add up all workers' differences, with step times evened to those of the median worker.
 
     The acceptance of an unhealthy worker is left out: it says nothing about the others.
+
+    Returns:
+        The sum of all workers, and one sum for each draft other than the deployment's, such as that of a canary.
     """
     unhealthy = pod_health.suspected(learned)
     evened = pod_health.evened(learned.pods, list(deltas))
     counted = [delta.without_acceptance() if uid in unhealthy else delta for uid, _, delta in evened]
-    return fleet(counted, at=now, draft=draft_of(observed, learned)) if counted else None
+    if not counted:
+        return None, ()
+    total = fleet(counted, at=now, draft=draft_of(observed, learned))
+    others = sorted({delta.draft for delta in counted} - {"", total.draft})
+    by_draft = ([delta for delta in counted if delta.draft == draft] for draft in others)
+    return total, [fleet(group, at=now, draft=group[0].draft) for group in by_draft]
 
 
 def _moved(
-    learned: LearnedState, observed: Observation, delta: Delta | None, buckets: Buckets, now: float
+    learned: LearnedState,
+    observed: Observation,
+    delta: Delta | None,
+    others: Sequence[Delta],
+    buckets: Buckets,
+    now: float,
 ) -> LearnedState:
     # A draft is known as soon as a worker names it, long before its first token.
     named = Delta(draft=draft_of(observed, learned))
     moved = planning.learn(learned, delta, now=now) if delta else planning.learn(learned, named, now=0)
+    for other in others:
+        moved = planning.learn_parked(moved, other.draft, other, now)
     seeded = planning.meet(moved, _first_reports(observed), buckets, now=now)
     if delta is None:
         return seeded

@@ -2,7 +2,7 @@
 
 from specdecode_operator.planning.bounds import follows, plans
 from specdecode_operator.planning.figures import figures, first_acceptance, saved_seconds
-from specdecode_operator.planning.learn import learn
+from specdecode_operator.planning.learn import learn, learn_parked
 from specdecode_operator.planning.loads import buckets, present_row
 from specdecode_operator.planning.look import Change
 from specdecode_operator.planning.meet import meet
@@ -23,6 +23,7 @@ __all__ = [
     "first_acceptance",
     "follows",
     "learn",
+    "learn_parked",
     "meet",
     "next_plan",
     "pace",

@@ -84,6 +84,8 @@ class Session:
     """Last report by uid of the pod."""
     window: tuple[Delta, ...] = ()
     """Differences of the whole fleet within WINDOW_SECONDS, oldest first."""
+    round: int = 0
+    """Number of the round of readings that was counted last."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     """By uid of the pod."""
     published_at: float = 0
