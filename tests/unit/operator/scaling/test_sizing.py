@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 
-from specdecode_operator.controller.observation import worker_of
+from specdecode_operator.controller.pod_status import worker_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Worker

@@ -41,7 +41,7 @@ class Cluster:
         return self.recalled
 
     def recall(self, key: Key, digests: Mapping[str, str]) -> None:
-        self.recalled = dict(digests)
+        self.recalled = {child: text for child, text in digests.items() if "/" in child}
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         return self.writes[-1] if self.writes else None
