@@ -133,7 +133,9 @@ def path(kind: str, namespace: str | None, name: str = "", subresource: str = ""
     """Return the URL path of an object or a list."""
     root, plural = KINDS[kind]
     scope = ["namespaces", quote(namespace)] if namespace else []
-    return "/" + "/".join([root, *scope, plural, *([quote(name)] if name else []), *([subresource] * bool(subresource))])
+    return "/" + "/".join(
+        [root, *scope, plural, *([quote(name)] if name else []), *([subresource] * bool(subresource))]
+    )
 
 
 def api_version(kind: str) -> str:

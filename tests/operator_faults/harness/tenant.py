@@ -89,8 +89,7 @@ class Tenant:
             yield served
         finally:
             self.api.delete("sdd", self.namespace, name)
-            wait_for(f"workers of {name} are gone", lambda: not served.all_pods(), timeout_s=60)
-            wait_for(f"children of {name} are gone", lambda: not served.owned_names(), timeout_s=60)
+            served.wait_gone()
 
 
 def stand_in_template(behaviour: Mapping[str, Any]) -> Manifest:
@@ -174,7 +173,9 @@ class ServedDeployment:
         assert condition, f"no condition {kind}"
         generation = resource["metadata"]["generation"]
         observed = resource["status"].get("observedGeneration"), condition.get("observedGeneration")
-        assert not current or set(observed) == {generation}, f"generation {generation}, observed {observed}: {condition}"
+        assert not current or set(observed) == {generation}, (
+            f"generation {generation}, observed {observed}: {condition}"
+        )
         assert condition["status"] == status, condition
         return True
 
@@ -196,6 +197,15 @@ class ServedDeployment:
             for item in self.api.list(kind, self.namespace, labels)
         ]
 
+    def wait_gone(self) -> None:
+        """Wait until the garbage collector has removed children and workers; remove what it leaves behind."""
+        try:
+            wait_for(f"children of {self.name} are gone", lambda: not self.owned_names(), timeout_s=20)
+        finally:
+            for kind, name in (child.split("/") for child in self.owned_names()):
+                self.api.delete(kind, self.namespace, name)
+            wait_for(f"workers of {self.name} are gone", lambda: not self.all_pods(), timeout_s=60)
+
     # Workers
 
     def all_pods(self) -> list[Manifest]:
@@ -207,7 +217,9 @@ class ServedDeployment:
 
     def wait_running(self, replicas: int) -> None:
         """Wait until this many workers are Ready and status says so."""
-        wait_for(f"{replicas} workers of {self.name} run", lambda: len(self.pods()) == replicas, timeout_s=START_SECONDS)
+        wait_for(
+            f"{replicas} workers of {self.name} run", lambda: len(self.pods()) == replicas, timeout_s=START_SECONDS
+        )
         if replicas:
             wait_for(f"{self.name} is Ready", lambda: self.is_condition("Ready", "True"), timeout_s=START_SECONDS)
 
