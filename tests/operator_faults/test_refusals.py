@@ -16,7 +16,6 @@ from kube import Manifest, wait_for
 NAME = "refused"
 LIMIT_SECONDS = 30
 ALL_CHILDREN = {"deployment": "-worker", "service": "", "configmap": "-plan", "pdb": "-worker"}
-MISSING_VOLUME = {"name": "extra", "configMap": {"name": "missing-config"}}
 RESTRICTED = "pod-security.kubernetes.io/enforce"
 
 
@@ -25,6 +24,13 @@ def overlay(**pod: Any) -> Manifest:
     template = stand_in_template({})
     volumes = [*template["spec"]["volumes"], *pod.pop("volumes", [])]
     return {"spec": {**template["spec"], "volumes": volumes, **pod}}
+
+
+def unmountable() -> Manifest:
+    """Return the stand-in's template with a mounted volume whose ConfigMap does not exist."""
+    template = overlay(volumes=[{"name": "extra", "configMap": {"name": "missing-config"}}])
+    template["spec"]["containers"][0]["volumeMounts"].append({"name": "extra", "mountPath": "/extra"})
+    return template
 
 
 def quota(name: str, **hard: str) -> tuple[str, Manifest]:
@@ -87,7 +93,7 @@ REFUSALS = {
         ("missing-claim", "not found"), fields={"storage": {"modelCache": {"pvc": "missing-claim"}}}
     ),
     "volume that cannot be mounted": Refusal(
-        ("missing-config", "not found"), fields={"workers": {"template": overlay(volumes=[MISSING_VOLUME])}}
+        ("missing-config", "not found"), fields={"workers": {"template": unmountable()}}
     ),
     "image that cannot be pulled": Refusal(
         ("localhost/missing-image:1",), fields={"workers": {"image": "localhost/missing-image:1"}}
@@ -112,8 +118,12 @@ def policed(tenant: Tenant, refusal: Refusal) -> Iterator[None]:
         yield
     finally:
         api.patch("namespace", None, namespace, {"metadata": {"labels": dict.fromkeys(labels)}})
-        if refusal.policy:
-            api.delete(refusal.policy[0], namespace, refusal.policy[1]["metadata"]["name"])
+        remove_cause(tenant, refusal)
+
+
+def remove_cause(tenant: Tenant, refusal: Refusal) -> None:
+    if refusal.policy:
+        tenant.api.delete(refusal.policy[0], tenant.namespace, refusal.policy[1]["metadata"]["name"])
 
 
 def check_named_and_others_applied(served: ServedDeployment, label: str, refusal: Refusal, figures: Figures) -> None:
@@ -137,7 +147,10 @@ def check_named_and_others_applied(served: ServedDeployment, label: str, refusal
 def test_refusal_is_named(tenant: Tenant, figures: Figures, label: str) -> None:
     refusal = REFUSALS[label]
     with policed(tenant, refusal), tenant.deployment(NAME, ready=False, **refusal.fields) as served:
-        check_named_and_others_applied(served, label, refusal, figures)
+        try:
+            check_named_and_others_applied(served, label, refusal, figures)
+        finally:
+            remove_cause(tenant, refusal)  # before the deployment's children are awaited: the cause may carry its label
 
 
 @contextmanager

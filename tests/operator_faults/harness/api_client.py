@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from kube import Manifest
+from kube import KubectlError, Manifest
 from kubernetes.client import Configuration
 from kubernetes.config import load_kube_config
 
@@ -34,8 +34,8 @@ MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
-class ApiError(Exception):
-    """An error answer of the API server. The message is the server's."""
+class ApiError(KubectlError):
+    """An error answer of the API server, which `wait_for` takes as "not yet". The message is the server's."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
