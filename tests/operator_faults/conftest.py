@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers of this folder."""
     config.addinivalue_line("markers", "operator_fault: black-box test of the operator under a fault, on a cluster")
-    config.addinivalue_line("markers", "admission_only: asks the API server alone; needs no operator")
+    config.addinivalue_line("markers", "own_operator: needs no operator, or brings one of its own")
     config.addinivalue_line("markers", "disruptive: takes the API server of the whole cluster away")
 
 
@@ -110,6 +110,6 @@ def installation(
 
 @pytest.fixture(autouse=True)
 def running_operator(request: pytest.FixtureRequest) -> None:
-    """Install the operator before the first test, except for tests that run it as a process."""
-    if "local_operator" not in request.fixturenames and "admission_only" not in request.keywords:
+    """Install the operator before the first test that needs it."""
+    if "own_operator" not in request.keywords:
         request.getfixturevalue("installation")

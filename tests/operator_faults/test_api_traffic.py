@@ -21,6 +21,8 @@ from harness.revision import Revision
 from harness.tenant import Tenant
 from kube import Cluster, wait_for
 
+pytestmark = pytest.mark.own_operator
+
 REST_SECONDS = 60
 PAUSED = {"metadata": {"annotations": {"specdecode.io/paused": "true"}}}
 

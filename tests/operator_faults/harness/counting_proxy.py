@@ -71,7 +71,11 @@ class CountingProxy:
         ]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect one client to the API server until either side closes."""
+        """Connect one client to the API server until either side closes or the proxy ends."""
+        with suppress(asyncio.CancelledError, OSError):
+            await self._connect(reader, writer)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = urlsplit(self.api.host)
         link = _Link()
         self._links.append(link)

@@ -17,6 +17,7 @@ from harness.revision import CRD_NAME, Revision
 from kube import Cluster, Manifest, wait_for
 
 HELM = Path(sys.executable).parent / "helm"
+RELEASE = "faults"
 SELECTOR = "app.kubernetes.io/name=specdecode-operator"
 
 
@@ -39,6 +40,17 @@ class Installation:
 
     def install(self) -> None:
         """Install the chart with its defaults, except for image, namespaces and a short poll interval."""
+        self._helm("install", RELEASE, str(self._revision.chart), *self._flags())
+        wait_for("the operator runs", self.is_running, timeout_s=120)
+
+    def upgrade(self, revision: Revision) -> None:
+        """Upgrade the release to another revision: its CRD first, as its notes say."""
+        self._revision = revision
+        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags())
+        wait_for("the new operator runs", self.is_running, timeout_s=120)
+
+    def _flags(self) -> list[str]:
+        """Return the values for helm as flags; values that the chart does not know are left out."""
         repository, _, tag = self._revision.image.rpartition(":")
         wanted: dict[str, str] = {
             "image.repository": repository,
@@ -49,12 +61,10 @@ class Installation:
             **{f"watchNamespaces[{index}]": name for index, name in enumerate(self.watched)},
         }
         known = self._revision.chart_values
-        flags = [f"--set={name}={value}" for name, value in wanted.items() if name.split(".")[0].split("[")[0] in known]
-        self._helm("install", "faults", str(self._revision.chart), *flags)
-        wait_for("the operator runs", self.is_running, timeout_s=120)
+        return [f"--set={name}={value}" for name, value in wanted.items() if name.split(".")[0].split("[")[0] in known]
 
     def uninstall(self) -> None:
-        self._helm("uninstall", "faults", "--ignore-not-found")
+        self._helm("uninstall", RELEASE, "--ignore-not-found")
 
     @property
     def deployment(self) -> Manifest:

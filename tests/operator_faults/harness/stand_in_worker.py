@@ -154,7 +154,7 @@ class Admin(Handler):
             plan = json.loads(body)
             with lock:
                 state["plan"] = {**EMPTY_PLAN, **plan}
-                state["plans"].append([time.time(), plan.get("version"), plan.get("draft")])
+                state["plans"].append([self.client_address[0], plan.get("version"), plan.get("draft")])
         self.answer(b"{}")
 
     def drip(self, body: bytes) -> None:

@@ -6,7 +6,7 @@ import pytest
 from harness.figures import Figures
 from harness.tenant import Tenant, is_refused
 
-pytestmark = pytest.mark.admission_only
+pytestmark = pytest.mark.own_operator
 
 
 @pytest.mark.parametrize("name", ["with.dots", "1-leading-digit"])
