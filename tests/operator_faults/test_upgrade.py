@@ -56,7 +56,7 @@ def test_upgrade_under_traffic(
     cluster: Cluster, revision: Revision, old_tenant: Tenant, old_release: Installation, figures: Figures
 ) -> None:
     drain = {"endpointDelaySeconds": 2, "gracePeriodSeconds": 5}
-    with old_tenant.deployment("upgraded", replicas=2, drain=drain) as served:
+    with old_tenant.deployment("upgraded", replicas=2, drain=drain, behaviour={"check_tokens": True}) as served:
         version, pods = served.settled_plan_version(), served.restarts()
         address = served.child("service")["spec"]["clusterIP"]
         with ConstantClients(f"http://{address}") as clients:

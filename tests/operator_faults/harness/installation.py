@@ -44,9 +44,10 @@ class Installation:
         wait_for("the operator runs", self.is_running, timeout_s=120)
 
     def upgrade(self, revision: Revision) -> None:
-        """Upgrade the release to another revision: its CRD first, as its notes say."""
+        """Upgrade the release to another revision, which may read the tokens of workers that the old one started."""
         self._revision = revision
-        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags())
+        legacy = ["--set=rbac.readWorkerSecrets=true"] if "rbac" in revision.chart_values else []
+        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags(), *legacy)
         wait_for("the new operator runs", self.is_running, timeout_s=120)
 
     def _flags(self) -> list[str]:
@@ -58,6 +59,7 @@ class Installation:
             "worker.image": self._revision.image,
             "crds.enabled": "false",
             "pollSeconds": "2",
+            "rbac.aggregateRoles": "false",  # cluster-wide names, which another release may have
             **{f"watchNamespaces[{index}]": name for index, name in enumerate(self.watched)},
         }
         known = self._revision.chart_values
