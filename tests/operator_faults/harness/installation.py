@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 from harness.api_client import Api
 from harness.revision import CRD_NAME, Revision
-from kube import Cluster, Manifest, wait_for
+from kube import Cluster, KubectlError, Manifest, wait_for
 
 HELM = Path(sys.executable).parent / "helm"
 RELEASE = "faults"
@@ -41,7 +42,11 @@ class Installation:
     def install(self) -> None:
         """Install the chart with its defaults, except for image, namespaces and a short poll interval."""
         self._helm("install", RELEASE, str(self._revision.chart), *self._flags())
-        wait_for("the operator runs", self.is_running, timeout_s=120)
+        try:
+            wait_for("the operator runs", self.is_running, timeout_s=90)
+        except AssertionError as error:
+            error.add_note(self.logs())
+            raise
 
     def upgrade(self, revision: Revision) -> None:
         """Upgrade the release to another revision, which may read the tokens of workers that the old one started."""
@@ -109,7 +114,11 @@ class Installation:
         texts = []
         for pod in self.pods():
             name = pod["metadata"]["name"]
-            texts.append(f"--- {name}\n{self._cluster.kubectl('logs', name, '--tail=40', namespace=self.home)}")
+            try:
+                log = self._cluster.kubectl("logs", name, "--tail=40", namespace=self.home)
+            except KubectlError as error:
+                log = f"{error}\n{json.dumps(pod['status'])}"
+            texts.append(f"--- {name}\n{log}")
         return "\n".join(texts)
 
     def _helm(self, *arguments: str) -> None:
