@@ -30,8 +30,6 @@ def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, fig
             for name in names:
                 served.api.delete("secret", served.namespace, name)
             started = time.monotonic()
-            wait_for("the Secrets are back", lambda: secrets_of(served) == names, timeout_s=LIMIT_SECONDS)
-            figures.record(11, "seconds until the Secrets are back", time.monotonic() - started)
             served.patch({"speculation": {"depth": {"initial": 2, "max": 4}}})
             try:
                 wait_for("both take a new plan", lambda: min(served.plan_versions()) > version, timeout_s=LIMIT_SECONDS)
@@ -40,6 +38,14 @@ def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, fig
                 refusals = [served.worker_state(pod)["unauthorized"] for pod in served.pods()]
                 figures.record(11, "seconds until workers take a new plan", f"not within {LIMIT_SECONDS}")
                 raise AssertionError(f"workers answered 401 to {refusals} requests") from None
+            # Without its Secret no further worker can start.
+            label = "seconds until the Secrets are back"
+            try:
+                wait_for("the Secrets are back", lambda: secrets_of(served) == names, timeout_s=LIMIT_SECONDS)
+                figures.record(11, label, time.monotonic() - started)
+            except AssertionError:
+                figures.record(11, label, f"not within {LIMIT_SECONDS}")
+                raise
         assert served.restarts() == restarts, "workers were restarted"
         assert not clients.failures, clients.failures[:5]
         assert clients.answered > 10
