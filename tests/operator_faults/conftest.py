@@ -1,0 +1,115 @@
+"""Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
+
+The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
+revision of the operator (harness/revision.py). The tests in quick/ always run; the others run with
+OPERATOR_FAULTS=1 (`make operator-faults`), and those that take the API server away only with
+OPERATOR_FAULTS_DISRUPTIVE=1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # makes `harness` importable
+
+from harness.api_client import Api
+from harness.figures import Figures
+from harness.installation import Installation, install_crd
+from harness.revision import Revision
+from harness.tenant import Tenant
+from kube import Cluster
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers of this folder."""
+    config.addinivalue_line("markers", "operator_fault: black-box test of the operator under a fault, on a cluster")
+    config.addinivalue_line("markers", "own_operator: needs no operator, or brings one of its own")
+    config.addinivalue_line("markers", "disruptive: takes the API server of the whole cluster away")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder, and skip those that the environment does not ask for."""
+    slow = pytest.mark.skip(reason="runs with OPERATOR_FAULTS=1 (make operator-faults)")
+    disruptive = pytest.mark.skip(reason="runs with OPERATOR_FAULTS_DISRUPTIVE=1: it stops the cluster's API server")
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.cluster)
+        item.add_marker(pytest.mark.operator_fault)
+        if HERE / "quick" not in item.path.parents and not os.environ.get("OPERATOR_FAULTS"):
+            item.add_marker(slow)
+        if item.get_closest_marker("disruptive") and not os.environ.get("OPERATOR_FAULTS_DISRUPTIVE"):
+            item.add_marker(disruptive)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Add the operator's log to the report of a failed test."""
+    report = yield
+    installation = getattr(item, "funcargs", {}).get("installation")
+    if report.failed and installation is not None:
+        report.sections.append(("operator", installation.logs()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def revision(cluster: Cluster) -> Revision:
+    return Revision.from_environment(cluster)
+
+
+@pytest.fixture(scope="session")
+def api(cluster: Cluster) -> Api:
+    return Api(cluster.kubeconfig)
+
+
+@pytest.fixture(scope="session")
+def figures(revision: Revision) -> Figures:
+    return Figures(revision.label)
+
+
+@pytest.fixture(scope="session")
+def tenants(cluster: Cluster, api: Api, revision: Revision) -> Iterator[tuple[Tenant, Tenant]]:
+    """Yield two tenants, each with a namespace of its own; both are watched by the installed operator."""
+    install_crd(cluster, revision)
+    with cluster.namespace("faults-a") as first, cluster.namespace("faults-b") as second:
+        both = Tenant(api, revision, first), Tenant(api, revision, second)
+        for tenant in both:
+            tenant.prepare()
+        yield both
+
+
+@pytest.fixture(scope="session")
+def tenant(tenants: tuple[Tenant, Tenant]) -> Tenant:
+    return tenants[0]
+
+
+@pytest.fixture(scope="session")
+def other_tenant(tenants: tuple[Tenant, Tenant]) -> Tenant:
+    return tenants[1]
+
+
+@pytest.fixture(scope="session")
+def installation(
+    cluster: Cluster, api: Api, revision: Revision, tenants: tuple[Tenant, Tenant]
+) -> Iterator[Installation]:
+    """Yield the operator under test, installed by helm."""
+    with cluster.namespace("faults-operator") as home:
+        installed = Installation(cluster, api, revision, home, tuple(tenant.namespace for tenant in tenants))
+        installed.install()
+        yield installed
+        installed.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def running_operator(request: pytest.FixtureRequest) -> None:
+    """Install the operator before the first test that needs it."""
+    if "own_operator" not in request.keywords:
+        request.getfixturevalue("installation")

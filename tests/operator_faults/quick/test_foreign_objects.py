@@ -1,0 +1,90 @@
+"""Row 5: objects of other owners with a child's name stay untouched and are named; orphaned children are adopted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.figures import Figures
+from harness.tenant import ServedDeployment, Tenant
+from kube import Manifest, wait_for
+
+NAME = "foreign"
+SELECTOR = {"matchLabels": {"app": "another"}}
+FOREIGN = (
+    ("service", NAME, {"spec": {"selector": {"app": "another"}, "ports": [{"name": "http", "port": 80}]}}),
+    ("pdb", f"{NAME}-worker", {"spec": {"maxUnavailable": 0, "selector": SELECTOR}}),
+    ("configmap", f"{NAME}-plan", {"data": {"theirs": "1"}}),
+)
+KIND_NAMES = {"service": "Service", "pdb": "PodDisruptionBudget", "configmap": "ConfigMap"}
+
+
+@pytest.fixture
+def foreign_objects(tenant: Tenant) -> Iterator[dict[str, Manifest]]:
+    """Yield objects of another owner under the names of children, by kind."""
+    api, namespace = tenant.api, tenant.namespace
+    yield {kind: api.create(kind, namespace, {"metadata": {"name": name}, **body}) for kind, name, body in FOREIGN}
+    for kind, name, _ in FOREIGN:
+        api.delete(kind, namespace, name)
+
+
+def owned_content(manifest: Manifest) -> dict[str, object]:
+    """Return the parts of an object that its owner wrote."""
+    metadata = {key: manifest["metadata"].get(key) for key in ("uid", "labels", "ownerReferences", "annotations")}
+    return {"metadata": metadata, "spec": manifest.get("spec"), "data": manifest.get("data")}
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_foreign_object_is_untouched_and_named(
+    tenant: Tenant, foreign_objects: dict[str, Manifest], kind: str, figures: Figures
+) -> None:
+    name = foreign_objects[kind]["metadata"]["name"]
+    with tenant.deployment(NAME, ready=False, replicas=0) as served:
+        wait_for("the workload exists", lambda: served.child("deployment", "-worker"), timeout_s=30)
+        failure = None
+        try:
+            seconds = served.wait_named(KIND_NAMES[kind], name, timeout_s=30)
+            figures.record(5, f"seconds to a condition that names the {KIND_NAMES[kind]}", seconds)
+        except AssertionError as error:
+            failure = error
+        now = tenant.api.get(kind, tenant.namespace, name)
+        touched = owned_content(now) != owned_content(foreign_objects[kind])
+        figures.record(5, f"foreign {KIND_NAMES[kind]} touched", str(touched))
+        assert not touched, f"the operator changed {kind} {name}: {owned_content(now)}"
+        assert failure is None, failure
+    assert tenant.api.find(kind, tenant.namespace, name), "deleted with a deployment that does not own it"
+
+
+def owners_of_children(served: ServedDeployment) -> dict[str, set[str]]:
+    """Return the uids of the owners of every object that carries the deployment's label, by kind and name."""
+    owners = {}
+    for kind, name in (child.split("/") for child in served.owned_names()):
+        metadata = served.api.get(kind, served.namespace, name)["metadata"]
+        owners[f"{kind} {name}"] = {owner["uid"] for owner in metadata.get("ownerReferences", [])}
+    return owners
+
+
+def test_orphaned_children_are_adopted(tenant: Tenant, figures: Figures) -> None:
+    """Workload, Service, budget, ConfigMaps and Secrets without a controller get the new resource as theirs."""
+    api, namespace = tenant.api, tenant.namespace
+    with tenant.deployment("orphans", replicas=0) as served:
+        wait_for("children exist", lambda: len(owners_of_children(served)) >= 5, timeout_s=30)
+        api.delete("sdd", namespace, "orphans", propagation="Orphan")
+        wait_for("the resource is gone", lambda: api.find("sdd", namespace, "orphans") is None, timeout_s=30)
+        assert not any(owners_of_children(served).values())
+        started = time.monotonic()
+        uid = api.create("sdd", namespace, tenant.manifest("orphans", replicas=0))["metadata"]["uid"]
+
+        def all_adopted() -> bool:
+            owners = owners_of_children(served)
+            assert all(uids == {uid} for uids in owners.values()), owners
+            return True
+
+        try:
+            wait_for("all children are owned", all_adopted, timeout_s=30)
+            figures.record(5, "seconds to adopt orphaned children", time.monotonic() - started)
+        except AssertionError:
+            orphans = [child for child, uids in owners_of_children(served).items() if not uids]
+            figures.record(5, "seconds to adopt orphaned children", f"never: {', '.join(orphans)}")
+            raise

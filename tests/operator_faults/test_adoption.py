@@ -1,0 +1,37 @@
+"""Row 5, with workers: a deployment that was deleted with orphans and created again reaches its workers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness.figures import Figures
+from harness.tenant import Tenant
+from kube import wait_for
+
+
+@pytest.mark.timeout(240)
+def test_workers_of_an_adopted_workload_take_plans(tenant: Tenant, figures: Figures) -> None:
+    """The new resource has another uid; workers must accept its token and get its plan."""
+    behaviour = {"check_tokens": True}
+    with tenant.deployment("adopted", behaviour=behaviour) as served:
+        served.settled_plan_version()
+        tenant.api.delete("sdd", tenant.namespace, "adopted", propagation="Orphan")
+        wait_for("it is gone", lambda: tenant.api.find("sdd", tenant.namespace, "adopted") is None, timeout_s=30)
+        started = time.monotonic()
+        uid = tenant.api.create("sdd", tenant.namespace, tenant.manifest("adopted", behaviour=behaviour))["metadata"][
+            "uid"
+        ]
+
+        def has_plan() -> bool:
+            states = [served.worker_state(pod) for pod in served.pods()]
+            plans = [state["plan"]["uid"] for state in states]
+            assert plans == [uid], f"plans of {plans}, 401 to {[state['unauthorized'] for state in states]} requests"
+            return True
+
+        try:
+            wait_for("the worker has a plan of the new resource", has_plan, timeout_s=60)
+        except AssertionError:
+            figures.record(5, "seconds until an adopted worker takes a plan", "not within 60")
+            raise
+        figures.record(5, "seconds until an adopted worker takes a plan", time.monotonic() - started)

@@ -1,0 +1,51 @@
+"""Row 11: after the Secrets of a deployment are deleted, the operator reaches its workers again without a restart."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness.constant_clients import ConstantClients
+from harness.figures import Figures
+from harness.tenant import ServedDeployment, Tenant
+from kube import wait_for
+
+LIMIT_SECONDS = 30
+
+
+def secrets_of(served: ServedDeployment) -> list[str]:
+    labels = f"specdecode.io/name={served.name}"
+    return [secret["metadata"]["name"] for secret in served.api.list("secret", served.namespace, labels)]
+
+
+@pytest.mark.timeout(240)
+def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, figures: Figures) -> None:
+    with tenant.deployment("tokens", replicas=2, behaviour={"check_tokens": True}) as served:
+        version, restarts = served.settled_plan_version(), served.restarts()
+        assert all(served.worker_state(pod)["unauthorized"] == 0 for pod in served.pods())
+        names = secrets_of(served)
+        assert names, "the operator made a Secret for its workers"
+        address = served.child("service")["spec"]["clusterIP"]
+        with ConstantClients(f"http://{address}") as clients:
+            for name in names:
+                served.api.delete("secret", served.namespace, name)
+            started = time.monotonic()
+            served.patch({"speculation": {"depth": {"initial": 2, "max": 4}}})
+            try:
+                wait_for("both take a new plan", lambda: min(served.plan_versions()) > version, timeout_s=LIMIT_SECONDS)
+                figures.record(11, "seconds until workers take a new plan", time.monotonic() - started)
+            except AssertionError:
+                refusals = [served.worker_state(pod)["unauthorized"] for pod in served.pods()]
+                figures.record(11, "seconds until workers take a new plan", f"not within {LIMIT_SECONDS}")
+                raise AssertionError(f"workers answered 401 to {refusals} requests") from None
+            # Without its Secret no further worker can start.
+            label = "seconds until the Secrets are back"
+            try:
+                wait_for("the Secrets are back", lambda: secrets_of(served) == names, timeout_s=LIMIT_SECONDS)
+                figures.record(11, label, time.monotonic() - started)
+            except AssertionError:
+                figures.record(11, label, f"not within {LIMIT_SECONDS}")
+                raise
+        assert served.restarts() == restarts, "workers were restarted"
+        assert not clients.failures, clients.failures[:5]
+        assert clients.answered > 10
