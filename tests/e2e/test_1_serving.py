@@ -30,7 +30,7 @@ def test_apply_makes_a_ready_endpoint(endpoint: Endpoint) -> None:
     assert wait_for("the draft is reported", lambda: endpoint.status().get("draft", {}).get("hash"), timeout_s=30)
     assert endpoint.condition("DraftCompatible")["status"] == "True"
     header = endpoint.namespace.kubectl("get", "sdd", endpoint.name).splitlines()[0].split()
-    assert header == ["NAME", "READY", "REPLICAS", "DEPTH", "ACCEPT", "SPEEDUP", "DRAFT", "AGE"]
+    assert header == ["NAME", "READY", "REPLICAS", "MODEL", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE"]
 
 
 def test_a_chat_answer_streams_through_the_service(client: openai.OpenAI, model: str) -> None:
