@@ -1,7 +1,7 @@
 """Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
 
 The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against any
-revision of the operator (harness/revision.py). The tests in quick/ always run; the others run with
+revision of the operator (fault_harness/revision.py). The tests in quick/ always run; the others run with
 OPERATOR_FAULTS=1 (`make operator-faults`), and those that take the API server away only with
 OPERATOR_FAULTS_DISRUPTIVE=1.
 """
@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes `harness` importable
+sys.path.insert(0, str(Path(__file__).parent))  # makes `fault_harness` importable
 
-from harness.api_client import Api
-from harness.figures import Figures
-from harness.installation import Installation, install_crd
-from harness.revision import Revision
-from harness.tenant import Tenant
+from fault_harness.api_client import Api
+from fault_harness.figures import Figures
+from fault_harness.installation import Installation, install_crd
+from fault_harness.revision import Revision
+from fault_harness.tenant import Tenant
 from kube import Cluster
 
 HERE = Path(__file__).parent

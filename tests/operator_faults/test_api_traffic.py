@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness.api_client import Api
-from harness.counting_proxy import SentRequest, counting_proxy
-from harness.figures import Figures
-from harness.installation import install_crd
-from harness.local_operator import LocalOperator, local_operator_process
-from harness.revision import Revision
-from harness.tenant import Tenant
+from fault_harness.api_client import Api
+from fault_harness.counting_proxy import SentRequest, counting_proxy
+from fault_harness.figures import Figures
+from fault_harness.installation import install_crd
+from fault_harness.local_operator import LocalOperator, local_operator_process
+from fault_harness.revision import Revision
+from fault_harness.tenant import Tenant
 from kube import Cluster, wait_for
 
 pytestmark = pytest.mark.own_operator

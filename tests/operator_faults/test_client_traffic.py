@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness.api_client import ApiError
-from harness.constant_clients import ConstantClients
-from harness.figures import Figures
-from harness.installation import Installation, kill_operator
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.api_client import ApiError
+from fault_harness.constant_clients import ConstantClients
+from fault_harness.figures import Figures
+from fault_harness.installation import Installation, kill_operator
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 SETTLE_SECONDS = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness.figures import Figures
-from harness.tenant import Tenant
+from fault_harness.figures import Figures
+from fault_harness.tenant import Tenant
 from kube import wait_for
 
 from specdecode_worker.contract import CONTRACT_VERSION

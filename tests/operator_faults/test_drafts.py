@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
-from harness.figures import Figures
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.figures import Figures
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 FIRST, SECOND = "draft-a", "draft-b"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-from harness.api_client import ApiError
-from harness.figures import Figures
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.api_client import ApiError
+from fault_harness.figures import Figures
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import Manifest, wait_for
 
 COLLAPSE_SECONDS = 240

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from harness.figures import Figures
-from harness.installation import Installation, kill_operator, stopped_operator
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.figures import Figures
+from fault_harness.installation import Installation, kill_operator, stopped_operator
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 HAND_OVER_SECONDS = 20

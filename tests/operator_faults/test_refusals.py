@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from harness.figures import Figures
-from harness.tenant import ServedDeployment, Tenant, stand_in_template
+from fault_harness.figures import Figures
+from fault_harness.tenant import ServedDeployment, Tenant, stand_in_template
 from kube import Manifest, wait_for
 
 NAME = "refused"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness.figures import Figures
-from harness.node_resource import node_resource
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.figures import Figures
+from fault_harness.node_resource import node_resource
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 WINDOW_SECONDS = 5

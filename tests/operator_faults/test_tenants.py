@@ -6,8 +6,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from harness.figures import Figures, percentile
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.figures import Figures, percentile
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 CHANGES = 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness.constant_clients import ConstantClients
-from harness.figures import Figures
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.constant_clients import ConstantClients
+from fault_harness.figures import Figures
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import wait_for
 
 LIMIT_SECONDS = 30

@@ -1,6 +1,6 @@
 """An upgrade of the release from another revision under constant traffic: no failed request, no lost worker.
 
-OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name the revision before (harness/revision.py).
+OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name the revision before (fault_harness/revision.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from harness.api_client import Api
-from harness.constant_clients import ConstantClients
-from harness.figures import Figures
-from harness.installation import Installation, install_crd
-from harness.revision import Revision
-from harness.tenant import Tenant
+from fault_harness.api_client import Api
+from fault_harness.constant_clients import ConstantClients
+from fault_harness.figures import Figures
+from fault_harness.installation import Installation, install_crd
+from fault_harness.revision import Revision
+from fault_harness.tenant import Tenant
 from kube import Cluster, wait_for
 
 FROM = "OPERATOR_FAULTS_FROM_"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from harness.figures import Figures
-from harness.installation import Installation
-from harness.tenant import Tenant, stand_in_template
+from fault_harness.figures import Figures
+from fault_harness.installation import Installation
+from fault_harness.tenant import Tenant, stand_in_template
 from kube import wait_for
 
 NAMELESS = {"image": "localhost/nothing:1"}

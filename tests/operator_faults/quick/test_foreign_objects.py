@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness.figures import Figures
-from harness.tenant import ServedDeployment, Tenant
+from fault_harness.figures import Figures
+from fault_harness.tenant import ServedDeployment, Tenant
 from kube import Manifest, wait_for
 
 NAME = "foreign"

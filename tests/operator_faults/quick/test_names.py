@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from harness.figures import Figures
-from harness.tenant import Tenant, is_refused
+from fault_harness.figures import Figures
+from fault_harness.tenant import Tenant, is_refused
 
 pytestmark = pytest.mark.own_operator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.api_client import Api
+from fault_harness.api_client import Api
 from kube import wait_for
 
 RESOURCE = "example.com/specdecode-faults"

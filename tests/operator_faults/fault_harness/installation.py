@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness.api_client import Api
-from harness.revision import CRD_NAME, Revision
+from fault_harness.api_client import Api
+from fault_harness.revision import CRD_NAME, Revision
 from kube import Cluster, KubectlError, Manifest, wait_for
 
 HELM = Path(sys.executable).parent / "helm"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness.api_client import Api, ApiError
-from harness.installation import is_ready
-from harness.revision import Revision
+from fault_harness.api_client import Api, ApiError
+from fault_harness.installation import is_ready
+from fault_harness.revision import Revision
 from kube import Manifest, wait_for
 
 SCRIPT = "stand-in-worker"

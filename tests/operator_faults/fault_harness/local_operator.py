@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 import yaml
-from harness.counting_proxy import CountingProxy
-from harness.revision import Revision
+from fault_harness.counting_proxy import CountingProxy
+from fault_harness.revision import Revision
 from kube import wait_for
 
 
