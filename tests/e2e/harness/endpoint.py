@@ -29,7 +29,7 @@ def _fastest_dtype() -> str:
 
 DTYPE = _fastest_dtype()
 MEMORY = "4Gi" if DTYPE == "bfloat16" else "6Gi"
-"""Memory limit of a worker, with room for a second copy of the weights: ``bench`` runs beside the server in a test."""
+"""Memory limit of a worker, with room for a second copy of the weights: a test runs ``bench`` while the server runs."""
 EQUAL_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.12),))
 """Steps that take equally long with and without drafts, so that drafts gain time on every processor."""
 

@@ -44,7 +44,7 @@ class Crd:
 
 
 REPLICAS = 2
-"""Replicas of the operator, as the chart has them: one leads, one stands by."""
+"""Replicas of the operator, as the chart has them: one leader and one standby."""
 
 
 class Release:

@@ -173,18 +173,18 @@ def _without_none(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
-def test_good_specs_read(change: dict[str, Any]) -> None:
+def test_valid_specs_are_parsed(change: dict[str, Any]) -> None:
     Spec.model_validate(spec_with(change))
 
 
 @pytest.mark.parametrize(("change", "words"), BAD, ids=str)
-def test_validators_refuse(change: dict[str, Any], words: str) -> None:
+def test_validators_refuse_invalid_specs(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         Spec.model_validate(spec_with(change))
 
 
 @pytest.mark.parametrize("change", TYPOS, ids=str)
-def test_typos_are_refused(change: dict[str, Any]) -> None:
+def test_unknown_fields_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="Extra inputs"):
         Spec.model_validate(spec_with(change))
 
@@ -199,20 +199,20 @@ def test_names_that_cannot_become_a_service_are_invalid(name: str, is_valid: boo
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("change", GOOD, ids=str)
-def test_the_api_server_takes_good_specs(api: KindCopy, change: dict[str, Any]) -> None:
+def test_the_api_server_accepts_valid_specs(api: KindCopy, change: dict[str, Any]) -> None:
     assert "created" in api.dry_run(spec_with(change))
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(("change", "words"), BAD, ids=str)
-def test_the_api_server_refuses(api: KindCopy, change: dict[str, Any], words: str) -> None:
+def test_the_api_server_refuses_invalid_specs(api: KindCopy, change: dict[str, Any], words: str) -> None:
     with pytest.raises(KubectlError, match=words):
         api.dry_run(spec_with(change))
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("change", TYPOS, ids=str)
-def test_the_api_server_names_typos(api: KindCopy, change: dict[str, Any]) -> None:
+def test_the_api_server_names_unknown_fields(api: KindCopy, change: dict[str, Any]) -> None:
     with pytest.raises(KubectlError, match="unknown field"):
         api.dry_run(spec_with(change))
 

@@ -32,15 +32,15 @@ SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 STATUS_FIELDS = list(fields("status", SCHEMA["properties"]["status"]))
 
 
-def undocumented(found: list[tuple[str, Schema, bool]]) -> list[str]:
-    return [path for path, field, _ in found if len(field.get("description", "")) < 10]
+def undocumented(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
+    return [path for path, field, _ in listed_fields if len(field.get("description", "")) < 10]
 
 
-def without_default(found: list[tuple[str, Schema, bool]]) -> list[str]:
+def without_default(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
     """Return optional fields whose description does not say what holds without them."""
     return [
         path
-        for path, field, required in found
+        for path, field, required in listed_fields
         if not required
         and "default" not in field
         and not field.get("properties")
@@ -52,7 +52,7 @@ def without_default(found: list[tuple[str, Schema, bool]]) -> list[str]:
     ]
 
 
-def without_example(found: list[tuple[str, Schema, bool]]) -> list[str]:
+def without_example(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
     """Return fields that cannot be guessed and have no example: free text, maps, and objects without a schema."""
 
     def is_free(field: Schema) -> bool:
@@ -66,7 +66,7 @@ def without_example(found: list[tuple[str, Schema, bool]]) -> list[str]:
             or items.get("type") == "string"
         )
 
-    return [path for path, field, _ in found if is_free(field) and "Example: " not in field["description"]]
+    return [path for path, field, _ in listed_fields if is_free(field) and "Example: " not in field["description"]]
 
 
 def test_every_field_has_a_description() -> None:
@@ -92,7 +92,7 @@ def test_defaults_are_in_the_descriptions() -> None:
     assert missing == []
 
 
-def test_the_rules_see_what_is_missing() -> None:
+def test_the_checks_detect_missing_descriptions_defaults_and_examples() -> None:
     bare: Schema = {"type": "string", "description": "Something or other"}
     assert undocumented([("a", {"type": "string"}, False)]) == ["a"]
     assert without_default([("a", bare, False), ("b", bare, True)]) == ["a"]
@@ -123,7 +123,7 @@ def test_conditions_fit_into_status() -> None:
     assert all(f"| {kind} |" in documented for kind in ConditionType)
 
 
-def test_columns_are_fields_that_exist() -> None:
+def test_printer_columns_refer_to_existing_fields() -> None:
     known = {path for path, _, _ in [*SPEC_FIELDS, *STATUS_FIELDS]} | {"metadata.creationTimestamp"}
     assert [column["jsonPath"] for column in COLUMNS if column["jsonPath"][1:] not in known] == []
     narrow = [column["name"].upper() for column in COLUMNS if not column.get("priority")]

@@ -1,4 +1,4 @@
-"""The annotation specdecode.io/pin: what reads, what runs, what is told, and that a slip changes nothing."""
+"""The annotation specdecode.io/pin: valid and invalid values, the pinned plan, status, and the history."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pinned(loop: Loop, text: str) -> None:
         ("", None),
     ],
 )
-def test_what_reads(text: str, expected: Pin | None) -> None:
+def test_valid_pins_are_parsed(text: str, expected: Pin | None) -> None:
     assert read_pin(text, SPEC) == expected
 
 
@@ -54,12 +54,12 @@ def test_what_reads(text: str, expected: Pin | None) -> None:
         ("code=", "a shape is missing"),
     ],
 )
-def test_what_does_not_read_says_what_to_write(text: str, words: str) -> None:
+def test_an_invalid_pin_is_refused_with_an_example(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         read_pin(text, SPEC)
 
 
-def test_without_a_draft_there_is_nothing_to_pin() -> None:
+def test_a_pin_needs_a_speculation_method() -> None:
     with pytest.raises(SpecError, match=r"method is none"):
         read_pin("chain:3", SPEC.model_copy(update={"method": "none"}))
 
@@ -70,18 +70,18 @@ def test_a_pinned_shape_runs_at_every_load_and_the_guard_stays_on() -> None:
     decision = loop.polls(20)
     assert set(loop.depths[1:]) == {4}, "speculation that loses would have been stopped"
     assert decision.plan.guard
-    assert decision.recommended == "none", "what Auto would run is told meanwhile"
+    assert decision.recommended == "none", "the recommendation shows the shape of mode Auto"
 
 
 @pytest.mark.parametrize("mode", ["Off", "Static", "Advisory", "Auto"])
-def test_a_pin_goes_before_every_mode(mode: str) -> None:
+def test_a_pin_overrides_every_mode(mode: str) -> None:
     loop = loop_over(speculation={"mode": mode})
     pinned(loop, "chain:2")
     loop.polls(3)
     assert loop.depths[-1] == 2
 
 
-def test_a_pin_of_tasks_leaves_the_others_alone() -> None:
+def test_a_pin_of_one_task_does_not_change_the_rows_of_others() -> None:
     rows = tuple(PlanRow(concurrency=0, context=0, task=task, shape=chain(1)) for task in ("code", "chat"))
     before = Plan(initial=chain(3), max_depth=3, rows=rows)
     plan = Pin(by_task={"code": chain(6)}).over(before)
@@ -92,7 +92,7 @@ def test_a_pin_of_tasks_leaves_the_others_alone() -> None:
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
 
 
-def test_a_slip_keeps_what_was_in_force() -> None:
+def test_an_invalid_pin_leaves_the_previous_pin_in_force() -> None:
     loop = loop_over()
     pinned(loop, "chain:2")
     loop.polls(2)
@@ -104,14 +104,14 @@ def test_a_slip_keeps_what_was_in_force() -> None:
     assert "chian:4" in (decision.pin_problem or "")
 
 
-def test_a_slip_at_first_leaves_the_loop_as_it_was() -> None:
+def test_an_invalid_first_pin_leaves_the_mode_in_force() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     pinned(loop, "deep")
     loop.polls(12)
     assert loop.depths[-1] == 0, "Auto goes on"
 
 
-def test_taking_the_pin_off_gives_the_loop_back() -> None:
+def test_the_mode_is_in_force_again_after_the_pin_is_removed() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     pinned(loop, "chain:4")
     loop.polls(3)
@@ -121,21 +121,21 @@ def test_taking_the_pin_off_gives_the_loop_back() -> None:
     assert not decision.pinned
 
 
-def test_pinning_and_unpinning_stand_in_the_history() -> None:
+def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     loop.polls(2)
     pinned(loop, "chain:4")
     loop.polls(2)
     pinned(loop, "")
     decision = loop.polls(2)
-    told = [(found.before, found.after, found.reason) for found in decision.history]
-    assert told == [
+    entries = [(entry.before, entry.after, entry.reason) for entry in decision.history]
+    assert entries == [
         ("pin chain:4", "mode Static", "annotation specdecode.io/pin"),
         ("mode Static", "pin chain:4", "annotation specdecode.io/pin"),
     ]
 
 
-def test_a_pin_survives_a_restart_and_is_no_news_then() -> None:
+def test_a_pin_survives_a_restart_without_a_new_record() -> None:
     loop = loop_over()
     pinned(loop, "chain:4")
     loop.polls(3)
@@ -145,7 +145,7 @@ def test_a_pin_survives_a_restart_and_is_no_news_then() -> None:
     assert not decision.changes
 
 
-def test_a_paused_deployment_takes_no_pin() -> None:
+def test_a_pin_has_no_effect_while_paused() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     loop.polls(2)
     loop.deployment = replace(loop.deployment, pin="chain:1", paused=True)
@@ -154,7 +154,7 @@ def test_a_paused_deployment_takes_no_pin() -> None:
 
 
 @given(st.text(alphabet="chaintredo:=,0123456789- ", max_size=60))
-def test_no_annotation_makes_anything_but_a_sentence(text: str) -> None:
+def test_any_annotation_is_parsed_or_refused_with_a_spec_error(text: str) -> None:
     try:
         pin = read_pin(text, SPEC)
     except SpecError:

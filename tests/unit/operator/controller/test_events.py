@@ -37,7 +37,7 @@ def reasons(before: Status, after: Status) -> list[tuple[str, str]]:
         ("WorkersHealthy", "False", "True"),
     ],
 )
-def test_a_condition_that_turns_has_one_event(kind: str, bad: str, good: str) -> None:
+def test_a_condition_that_changes_has_one_event(kind: str, bad: str, good: str) -> None:
     ill, well = status_with(kind, bad), status_with(kind, good)
     assert reasons(Status(), ill) == [("Warning", "R")]
     assert reasons(ill, ill) == []
@@ -59,7 +59,7 @@ def test_stalled_is_a_warning_and_its_end_is_not(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["ImageNotPulled", "WorkerFailing"])
-def test_a_retry_of_the_same_pods_is_no_news(reason: str) -> None:
+def test_a_retry_of_the_same_pods_is_no_event(reason: str) -> None:
     pull, back_off = (status_with("Stalled", "True", f"pod p: {text}", reason) for text in ("pull", "back-off"))
     assert reasons(pull, back_off) == []
     assert reasons(pull, status_with("Stalled", "True", "pod q: pull", reason)) == [("Warning", reason)]
@@ -74,7 +74,7 @@ def test_available_is_an_event_only_when_it_is_lost_or_regained() -> None:
     assert reasons(served, status_with("Available", "False", reason="ScaledToZero")) == [], "a user asked for it"
 
 
-def test_another_slip_is_news_and_another_number_is_not() -> None:
+def test_another_refusal_is_an_event_and_another_number_is_not() -> None:
     one, two = (status_with("Pinned", "False", message) for message in ("chian:3", "chani:3"))
     assert len(reasons(one, two)) == 1
     three, four = (status_with("ScalingLimited", "True", message) for message in ("asks for 5", "asks for 6"))
@@ -199,7 +199,7 @@ def test_an_outlier_is_named_and_does_not_touch_ready() -> None:
     assert ready.status == "True"
 
 
-def test_another_pod_is_news_and_another_figure_is_not() -> None:
+def test_another_unhealthy_pod_is_an_event_and_another_figure_is_not() -> None:
     assert reasons(suspected(), suspected("p1")) == [("Warning", "AcceptanceCollapsed")]
     assert reasons(suspected("p1"), suspected("p1", acceptance="0.29")) == []
     assert reasons(suspected("p1"), suspected("p1", "p2")) == [("Warning", "AcceptanceCollapsed")]

@@ -114,7 +114,7 @@ def test_a_new_worker_that_does_not_fit_leaves_the_old_one_serving() -> None:
     assert status.memory.limit == "4.00Gi", "memory of the worker that serves"
 
 
-def test_a_required_draft_that_is_not_for_the_target() -> None:
+def test_a_required_draft_that_does_not_match_the_target_is_refused() -> None:
     status = status_with(serving(), pod(MISFIT.model_dump_json()))
     shown = condition(status, "DraftCompatible")
     assert (shown.status, shown.reason) == ("False", "DraftRefused")
@@ -122,7 +122,7 @@ def test_a_required_draft_that_is_not_for_the_target() -> None:
     assert condition(status, "MemoryFits").status == "True"
 
 
-def test_memory_is_unknown_at_first_and_then_stays() -> None:
+def test_memory_is_unknown_without_a_report_and_then_stays() -> None:
     assert condition(status_with(), "MemoryFits").status == "Unknown"
     assert status_with().memory is None
     assert status_with(before=status_with(serving())).memory == status_with(serving()).memory

@@ -38,7 +38,7 @@ def recorded(loop: Loop, polls: int) -> None:
         metrics.record(loop.deployment, observed, decision, status)
 
 
-def test_figures_of_a_deployment() -> None:
+def test_figures_of_a_deployment_are_exported() -> None:
     recorded(loop_over(Truth(chances=[0.8] * 5), explore=0.1, speculation={"mode": "Static"}), 14)
     assert value("specdecode_acceptance_rate") == pytest.approx(0.65, abs=0.05)
     assert value("specdecode_accepted_length") == pytest.approx(2.95, abs=0.15)

@@ -54,7 +54,7 @@ def operator(cluster: Cluster, namespace: str, tmp_path_factory: pytest.TempPath
         yield process
 
 
-def test_a_resource_becomes_children_and_a_status_that_rests(
+def test_a_resource_gets_children_and_a_status_that_stays_the_same(
     operator: OperatorProcess, cluster: Cluster, namespace: str
 ) -> None:
     cluster.apply(resource("made"), namespace=namespace)
@@ -97,7 +97,7 @@ def test_a_deleted_child_returns_within_five_seconds(
         )
 
 
-def test_a_deleted_deployment_takes_its_children_along(
+def test_deleting_a_deployment_deletes_its_children(
     operator: OperatorProcess, cluster: Cluster, namespace: str
 ) -> None:
     cluster.apply(resource("gone"), namespace=namespace)
@@ -125,7 +125,7 @@ def test_a_refused_child_is_named_and_the_others_are_applied(
         cluster.get("deploy", "refused-worker", namespace)
 
 
-def test_a_bad_template_item_is_shown_within_ten_seconds_and_forgotten_with_the_next_spec(
+def test_a_refused_template_is_in_status_within_ten_seconds_until_the_spec_is_repaired(
     operator: OperatorProcess, cluster: Cluster, namespace: str
 ) -> None:
     bad = {"workers": {"template": {"spec": {"containers": [{"image": "x"}]}}}}
@@ -134,8 +134,8 @@ def test_a_bad_template_item_is_shown_within_ten_seconds_and_forgotten_with_the_
     def stalled() -> Any:
         return conditions(cluster, namespace, "items").get("Stalled")
 
-    found = wait_for("the condition", stalled, timeout_s=10)
-    assert found["reason"] == "SpecRefused"
+    condition = wait_for("the condition", stalled, timeout_s=10)
+    assert condition["reason"] == "SpecRefused"
     assert cluster.get("sdd", "items", namespace)["status"]["observedGeneration"] == 1
     assert conditions(cluster, namespace, "items")["Ready"]["status"] == "False"
     change = json.dumps({"spec": {"workers": {"template": None}}})
@@ -275,7 +275,7 @@ def change_grace(cluster: Cluster, namespace: str, name: str, seconds: int) -> N
     cluster.kubectl("patch", "sdd", name, "--type=merge", "-p", change, namespace=namespace)
 
 
-def test_cut_off_from_the_api_server_it_stays_alive_and_recovers(
+def test_the_operator_survives_a_connection_loss_to_the_api_server(
     wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
 ) -> None:
     with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
@@ -294,7 +294,9 @@ def test_cut_off_from_the_api_server_it_stays_alive_and_recovers(
         assert operator.resident_mib() <= MAX_MEMORY_MIB
 
 
-def test_started_before_its_api_server(wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path) -> None:
+def test_the_operator_waits_for_an_api_server_that_starts_later(
+    wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
+) -> None:
     wire.cut()
     with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
         assert operator.process is not None

@@ -74,7 +74,7 @@ async def test_nothing_is_decided_before_the_state_was_loaded() -> None:
     assert setup.asked == [(KEY, False)]
 
 
-async def test_a_decision_is_handed_over_with_what_must_be_persisted() -> None:
+async def test_a_decision_stays_pending_until_the_reconciler_persists_it() -> None:
     setup = Setup()
     setup.load()
     await setup.planner.handle(KEY)
@@ -105,7 +105,7 @@ async def test_a_reading_is_counted_once_however_often_the_planner_runs() -> Non
         assert len(setup.state.session.session.window) == round_ - 1
 
 
-async def test_a_refused_spec_becomes_a_failure_of_its_generation_and_goes_with_the_next_one() -> None:
+async def test_a_refused_spec_is_a_failure_until_the_next_generation() -> None:
     setup = Setup(workers={"template": {"spec": {"containers": [{"image": "x"}]}}})
     setup.load()
     await setup.planner.handle(KEY)
@@ -119,7 +119,7 @@ async def test_a_refused_spec_becomes_a_failure_of_its_generation_and_goes_with_
     assert setup.state.decision is not None
 
 
-async def test_an_error_of_our_own_is_shown_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_is_reported_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("division by zero")
 

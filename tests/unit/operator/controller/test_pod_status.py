@@ -25,22 +25,22 @@ def resource(**fields: Any) -> dict[str, Any]:
     return {"metadata": metadata, "spec": SPEC, **fields}
 
 
-def test_a_serving_pod() -> None:
-    found = worker_of(pod({"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}))
-    assert (found.address, found.ready, found.leaving, found.trouble) == ("10.0.0.1", True, False, None)
+def test_a_ready_pod_is_a_ready_worker() -> None:
+    worker = worker_of(pod({"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}))
+    assert (worker.address, worker.ready, worker.leaving, worker.trouble) == ("10.0.0.1", True, False, None)
 
 
 @pytest.mark.parametrize("status", [{}, {"phase": "Pending"}])
-def test_a_pod_that_is_not_there_yet(status: dict[str, Any]) -> None:
+def test_a_pod_without_an_address_is_not_ready(status: dict[str, Any]) -> None:
     assert (worker_of(pod(status)).address, worker_of(pod(status)).ready) == (None, False)
 
 
-def test_a_pod_that_goes() -> None:
+def test_a_deleted_or_failed_pod_is_leaving() -> None:
     assert worker_of(pod({}, deletionTimestamp="now")).leaving
     assert worker_of(pod({"phase": "Failed"})).leaving
 
 
-def test_a_failing_pull_says_its_last_words() -> None:
+def test_the_trouble_of_a_failing_pull_is_the_last_line_of_its_log() -> None:
     ended = {"terminated": {"message": "pulling 3 %\nerror: the disk is full: 2 GiB are missing\n"}}
     status = {
         "initContainerStatuses": [
@@ -50,13 +50,13 @@ def test_a_failing_pull_says_its_last_words() -> None:
     assert worker_of(pod(status)).trouble == "pull: CrashLoopBackOff: error: the disk is full: 2 GiB are missing"
 
 
-def test_an_image_that_cannot_be_had() -> None:
+def test_an_image_that_cannot_be_pulled_is_trouble() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "not found"}
     status = {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]}
     assert worker_of(pod(status)).trouble == "worker: ImagePullBackOff: not found"
 
 
-def test_a_pod_that_fits_nowhere() -> None:
+def test_an_unschedulable_pod_has_the_message_of_the_scheduler() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
     assert worker_of(pod({"conditions": [condition]})).trouble == "Unschedulable: no GPU"
 
@@ -70,17 +70,17 @@ def test_a_pod_without_a_node_is_not_placed_and_has_an_age() -> None:
 
 def test_pods_that_a_replica_set_cannot_create_are_reported() -> None:
     condition = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
-    found = {
+    workload = {
         "metadata": {"generation": 2},
         "spec": {"replicas": 1, "template": {}},
         "status": {"conditions": [condition]},
     }
-    assert workload_of(found).replica_failure == "exceeded quota: small"
+    assert workload_of(workload).replica_failure == "exceeded quota: small"
     condition["status"] = "False"
-    assert workload_of(found).replica_failure is None
+    assert workload_of(workload).replica_failure is None
 
 
-def test_starting_is_no_trouble() -> None:
+def test_a_starting_container_is_no_trouble() -> None:
     status = {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]}
     assert worker_of(pod(status)).trouble is None
 
@@ -95,9 +95,9 @@ def test_starting_is_no_trouble() -> None:
         ({}, False),
     ],
 )
-def test_settled(status: dict[str, Any], settled: bool) -> None:
-    found = {"metadata": {"generation": 2}, "spec": {"replicas": 1, "template": {}}, "status": status}
-    assert workload_of(found).settled == settled
+def test_a_workload_is_settled_without_a_rollout_under_way(status: dict[str, Any], settled: bool) -> None:
+    workload = {"metadata": {"generation": 2}, "spec": {"replicas": 1, "template": {}}, "status": status}
+    assert workload_of(workload).settled == settled
 
 
 def test_a_spec_of_another_version_is_refused_by_field() -> None:
@@ -105,19 +105,19 @@ def test_a_spec_of_another_version_is_refused_by_field() -> None:
         deployment_of(resource(spec={**SPEC, "weather": "fine"}))
 
 
-def test_paused() -> None:
-    found = resource()
-    assert not deployment_of(found).paused
-    found["metadata"]["annotations"] = {"specdecode.io/paused": "true"}
-    assert deployment_of(found).paused
+def test_the_annotation_pauses_a_deployment() -> None:
+    paused = resource()
+    assert not deployment_of(paused).paused
+    paused["metadata"]["annotations"] = {"specdecode.io/paused": "true"}
+    assert deployment_of(paused).paused
 
 
-def test_a_status_of_another_version_counts_as_none() -> None:
+def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None
 
 
 @pytest.mark.parametrize("counter", ["drafts", "running_request_seconds", "clock_seconds"])
-def test_a_counter_that_falls_within_one_boot_is_a_lie(counter: str) -> None:
+def test_a_report_with_a_counter_that_fell_within_one_boot_is_dropped(counter: str) -> None:
     simulated = SimulatedWorker(Truth(), plan=Plan(max_depth=5))
     simulated.run(4)
     before = simulated.report()
@@ -127,13 +127,13 @@ def test_a_counter_that_falls_within_one_boot_is_a_lie(counter: str) -> None:
     assert without_regression(worker, before) == worker
     assert without_regression(worker, None) == worker
     fallen = replace(worker, report=after.model_copy(update={counter: type(getattr(after, counter))(1)}))
-    found = without_regression(fallen, before)
-    assert found.report is None
-    assert found.report_problem is not None
-    assert found.report_problem.startswith(f"{counter}: fell from ")
+    checked = without_regression(fallen, before)
+    assert checked.report is None
+    assert checked.report_problem is not None
+    assert checked.report_problem.startswith(f"{counter}: fell from ")
     assert fallen.report is not None
-    anew = replace(fallen, report=fallen.report.model_copy(update={"boot_id": "another"}))
-    assert without_regression(anew, before) == anew, "a restart is no lie"
+    restarted = replace(fallen, report=fallen.report.model_copy(update={"boot_id": "another"}))
+    assert without_regression(restarted, before) == restarted, "counters start at zero after a restart"
 
 
 def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:

@@ -24,7 +24,7 @@ def resource(generation: int = 1, version: int = 1, uid: str = "u1", **annotatio
 
 
 class Recorded:
-    """Loops that record what they are told."""
+    """Loops that record the calls they get."""
 
     def __init__(self) -> None:
         self.changed = 0
@@ -43,10 +43,10 @@ def started() -> tuple[Process, Recorded]:
     return process, loops
 
 
-def test_changes_by_users_start_a_decision_and_our_own_status_does_not() -> None:
+def test_changes_by_users_start_a_decision_and_status_updates_do_not() -> None:
     process, loops = started()
     counts = []
-    for event, found in (
+    for event, body in (
         (None, resource()),
         ("MODIFIED", resource(version=2)),
         ("MODIFIED", resource(version=3, **{"kubectl.kubernetes.io/restartedAt": "now"})),
@@ -55,7 +55,7 @@ def test_changes_by_users_start_a_decision_and_our_own_status_does_not() -> None
         ("MODIFIED", resource(2, version=6, **{PAUSED_ANNOTATION: "true"})),
         ("ADDED", resource(version=7, uid="u2")),
     ):
-        process.resource_event(event, found)
+        process.resource_event(event, body)
         counts.append(loops.changed)
     assert counts == [1, 1, 1, 2, 3, 4, 5]
     assert loops.forgotten == ["u1"]
@@ -70,13 +70,13 @@ def test_an_event_older_than_the_known_resource_is_ignored() -> None:
     assert state.resource.value["status"]["version"] == 10
 
 
-def test_a_deleted_deployment_is_forgotten_whatever_the_event_is_called() -> None:
+def test_a_deployment_is_forgotten_after_a_deleted_event_or_a_deletion_timestamp() -> None:
     for event, deletion in (("DELETED", None), ("MODIFIED", "now")):
         process, loops = started()
         process.resource_event(None, resource())
-        found = resource(version=2)
-        found["metadata"]["deletionTimestamp"] = deletion
-        process.resource_event(event, found)
+        body = resource(version=2)
+        body["metadata"]["deletionTimestamp"] = deletion
+        process.resource_event(event, body)
         assert process._table.get(KEY) is None
         assert loops.forgotten == ["u1"]
 

@@ -1,6 +1,6 @@
-"""What operator and worker expose, scraped by a real Prometheus: every query of the dashboard and of the alerts.
+"""Queries of the dashboard and of the alerts, run by a real Prometheus that scrapes an operator and a worker.
 
-The same on a cluster, with real traffic, is tests/e2e's.
+The tests in tests/e2e run the same queries on a cluster with real traffic.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def prometheus(
 ) -> Iterator[Prometheus]:
     labels = {"namespace": "ns", "name": "demo", "pod": "demo-worker-1"}
     targets = [Target("operator", operator), Target("workers", worker, labels)]
-    with prometheus_over(promtool.folder, tmp_path_factory.mktemp("prometheus"), targets) as found:
-        wait_for("two scrapes", lambda: found.query("count_over_time(up[1m]) > 2"), timeout_s=20)
-        yield found
+    with prometheus_over(promtool.folder, tmp_path_factory.mktemp("prometheus"), targets) as server:
+        wait_for("two scrapes", lambda: server.query("count_over_time(up[1m]) > 2"), timeout_s=20)
+        yield server
 
 
 def queries() -> list[str]:
@@ -112,13 +112,13 @@ def test_a_query_of_the_dashboard_has_an_answer(prometheus: Prometheus, query: s
     assert answer or any(words in query for words in QUIET), query
 
 
-def test_every_alert_is_evaluated_and_a_well_deployment_raises_none(prometheus: Prometheus) -> None:
+def test_every_alert_is_evaluated_and_none_fires_for_a_healthy_deployment(prometheus: Prometheus) -> None:
     wait_for("rules are evaluated", lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()))
-    found = prometheus.rules()
-    assert {rule["health"] for rule in found} == {"ok"}
-    assert [rule["name"] for rule in found if rule["state"] != "inactive"] == []
+    rules = prometheus.rules()
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert [rule["name"] for rule in rules if rule["state"] != "inactive"] == []
 
 
-def test_the_series_of_a_deployment_meet(prometheus: Prometheus) -> None:
-    """Operator's and worker's series carry the same namespace and name, so that one can be set against the other."""
+def test_series_of_operator_and_worker_have_the_same_labels(prometheus: Prometheus) -> None:
+    """Series of both have the labels namespace and name, so that a query can join them."""
     assert prometheus.query("specdecode_operator_plan_version - on (namespace, name) specdecode_plan_version")

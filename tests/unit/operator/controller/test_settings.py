@@ -9,25 +9,27 @@ from specdecode_operator.errors import SettingsError
 from specdecode_operator.settings import read_settings
 
 
-def test_defaults() -> None:
+def test_settings_have_defaults() -> None:
     assert read_settings({"PATH": "/bin", "SPECDECODE_OPERATOR_LOG_LEVEL": ""}).poll_seconds == 5
 
 
 def test_lists_are_split() -> None:
-    found = read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"})
-    assert found.watch_namespaces == ("a", "b")
+    settings = read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"})
+    assert settings.watch_namespaces == ("a", "b")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("POLL_SECONDS", "often"), ("PORT_HEALTH", "0"), ("LOG_LEVEL", "loud"), ("WORKER_IMAGE_PULL_POLICY", "Maybe")],
 )
-def test_nonsense_names_the_variable(name: str, value: str) -> None:
+def test_an_invalid_setting_names_the_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"SPECDECODE_OPERATOR_{name}='{value}'"):
         read_settings({f"SPECDECODE_OPERATOR_{name}": value})
 
 
-def test_the_process_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_process_exits_with_2_on_an_invalid_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SPECDECODE_OPERATOR_POLL_SECONDS", "-1")
     assert main(["run"]) == 2
     assert "SPECDECODE_OPERATOR_POLL_SECONDS" in capsys.readouterr().err

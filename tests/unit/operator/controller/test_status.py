@@ -77,7 +77,7 @@ def test_a_draft_that_does_not_fit_is_named_and_the_endpoint_stays_ready() -> No
     assert "q_proj" in status.reason
 
 
-def test_a_draft_that_fits() -> None:
+def test_a_draft_that_fits_is_compatible() -> None:
     status = status_with(workload_with(), (reporting(hash="abc"),))
     assert condition(status, "DraftCompatible").status == "True"
     assert status.draft is not None
@@ -205,7 +205,7 @@ def test_speedup_is_updated_while_too_few_drafts_show_acceptance() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [(0.024, 0.0), (0.026, 0.05), (1.374, 1.35), (1.376, 1.4), (None, None)]
 )
-def test_rounding(value: float | None, expected: float | None) -> None:
+def test_speedups_are_rounded_to_multiples_of_0_05(value: float | None, expected: float | None) -> None:
     assert rounded(value) == expected
 
 

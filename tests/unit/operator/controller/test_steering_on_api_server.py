@@ -39,28 +39,28 @@ class Made:
         self.cluster.kubectl("annotate", "sdd", self.name, text, "--overwrite", namespace=self.namespace)
 
     def plan(self) -> dict[str, Any]:
-        found = self.cluster.get("configmap", f"{self.name}-plan", self.namespace)
-        return json.loads(found["data"]["plan.json"])  # type: ignore[no-any-return]
+        config_map = self.cluster.get("configmap", f"{self.name}-plan", self.namespace)
+        return json.loads(config_map["data"]["plan.json"])  # type: ignore[no-any-return]
 
     def condition(self, kind: str) -> dict[str, Any]:
         status = self.cluster.get("sdd", self.name, self.namespace).get("status", {})
-        return next((found for found in status.get("conditions", []) if found["type"] == kind), {"status": "absent"})
+        return next((item for item in status.get("conditions", []) if item["type"] == kind), {"status": "absent"})
 
     def reasons(self) -> set[str]:
         """Return the reasons of all conditions."""
         status = self.cluster.get("sdd", self.name, self.namespace).get("status", {})
-        return {found["reason"] for found in status.get("conditions", [])}
+        return {condition["reason"] for condition in status.get("conditions", [])}
 
     def events(self) -> list[tuple[str, str]]:
-        found = self.cluster.list("events", "", self.namespace)
-        return [(one["reason"], one["message"]) for one in found if one["involvedObject"]["name"] == self.name]
+        events = self.cluster.list("events", "", self.namespace)
+        return [(one["reason"], one["message"]) for one in events if one["involvedObject"]["name"] == self.name]
 
     def versions(self) -> dict[str, str]:
         """Return the resourceVersion of every child except the stored state."""
-        found = self.cluster.list(CHILDREN, f"{GROUP}/name={self.name}", self.namespace)
+        children = self.cluster.list(CHILDREN, f"{GROUP}/name={self.name}", self.namespace)
         return {
             f"{child['kind']}/{child['metadata']['name']}": child["metadata"]["resourceVersion"]
-            for child in found
+            for child in children
             if child["metadata"]["name"] != f"{self.name}-state"
         }
 
@@ -134,7 +134,9 @@ def test_advisory_leaves_the_resource_versions_of_all_children(cluster: Cluster,
     assert made.versions() == before
 
 
-def test_the_plugin_on_a_real_api_server(cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plugin_reads_and_pins_on_a_real_api_server(
+    cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = Made(cluster, namespace, "plugged")
     assert made.plugin("pin", "plugged", "chain:4") == 0
     wait_for("the pinned plan", lambda: made.plan()["initial"] == [0, 1, 2, 3], timeout_s=20)

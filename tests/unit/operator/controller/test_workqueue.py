@@ -27,7 +27,7 @@ def test_a_key_does_not_run_twice_at_a_time(schedule: Schedule) -> None:
     assert schedule.take(0.71) == A, "an event during the run must cause one more"
 
 
-def test_many_events_are_one_run(schedule: Schedule) -> None:
+def test_many_events_become_one_run(schedule: Schedule) -> None:
     for _ in range(10):
         schedule.add(A, 0)
     assert schedule.take(0) == A
@@ -35,7 +35,7 @@ def test_many_events_are_one_run(schedule: Schedule) -> None:
     assert schedule.take(1) is None
 
 
-def test_resync_comes_by_itself(schedule: Schedule) -> None:
+def test_a_resync_needs_no_event(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.take(0)
     schedule.done(A, 1, again_in=5)
@@ -50,7 +50,7 @@ def test_resync_comes_by_itself(schedule: Schedule) -> None:
         due += 5
 
 
-def test_keys_that_started_together_come_in_turns(schedule: Schedule) -> None:
+def test_resyncs_of_keys_that_started_together_are_spread(schedule: Schedule) -> None:
     keys = [("ns", f"d{index}") for index in range(600)]
     for key in keys:
         schedule.add(key, 0)
@@ -65,7 +65,7 @@ def test_keys_that_started_together_come_in_turns(schedule: Schedule) -> None:
     assert sorted(taken) == sorted(keys)
 
 
-def test_what_happened_goes_before_resyncs_that_are_late_but_not_for_ever(schedule: Schedule) -> None:
+def test_an_event_goes_before_late_resyncs_within_its_head_start(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.take(0)
     schedule.done(A, 0, again_in=10)
@@ -78,11 +78,11 @@ def test_what_happened_goes_before_resyncs_that_are_late_but_not_for_ever(schedu
     assert schedule.take(due + PACE.head_start + 1) == A
 
 
-def test_what_somebody_changed_goes_before_what_happened(schedule: Schedule) -> None:
+def test_changes_by_users_go_before_other_events(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.add(B, 10, changed=True)
     schedule.add(B, 10)
-    assert schedule.take(10) == B, "and an event of a child takes nothing of that"
+    assert schedule.take(10) == B, "a later event of a child does not reduce the head start"
     assert schedule.take(10) == A
 
 
@@ -100,7 +100,7 @@ def test_failures_back_off_and_success_forgets_them(schedule: Schedule) -> None:
     assert schedule.failed(A, now + 1) == 1
 
 
-def test_an_event_during_a_failing_run_does_not_retry_hot(schedule: Schedule) -> None:
+def test_an_event_during_a_failing_run_waits_for_the_first_back_off(schedule: Schedule) -> None:
     schedule.add(A, 0)
     for now in range(0, 100, 10):
         assert schedule.take(now) == A
@@ -108,7 +108,7 @@ def test_an_event_during_a_failing_run_does_not_retry_hot(schedule: Schedule) ->
         assert schedule.failed(A, now) == 1
 
 
-def test_a_gone_key_is_forgotten(schedule: Schedule) -> None:
+def test_the_key_of_a_deleted_object_is_forgotten(schedule: Schedule) -> None:
     schedule.add(A, 0)
     schedule.take(0)
     schedule.done(A, 1, again_in=None)
@@ -121,7 +121,7 @@ def test_the_longest_due_goes_first(schedule: Schedule) -> None:
     assert [schedule.take(3), schedule.take(3)] == [B, A]
 
 
-async def test_a_queue_ends_when_it_is_told_to_while_something_happens() -> None:
+async def test_a_queue_stops_when_cancelled_during_an_event() -> None:
     async def handle(key: tuple[str, str]) -> float | None:
         return 100.0
 
@@ -137,7 +137,7 @@ async def test_a_queue_ends_when_it_is_told_to_while_something_happens() -> None
         assert task.done()
 
 
-async def test_keys_run_side_by_side_but_never_with_themselves() -> None:
+async def test_different_keys_run_concurrently_and_one_key_does_not() -> None:
     running: set[tuple[str, str]] = set()
     most, runs = 0, 0
 

@@ -1,4 +1,4 @@
-"""The decision history: what stands in it, and the gain that came true."""
+"""The decision history and the realised gain of its changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def after_a_change(truth: Truth, polls: int) -> tuple[Loop, Decision]:
 
 
 @pytest.mark.parametrize("chances", [[0.02] * 5, [0.98] * 5], ids=["stopped", "deepened"])
-def test_the_gain_that_came_true_is_what_the_truth_says(chances: list[float]) -> None:
+def test_the_realised_gain_equals_that_of_the_simulated_step_times(chances: list[float]) -> None:
     truth = Truth(chances=chances)
     _, decision = after_a_change(truth, 60)
     before, after = (TreeShape.parse(text).depth for text in (decision.before, decision.after))
@@ -39,7 +39,7 @@ def test_the_gain_that_came_true_is_what_the_truth_says(chances: list[float]) ->
     assert decision.realised_gain_percent == pytest.approx(expected, abs=max(4.0, 0.12 * expected))
 
 
-def test_a_gain_is_not_told_before_enough_drafts() -> None:
+def test_a_realised_gain_needs_enough_drafts() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     while not (loop.decision and loop.decision.changes):
         loop.poll()
@@ -51,7 +51,7 @@ def test_a_gain_is_not_told_before_enough_drafts() -> None:
     assert not loop.memory.learned.following
 
 
-def test_following_survives_a_restart() -> None:
+def test_a_gain_measurement_survives_a_restart() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     while not (loop.decision and loop.decision.changes):
         loop.poll()
@@ -72,13 +72,13 @@ def decision(**fields: object) -> Decision:
     return Decision.model_validate(words)
 
 
-def test_rows_that_moved_are_followed() -> None:
+def test_the_gain_of_changed_rows_is_measured() -> None:
     learned = recorded(LearnedState(plan=plan_of(5)), (decision(),), plan_of(3))
     (follow,) = learned.following
     assert follow.rows == tuple((c, 0, "other") for c in range(3))
 
 
-def test_what_is_followed_stays_small_and_near_the_present_load() -> None:
+def test_gain_measurements_are_few_and_near_the_present_load() -> None:
     def plan(depth: int) -> Plan:
         rows = tuple(
             PlanRow(concurrency=c, context=x, shape=TreeShape.chain(depth)) for c in range(6) for x in range(3)
@@ -95,13 +95,13 @@ def test_what_is_followed_stays_small_and_near_the_present_load() -> None:
     assert learned.following[0].rows[0] == (4, 2, "other")
 
 
-def test_a_decision_that_left_the_history_is_followed_no_more() -> None:
+def test_the_measurement_ends_when_its_decision_leaves_the_history() -> None:
     follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
     learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
     assert not realised(learned, Delta(), Plan().buckets).following
 
 
-def test_what_is_no_change_of_rows_is_not_followed() -> None:
+def test_only_changes_of_rows_start_a_gain_measurement() -> None:
     learned = recorded(LearnedState(plan=plan_of(5)), (decision(kind="Steering"),), plan_of(3))
     assert not learned.following
     assert len(learned.history) == 1
@@ -111,16 +111,16 @@ def test_history_is_bounded_and_newest_first() -> None:
     learned = LearnedState()
     for index in range(HISTORY + 3):
         learned = recorded(learned, (decision(time=f"{index}"),), None)
-    assert [found.time for found in learned.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
+    assert [entry.time for entry in learned.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
 
 
-def test_the_first_sight_of_a_deployment_is_no_change() -> None:
+def test_a_new_deployment_has_no_steering_record() -> None:
     assert steered("", "mode Auto", "mode", "r", 0) is None
     assert steered("mode Auto", "mode Auto", "mode", "r", 0) is None
     assert steered("mode Auto", "mode Off", "mode", "r", 0) is not None
 
 
-def test_a_change_of_mode_stands_in_the_history() -> None:
+def test_a_change_of_mode_is_recorded_in_the_history() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     loop.polls(2)
     loop.deployment = loop_over(speculation={"mode": "Advisory"}).deployment
@@ -128,25 +128,25 @@ def test_a_change_of_mode_stands_in_the_history() -> None:
     assert (change.kind, change.before, change.after) == ("Steering", "mode Static", "mode Advisory")
 
 
-def test_a_lost_memory_takes_the_history_back_from_status() -> None:
+def test_after_a_loss_of_state_the_history_is_read_from_status() -> None:
     loop = loop_over()
     loop.deployment = loop_over().deployment
-    told = Status(speculation=SpeculationStatus(history=(decision(),)))
-    object.__setattr__(loop.deployment, "status", told)
+    status = Status(speculation=SpeculationStatus(history=(decision(),)))
+    object.__setattr__(loop.deployment, "status", status)
     loop.memory = Session(found=False)
     assert loop.poll().history == (decision(),)
 
 
-def test_workers_that_come_stand_in_the_history() -> None:
+def test_a_change_of_replicas_is_recorded_in_the_history() -> None:
     truth = Truth(sequences=16, waiting=40.0)
     loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3})
     decision = loop.polls(6)
-    (change,) = [found for found in decision.history if found.kind == "Replicas"]
+    (change,) = [entry for entry in decision.history if entry.kind == "Replicas"]
     assert (change.before, change.after) == ("1", "3")
     assert "demand" in change.reason
 
 
-def test_advisory_tells_what_demand_asks_for_and_leaves_the_replicas() -> None:
+def test_advisory_reports_wanted_replicas_without_scaling() -> None:
     truth = Truth(sequences=16, waiting=40.0)
     loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3}, speculation={"mode": "Advisory"})
     decision = loop.polls(8)
@@ -154,7 +154,7 @@ def test_advisory_tells_what_demand_asks_for_and_leaves_the_replicas() -> None:
     assert (decision.wanted or 0) > 1
 
 
-def test_advisory_leaves_every_child_as_it_is() -> None:
+def test_advisory_changes_no_child() -> None:
     """The same manifests mean the same resourceVersion: server-side apply of equal text changes nothing."""
     loop = loop_over(Truth(chances=[0.02] * 5), speculation={"mode": "Advisory"})
     first = loop.polls(3)

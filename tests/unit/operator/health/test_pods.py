@@ -207,9 +207,9 @@ def test_any_history_of_pods_is_judged(history: list[tuple[str, int, int]], draf
     assert draft == "d" or not learned.pods
 
 
-def test_a_collapse_is_found_after_a_short_past_and_is_no_excuse_for_itself() -> None:
-    """One of two workers, requests of some forty drafts each, a dozen drafts a poll: as on two small CPUs. The
-    requests of both together differ a great deal by then, and the past is young enough to follow the fall."""
+def test_a_collapse_is_detected_after_a_short_history_that_includes_it() -> None:
+    """One of two workers collapses after 25 polls. Requests have about 40 drafts and a poll has 13, as on two
+    small CPUs: requests of both together vary widely, and the short history follows the fall."""
     learned, now = LearnedState(draft="d"), 0.0
     for poll in range(60):
         now += 2
@@ -221,7 +221,7 @@ def test_a_collapse_is_found_after_a_short_past_and_is_no_excuse_for_itself() ->
 
 
 def _poll(chance: float) -> Delta:
-    """Thirteen drafts, and a third of a request of forty of them."""
+    """Return the delta of one poll: 13 drafts, and a third of a request of 40 drafts."""
     accepted = 40 * 1.6 * chance
     request = RequestSums(1, accepted, 40, accepted**2, 40 * accepted, 1600).times(1 / 3)
     hits = Hits(13 * chance, 13)

@@ -26,16 +26,16 @@ def template(**spec: Any) -> dict[str, Any]:
     return manifests.pod_template(deployment_with(**spec), DEFAULTS)
 
 
-def container(found: dict[str, Any], name: str) -> dict[str, Any]:
-    containers = found["spec"]["containers"] + found["spec"]["initContainers"]
+def container(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    containers = pod["spec"]["containers"] + pod["spec"]["initContainers"]
     return next(item for item in containers if item["name"] == name)
 
 
-def environment(found: dict[str, Any]) -> dict[str, Any]:
-    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(found, "worker")["env"]}
+def environment(pod: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(pod, "worker")["env"]}
 
 
-def test_the_config_reaches_the_worker_whole() -> None:
+def test_the_worker_config_in_the_environment_is_complete() -> None:
     spec = {
         "model": {"uri": "hf://org/Llama@v1", "servedName": "llama", "dtype": "float32", "maxModelLen": 2048},
         "workers": {"maxNumSeqs": 4, "kvCacheTokens": 4096, "resources": {"limits": {"cpu": "2500m"}}},
@@ -49,23 +49,23 @@ def test_the_config_reaches_the_worker_whole() -> None:
     assert config.server.grace_period_seconds == 90
 
 
-def test_every_draft_is_pulled_and_told_and_rolls_the_pods() -> None:
+def test_every_draft_is_pulled_configured_and_part_of_the_rolling_hash() -> None:
     drafts = [{"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"}, {"name": "edits", "method": "ngram"}]
     speculation = {"drafts": drafts, "tasks": [{"name": "code", "draft": "sql"}]}
-    found = template(speculation=speculation)
-    config = WorkerConfig.model_validate_json(environment(found)[Env.config])
+    pod = template(speculation=speculation)
+    config = WorkerConfig.model_validate_json(environment(pod)[Env.config])
     assert [(one.name, one.method, one.uri) for one in config.drafts] == [
         ("sql", "medusa", "pvc://heads/sql"),
         ("edits", "ngram", None),
     ]
-    assert container(found, "pull")["command"][-2:] == ["embedded://d", "pvc://heads/sql"]
-    assert any(volume["name"].endswith("heads") for volume in found["spec"]["volumes"])
+    assert container(pod, "pull")["command"][-2:] == ["embedded://d", "pvc://heads/sql"]
+    assert any(volume["name"].endswith("heads") for volume in pod["spec"]["volumes"])
     plain, more = (deployment_with(speculation=one).spec for one in ({}, {"drafts": drafts}))
     assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
 
 
 @pytest.mark.parametrize(("drafts", "known"), [((), "672c29333038543f"), (("sql", "edits"), "4da6337dd166f0a5")])
-def test_a_field_that_came_since_changes_no_hash(drafts: tuple[str, ...], known: str) -> None:
+def test_fields_added_later_do_not_change_the_hash(drafts: tuple[str, ...], known: str) -> None:
     """Fields that came since leave the hash of a spec without them what it was."""
     all_of_them = {
         "sql": {"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"},
@@ -93,15 +93,15 @@ def test_spec_that_was_stored_by_the_first_v1alpha1_keeps_its_hash(workers: dict
     assert manifests.rolling_hash(spec) == known
 
 
-def test_quantised_weights_are_told_by_each_network() -> None:
-    found = template(
+def test_quantization_is_configured_per_model() -> None:
+    pod = template(
         model={"uri": "embedded://t", "quantization": "fp8"},
         speculation={
             "draft": {"uri": "embedded://d", "quantization": "int4"},
             "drafts": [{"name": "other", "uri": "embedded://o", "quantization": "int8"}],
         },
     )
-    config = WorkerConfig.model_validate_json(environment(found)[Env.config])
+    config = WorkerConfig.model_validate_json(environment(pod)[Env.config])
     assert [one.quantization for one in (config.model, config.draft, *config.drafts)] == ["fp8", "int4", "int8"]
 
 
@@ -115,21 +115,21 @@ def test_served_name_is_the_last_part(uri: str, name: str) -> None:
 
 @pytest.mark.parametrize(("quantity", "count"), [("1", 1), ("500m", 1), ("3900m", 3), (2, 2), ("1.5", 1)])
 def test_threads_are_whole_cores_of_the_limit(quantity: Any, count: int) -> None:
-    found = template(workers={"resources": {"limits": {"cpu": quantity}}})
-    assert environment(found)["OMP_NUM_THREADS"] == str(count)
+    pod = template(workers={"resources": {"limits": {"cpu": quantity}}})
+    assert environment(pod)["OMP_NUM_THREADS"] == str(count)
 
 
-def test_a_quantity_that_is_none_is_refused() -> None:
+def test_an_invalid_cpu_quantity_is_refused() -> None:
     with pytest.raises(SpecError, match="cores such as"):
         cores("many")
 
 
-def test_the_pod_is_restricted() -> None:
-    found = template()
-    pod = found["spec"]["securityContext"]
-    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+def test_the_pod_meets_the_restricted_security_profile() -> None:
+    pod = template()
+    context = pod["spec"]["securityContext"]
+    assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
     for name in ("pull", "worker"):
-        security = container(found, name)["securityContext"]
+        security = container(pod, name)["securityContext"]
         assert security["capabilities"] == {"drop": ["ALL"]}
         assert security["readOnlyRootFilesystem"]
         assert not security["allowPrivilegeEscalation"]
@@ -141,9 +141,9 @@ def test_the_plan_is_mounted_as_a_folder() -> None:
     assert environment(template())[Env.plan_path] == "/etc/specdecode/plan/plan.json"
 
 
-def test_leaving_has_time_for_delay_grace_and_some() -> None:
-    found = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
-    assert found["spec"]["terminationGracePeriodSeconds"] == 107
+def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None:
+    pod = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 107
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_leaving_has_time_for_delay_grace_and_some() -> None:
         ({"hostPath": "/models"}, {"hostPath": {"path": "/models", "type": "Directory"}}),
     ],
 )
-def test_model_cache(cache: dict[str, str], volume: dict[str, Any]) -> None:
-    found = template(storage={"modelCache": cache})
-    assert {"name": "model-cache", **volume} in found["spec"]["volumes"]
+def test_the_model_cache_volume_follows_the_spec(cache: dict[str, str], volume: dict[str, Any]) -> None:
+    pod = template(storage={"modelCache": cache})
+    assert {"name": "model-cache", **volume} in pod["spec"]["volumes"]
 
 
 def test_only_pull_writes_models() -> None:
@@ -170,12 +170,12 @@ def test_only_pull_writes_models() -> None:
 
 
 def test_compiled_kernels_stay_in_the_pod_and_scratch_space_is_bounded() -> None:
-    found = template(storage={"modelCache": {"pvc": "shared"}})
-    volumes = {volume["name"]: volume for volume in found["spec"]["volumes"]}
+    pod = template(storage={"modelCache": {"pvc": "shared"}})
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     assert all(volumes[name]["emptyDir"]["sizeLimit"] for name in ("compiled", "tmp", "shm"))
-    (mount,) = [one for one in container(found, "worker")["volumeMounts"] if one["name"] == "compiled"]
+    (mount,) = [one for one in container(pod, "worker")["volumeMounts"] if one["name"] == "compiled"]
     for variable in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert environment(found)[variable].startswith(mount["mountPath"])
+        assert environment(pod)[variable].startswith(mount["mountPath"])
     mine = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}}]}}
     larger = template(workers={"template": mine})["spec"]["volumes"]
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}} in larger
@@ -188,10 +188,10 @@ def test_claims_of_models_are_mounted_once_and_read_only() -> None:
 
 
 def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
-    found = template(model={"tokenSecretRef": {"name": "hub"}})
-    pull = {item["name"]: item for item in container(found, "pull")["env"]}
+    pod = template(model={"tokenSecretRef": {"name": "hub"}})
+    pull = {item["name"]: item for item in container(pod, "pull")["env"]}
     assert pull["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    assert "HF_TOKEN" not in environment(found)
+    assert "HF_TOKEN" not in environment(pod)
 
 
 def test_the_admin_port_is_not_in_the_service() -> None:
@@ -227,16 +227,16 @@ def test_containers_merge_by_name() -> None:
             ],
         },
     }
-    found = template(workers={"template": overlay})
-    assert [item["name"] for item in found["spec"]["containers"]] == ["worker", "sidecar"]
-    assert environment(found)["HOME"] == "/h"
-    assert environment(found)["EXTRA"] == "1"
-    assert Env.config in environment(found)
-    assert found["metadata"]["labels"]["specdecode.io/name"] == "demo", "the selector's labels are ours"
-    assert found["metadata"]["labels"]["team"] == "x"
+    pod = template(workers={"template": overlay})
+    assert [item["name"] for item in pod["spec"]["containers"]] == ["worker", "sidecar"]
+    assert environment(pod)["HOME"] == "/h"
+    assert environment(pod)["EXTRA"] == "1"
+    assert Env.config in environment(pod)
+    assert pod["metadata"]["labels"]["specdecode.io/name"] == "demo", "the selector's labels are ours"
+    assert pod["metadata"]["labels"]["team"] == "x"
 
 
-def test_null_removes_and_other_lists_are_replaced() -> None:
+def test_null_removes_a_field_and_lists_without_names_are_replaced() -> None:
     base = {"a": 1, "command": ["x", "y"], "env": [{"name": "K", "value": "1"}]}
     assert merged(base, {"a": None, "command": ["z"]}) == {"command": ["z"], "env": [{"name": "K", "value": "1"}]}
 
@@ -294,20 +294,20 @@ ROLLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", LIVE, ids=str)
-def test_what_is_live_touches_no_pod(change: dict[str, Any]) -> None:
+def test_live_fields_do_not_change_the_pod_template(change: dict[str, Any]) -> None:
     first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, UPGRADED, **change)
     assert pod(second) == pod(first), "even after an upgrade of the operator"
 
 
 @pytest.mark.parametrize("change", ROLLING, ids=str)
-def test_the_rest_rolls_pods(change: dict[str, Any]) -> None:
+def test_rolling_fields_change_the_pod_template(change: dict[str, Any]) -> None:
     first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, DEFAULTS, **change)
     assert pod(second) != pod(first)
 
 
-def test_an_upgrade_of_the_operator_rolls_nothing() -> None:
+def test_an_upgrade_of_the_operator_does_not_roll_pods() -> None:
     first, memory = decided(Session(), DEFAULTS)
     second, memory = decided(memory, UPGRADED)
     assert pod(second) == pod(first)
@@ -316,13 +316,13 @@ def test_an_upgrade_of_the_operator_rolls_nothing() -> None:
     assert third.image == "localhost/worker:2", "with the next change of the spec it may"
 
 
-def test_automatic_follows_the_operator() -> None:
+def test_update_policy_automatic_rolls_pods_on_an_operator_upgrade() -> None:
     _, memory = decided(Session(), DEFAULTS, workers={"updatePolicy": "Automatic"})
     second, _ = decided(memory, UPGRADED, workers={"updatePolicy": "Automatic"})
     assert second.image == "localhost/worker:2"
 
 
-def test_lost_memory_takes_the_template_from_the_live_workload() -> None:
+def test_after_a_loss_of_state_the_template_is_read_from_the_workload() -> None:
     first, memory = decided(Session(), DEFAULTS)
     live = workload_with(
         template=pod(first), spec_hash=memory.learned.template.spec_hash if memory.learned.template else ""
@@ -332,7 +332,7 @@ def test_lost_memory_takes_the_template_from_the_live_workload() -> None:
     assert pod(second) == pod(first)
 
 
-def test_the_plan_stays_the_same_object_of_the_same_version() -> None:
+def test_an_unchanged_plan_has_the_same_version() -> None:
     first, memory = decided(Session(), DEFAULTS)
     second, _ = decided(memory, DEFAULTS)
     assert first.plan == second.plan

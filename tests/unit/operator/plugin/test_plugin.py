@@ -70,7 +70,7 @@ def test_status_says_who_decides(annotations: dict[str, str], spec: dict[str, ob
     assert row["MODE"] == mode
 
 
-def test_what_is_not_well_stands_below() -> None:
+def test_problems_are_listed_below_the_table() -> None:
     loop = loop_over()
     loop.deployment = replace(loop.deployment, pin="chian:2")
     polled(loop, 1)
@@ -178,10 +178,10 @@ def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> No
 
 
 def test_what_is_handed_to_the_simulator(deepened: Loop) -> None:
-    found = document(resource_of(deepened), remembered(deepened))
-    assert found["spec"]["model"]["uri"] == "embedded://t"
-    assert found["memory"]["acceptance"]
-    assert "annotations" not in found["metadata"]
+    exported = document(resource_of(deepened), remembered(deepened))
+    assert exported["spec"]["model"]["uri"] == "embedded://t"
+    assert exported["memory"]["acceptance"]
+    assert "annotations" not in exported["metadata"]
 
 
 @pytest.mark.parametrize(

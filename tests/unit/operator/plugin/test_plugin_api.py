@@ -85,9 +85,9 @@ def refusal(code: int, message: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    found = Server(tmp_path)
-    yield found
-    found.stop()
+    running = Server(tmp_path)
+    yield running
+    running.stop()
 
 
 @pytest.fixture
@@ -95,10 +95,10 @@ def demo(server: Server) -> str:
     """A deployment called demo in namespace ns, and its memory; the path of the resource."""
     loop = loop_over(speculation={"tasks": [{"name": "code"}]})
     polled(loop, 6)
-    found = resource_of(loop)
+    resource = resource_of(loop)
     path = f"{ROOT}/namespaces/ns/specdecodedeployments"
-    server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [found]})
-    server.answers[f"{path}/demo"] = 200, found
+    server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [resource]})
+    server.answers[f"{path}/demo"] = 200, resource
     server.answers[STATE] = 200, {"data": render_state(loop.memory.learned)}
     return f"{path}/demo"
 
@@ -234,9 +234,9 @@ def test_simulate_hands_the_deployment_over(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(simulation, "_program", lambda: str(program))
     assert server.run("simulate", "demo", "--seeds=3") == 0
-    found = json.loads((tmp_path / "got").read_text())
-    assert found["metadata"]["name"] == "demo"
-    assert found["memory"]["load"]
+    exported = json.loads((tmp_path / "got").read_text())
+    assert exported["metadata"]["name"] == "demo"
+    assert exported["memory"]["load"]
     assert (tmp_path / "rest").read_text() == "--seeds=3\n"
 
 
@@ -244,11 +244,11 @@ def test_simulate_hands_the_deployment_over(
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
-    found = capsys.readouterr()
-    assert not found.out
-    assert found.err.startswith("error: ")
-    assert found.err.count("\n") == 1, "one sentence, no traceback"
-    return found.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1, "one sentence, no traceback"
+    return output.err
 
 
 def test_no_such_object(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which workers have a node, whether readings are complete without the others, and what is reported of them."""
+"""Placement of workers: pods with a node, completeness of readings without the others, and the reported problem."""
 
 from __future__ import annotations
 

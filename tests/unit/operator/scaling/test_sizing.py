@@ -72,8 +72,8 @@ def test_arrivals_over_capacity_make_replicas() -> None:
 
 
 def test_a_burst_is_no_lasting_rate() -> None:
-    """Of answers of 800 tokens a worker carries one in three seconds: six in fifteen are more by what came in, and no
-    surer than chance. 22 are."""
+    """A worker serves one answer of 800 tokens every three seconds. Six arrivals in 15 seconds exceed that, but may be
+    chance; 22 arrivals are significant."""
     few, many = (list(accumulate((1, 1, 1, new, 1, 1, 1))) for new in (4, 20))
     asked = decisions(few, output=800, **OPERATOR)
     carried = asked[3].capacity

@@ -36,7 +36,7 @@ def linear_time(sequences: float, depth: int, context: float) -> float:
 
 @dataclass
 class Truth:
-    """What the simulated worker is really like."""
+    """True behaviour of the simulated worker, which the operator estimates from reports."""
 
     chances: list[float] = field(default_factory=lambda: [0.8, 0.7, 0.6, 0.5, 0.4])
     step_time: StepTime = linear_time
@@ -198,10 +198,12 @@ SPEC: dict[str, Any] = {
 
 
 def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    found = dict(base)
+    result = dict(base)
     for key, value in over.items():
-        found[key] = deep(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
-    return found
+        result[key] = (
+            deep(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+        )
+    return result
 
 
 def deployment_with(status: Status | None = None, paused: bool = False, pin: str = "", **spec: Any) -> Deployment:
@@ -275,7 +277,7 @@ def loop_over(truth: Truth | None = None, *, explore: float = 0.05, seed: int = 
 
 
 def best_depth(truth: Truth, deepest: int = 5) -> int:
-    """What an oracle would run."""
+    """Return the depth with the shortest time per token, computed from the true chances and step times."""
 
     def per_token(depth: int) -> float:
         tokens = survival = 1.0

@@ -28,7 +28,7 @@ def batch_time(sequences: float, verified: float, passes: int) -> float:
 
 @dataclass
 class TaskTruth:
-    """Of one task: how many of the running sequences, and the chance of each rank at every depth."""
+    """Simulated load of one task, and the chance of each rank of the target's token, equal at all depths."""
 
     sequences: int
     ranks: list[float]
@@ -36,11 +36,11 @@ class TaskTruth:
 
 @dataclass
 class MixedWorker(SimulatedWorker):
-    """Runs every task's row; a share of its time it runs chains of other depths for all, and drafts in the shadow."""
+    """Worker that runs the row of each task; for a share of its steps all tasks run a chain of another depth."""
 
     tasks: dict[str, TaskTruth] = field(default_factory=dict)
     batch_time: StepTime = batch_time
-    told: dict[tuple[str, int, str], list[int]] = field(default_factory=dict)
+    rank_counts: dict[tuple[str, int, str], list[int]] = field(default_factory=dict)
     output: dict[str, int] = field(default_factory=dict)
 
     def shape(self, task: str) -> TreeShape:
@@ -69,7 +69,7 @@ class MixedWorker(SimulatedWorker):
     def report(self) -> Report:
         cells = tuple(
             AcceptanceCell(draft="d1", task=task, sampled=False, depth=depth, parent=parent, ranks=tuple(ranks))  # type: ignore[arg-type]
-            for (task, depth, parent), ranks in self.told.items()
+            for (task, depth, parent), ranks in self.rank_counts.items()
         )
         traffic = tuple(
             TrafficCell(
@@ -82,8 +82,8 @@ class MixedWorker(SimulatedWorker):
             )
             for task, tokens in self.output.items()
         )
-        found = super().report().model_copy(update={"acceptance": cells, "traffic": traffic, "requests": ()})
-        return found.model_copy(update={"running": sum(truth.sequences for truth in self.tasks.values())})
+        report = super().report().model_copy(update={"acceptance": cells, "traffic": traffic, "requests": ()})
+        return report.model_copy(update={"running": sum(truth.sequences for truth in self.tasks.values())})
 
     def _batch(self, shapes: dict[str, TreeShape]) -> None:
         sequences = sum(truth.sequences for truth in self.tasks.values())
@@ -99,13 +99,16 @@ class MixedWorker(SimulatedWorker):
         self._count(sequences, verified, passes, seconds, emitted, bool(passes))
 
     def _walk(self, task: str, truth: TaskTruth, shape: TreeShape) -> int:
-        """Accepted tokens. The target's token has a rank wherever the parent was accepted; beyond the shape the
-        main path is drafted in the shadow."""
+        """Return the accepted tokens of one draft.
+
+        The rank of the target's token is counted wherever the parent was accepted. Beyond the depth of the shape, the
+        main path is drafted in the shadow.
+        """
         node, accepted, main, depth, inside = 0, 0, True, 0, True
         while depth < max(shape.depth, self.plan.max_depth) and (inside or main):
             depth += 1
             rank = self._rank(truth)
-            cell = self.told.setdefault((task, depth, "main" if main else "sibling"), [0] * (MAX_RANKS + 1))
+            cell = self.rank_counts.setdefault((task, depth, "main" if main else "sibling"), [0] * (MAX_RANKS + 1))
             cell[rank] += 1
             children = list(shape.children(node)) if inside else []
             inside = inside and rank < len(children)

@@ -25,11 +25,11 @@ def polled(loop: Loop, count: int) -> None:
 
 def resource_of(loop: Loop, **annotations: str) -> Resource:
     deployment = loop.deployment
-    found = {f"specdecode.io/{name}": value for name, value in annotations.items()}
+    prefixed = {f"specdecode.io/{name}": value for name, value in annotations.items()}
     return {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
-        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": "u1", "annotations": found},
+        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": "u1", "annotations": prefixed},
         "spec": deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
         "status": deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
     }

@@ -1,7 +1,7 @@
 """Checks against web pages that call the admin port through a user's browser.
 
-A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The first is told by
-the header ``Host``, the second by ``Origin``.
+A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The header ``Host``
+reveals the first, the header ``Origin`` the second.
 """
 
 from __future__ import annotations
