@@ -1,37 +1,37 @@
 """Errors of the operator. Foreign errors are translated once: in kube/api_errors.py and telemetry/worker_client.py.
 
 OperatorError
-|-- SettingsError          an environment variable of the operator makes no sense; the process does not start
-|-- SpecError              the resource asks for what cannot be; retried only when it changes
+|-- SettingsError          an environment variable of the operator is invalid; the process does not start
+|-- SpecError              the spec of a resource cannot be carried out; retried only when it changes
 |-- NotLeader              another replica of the operator may be the leader; nothing was written
-|-- ClusterError           the API server did not do what it was asked
-|   |-- NotFound           404: the object, or its kind, is not there
-|   |-- Conflict           409: another client was faster, or owns the field
+|-- ClusterError           a request to the API server failed
+|   |-- NotFound           404: the object or its kind does not exist
+|   |-- Conflict           409: another client changed the object first, or owns the field
 |   |-- Gone               410: the resource version is too old to watch from; list again
-|   |-- Refused            400, 403, 422: asking again will not help by itself
+|   |-- Refused            400, 403, 422: the same request fails again until something changes
 |   |-- EvictionBlocked    429 of an eviction: a disruption budget does not allow it now
-|   `-- Unavailable        5xx, 429, no connection: asking again will
-|-- PluginError            kubectl specdecode cannot do what it was asked
-`-- WorkerError            a worker's admin port
-    |-- WorkerUnreachable  no answer: no connection, or it broke
+|   `-- Unavailable        5xx, 429, no connection: a retry may succeed
+|-- PluginError            kubectl specdecode cannot carry out its command
+`-- WorkerError            a request to a worker's admin port failed
+    |-- WorkerUnreachable  no connection, or it broke before the answer was complete
     |   `-- WorkerTimeout  no complete answer within the deadline
     |-- Unauthorized       401 to every admin token
-    `-- BadReport          an answer that is no report; names what is wrong with it
+    `-- BadReport          the answer is not a valid report; the message says why
 """
 
 from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base class of all errors that this package raises."""
 
 
 class SettingsError(OperatorError):
-    """A setting of the operator itself; says which variable and what it may be."""
+    """Invalid setting of the operator. The message names the variable and its valid values."""
 
 
 class SpecError(OperatorError):
-    """What the user wrote cannot be done; the message says what to change."""
+    """Spec or annotation of a user that cannot be carried out. The message says what to change."""
 
 
 class NotLeader(OperatorError):
@@ -39,10 +39,10 @@ class NotLeader(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """The API server refused or failed.
+    """Failed request to the API server.
 
     Attributes:
-        sentence: The API server's own sentence, without the request that the message starts with.
+        sentence: Message of the API server. The message of the exception has the request before it.
     """
 
     def __init__(self, message: str = "", sentence: str = "") -> None:
@@ -51,7 +51,7 @@ class ClusterError(OperatorError):
 
 
 class NotFound(ClusterError):
-    """The object is not there (any more)."""
+    """Object that does not exist, or does not exist any more."""
 
 
 class Conflict(ClusterError):
@@ -63,7 +63,7 @@ class Gone(ClusterError):
 
 
 class Refused(ClusterError):
-    """The request itself is not acceptable: invalid, or not allowed by RBAC or a quota."""
+    """Request that is invalid, or not allowed by RBAC or a quota."""
 
 
 class EvictionBlocked(ClusterError):
@@ -71,19 +71,19 @@ class EvictionBlocked(ClusterError):
 
 
 class Unavailable(ClusterError):
-    """The API server is away or overloaded."""
+    """API server that cannot be reached or is overloaded."""
 
 
 class PluginError(OperatorError):
-    """No cluster, no such kind or object, not allowed; the message says what to do."""
+    """Failed command of the kubectl plugin. The message says what to do."""
 
 
 class WorkerError(OperatorError):
-    """One worker's admin port; never a reason to fail a reconcile."""
+    """Failed request to the admin port of one worker. It never fails a reconcile."""
 
 
 class WorkerUnreachable(WorkerError):
-    """No answer: no connection, or one that broke."""
+    """Worker without an answer: no connection, or a broken one."""
 
 
 class WorkerTimeout(WorkerUnreachable):
@@ -91,8 +91,8 @@ class WorkerTimeout(WorkerUnreachable):
 
 
 class Unauthorized(WorkerError):
-    """Status 401 to every admin token that the operator has for the worker."""
+    """Worker that answers 401 to all admin tokens of the operator."""
 
 
 class BadReport(WorkerError):
-    """An answer that cannot be used; the message names the field."""
+    """Answer of a worker that is not a valid report. The message names the field."""

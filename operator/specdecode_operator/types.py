@@ -1,4 +1,4 @@
-"""The values that pass between observe, decide, apply and status. Pure data; no behaviour beyond a property."""
+"""Records that pass between the steps observe, decide, apply and status. Data only, with a few derived properties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What the operator's settings fill in where a spec is silent."""
+    """Values from the operator's settings for fields that a spec leaves out."""
 
     worker_image: str
     worker_image_pull_policy: str
@@ -26,7 +26,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One SpecDecodeDeployment as it was read."""
+    """One SpecDecodeDeployment, parsed from the API server's object."""
 
     namespace: str
     name: str
@@ -36,7 +36,7 @@ class Deployment:
     status: Status
     paused: bool = False
     pin: str = ""
-    """What the annotation specdecode.io/pin says, read or not."""
+    """Value of the annotation specdecode.io/pin, not parsed yet; empty without the annotation."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -45,25 +45,28 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The child Deployment as it was read."""
+    """The child Deployment of Kubernetes that runs the workers, parsed from the API server's object."""
 
     generation: int
     observed_generation: int
     wanted: int
+    """Value of spec.replicas."""
     replicas: int
     updated: int
     ready: int
     available: int
     stalled: str | None = None
-    """Message of a rollout that passed its deadline."""
+    """Message of the condition Progressing if it is False: the rollout exceeded its deadline."""
     replica_failure: str | None = None
-    """Message of the condition ReplicaFailure: pods that the ReplicaSet cannot create (quota, admission)."""
+    """Message of the condition ReplicaFailure: pods cannot be created, for a quota or an admission rule."""
     template: Mapping[str, Any] = field(default_factory=dict)
+    """Pod template; empty if the workload comes from an informer cache."""
     spec_hash: str = ""
+    """Hash of the rolling part of the spec from which the template was made."""
 
     @property
     def settled(self) -> bool:
-        """No rollout and no scaling is under way."""
+        """True if neither a rollout nor a change of the replicas is under way."""
         return (
             self.observed_generation >= self.generation
             and self.updated == self.replicas == self.wanted == self.available
@@ -72,56 +75,58 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One pod, and its report or why there is none."""
+    """One worker pod, with its latest report or the reason why there is none."""
 
     name: str
     uid: str
     address: str | None
     ready: bool
     leaving: bool = False
+    """True if the pod is being deleted or has ended."""
     placed: bool = True
-    """The scheduler found a node for it."""
+    """True if the pod is scheduled to a node."""
     created_at: float | None = None
     """Creation time of the pod, in seconds since the epoch."""
     trouble: str | None = None
-    """What the kubelet or the scheduler says keeps it from starting."""
+    """Message of the kubelet or the scheduler that says why the pod does not start."""
     verdict: CheckVerdict | None = None
-    """Why it ended before it loaded anything, in its own words."""
+    """Result of the worker's check before loading, read from the termination message. None once the worker is ready."""
     report: Report | None = None
     report_tag: str = ""
-    """Of the answer that brought the report: the worker need not send it again while it is the same."""
+    """ETag of the response with the report. The worker answers 304 without a body while the report is the same."""
     report_problem: str | None = None
     deletion_cost: int | None = None
-    """As annotated."""
+    """Value of the annotation controller.kubernetes.io/pod-deletion-cost; None without a valid one."""
     startup_seconds: float | None = None
-    """From its making until it was ready; None while it is not."""
+    """Seconds from the creation of the pod until it was ready. None while it is not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Children, workers and state of one deployment at one time."""
+    """Workload, workers and session of one deployment at one moment: the input of a decision."""
 
     workload: Workload | None
     workers: tuple[Worker, ...]
     session: Session
     round: int = 0
-    """Number of the round of readings that the reports are from. 0 counts every observation as a round."""
+    """Number of the telemetry round that the reports are from. With 0, each observation counts as a round."""
 
     @property
     def reports(self) -> tuple[Report, ...]:
+        """Reports of this round, of all workers that are not leaving."""
         return tuple(worker.report for worker in self.workers if worker.report and not worker.leaving)
 
     @property
     def refusals(self) -> tuple[CheckVerdict, ...]:
-        """Of workers that found out that they cannot serve, and have not served since."""
-        found = (worker.verdict for worker in self.workers if not worker.leaving)
-        return tuple(verdict for verdict in found if verdict and not verdict.serves)
+        """Verdicts of workers that cannot serve: the model or a required draft does not fit."""
+        verdicts = (worker.verdict for worker in self.workers if not worker.leaving)
+        return tuple(verdict for verdict in verdicts if verdict and not verdict.serves)
 
     @property
     def last_reports(self) -> tuple[Report, ...]:
-        """Of every worker that stays: this look's report, else the last one that came."""
-        found = (worker.report or self._last(worker) for worker in self.workers if not worker.leaving)
-        return tuple(report for report in found if report)
+        """Latest known report of each worker that is not leaving: from this round, or else from an earlier one."""
+        reports = (worker.report or self._last(worker) for worker in self.workers if not worker.leaving)
+        return tuple(report for report in reports if report)
 
     def _last(self, worker: Worker) -> Report | None:
         baseline = self.session.baselines.get(worker.uid)
@@ -130,7 +135,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Acceptance of the whole fleet over the window. Absent while too few drafts were verified."""
+    """Accepted tokens per drafted token, and tokens per step of a sequence with a draft, over all workers."""
 
     acceptance_rate: float
     accepted_length: float
@@ -149,22 +154,22 @@ class TaskFigures:
     itl_seconds: float | None = None
     """Mean inter-token latency."""
     speedup: float | None = None
-    """Time that plain decoding would take for the task's tokens, divided by the time taken."""
+    """Time of plain decoding for the task's tokens, divided by the time taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Measurements over the window of the last minute. They are published at most every half minute, because each
-    publication writes status."""
+    """Measurements over the window of the last minute. Status shows them at most every half minute, to limit writes."""
 
     running: float
     waiting: float
     tokens_per_second: float
     synthetic: bool
+    """True if a worker has synthetic knobs on, so that its figures are not those of real traffic."""
     speed: Speed | None = None
+    """None while too few drafts were verified."""
     speedup: float | None = None
-    """Time that plain decoding would take, divided by the time taken, over all decoding steps. None while no plain
-    steps are known to compare with."""
+    """Time of plain decoding divided by the time taken, over all steps. None while plain step times are unknown."""
     tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
     saved_device_seconds: float | None = None
     """Running total of LearnedState.saved_device_seconds."""
@@ -172,21 +177,22 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Of one worker, with the mix that comes in and the shapes that would be chosen."""
+    """Load that one worker can carry with the present mix of requests and the shapes that would be chosen for it."""
 
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     sequences: float
-    """That run at this rate."""
+    """Mean number of sequences that run at this rate."""
     step_seconds: float
     limited_by: Literal["slots", "itl", "ttft", "cache"]
+    """First limit that a higher rate would exceed: slots for sequences, an objective (ITL, TTFT), or the KV cache."""
     attainable: bool = True
-    """False when a promise is broken by a single sequence: more workers will not help."""
+    """False if a single sequence misses an objective; then more workers do not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingLimit:
-    """Why demand is not met."""
+    """Reason why the replicas do not follow demand."""
 
     reason: Literal["Unschedulable", "AtMaximum", "ObjectiveOutOfReach"]
     message: str
@@ -194,77 +200,81 @@ class ScalingLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnhealthyWorker:
-    """A pod that differs from what it was, and from its peers."""
+    """Pod whose acceptance fell far below its peers and its own past, or whose steps take longer than theirs."""
 
     pod: str
     uid: str
     reason: Literal["AcceptanceCollapsed", "SlowSteps"]
     message: str
     since: float
-    """Operator's clock."""
+    """Start of the difference, in seconds of the operator's clock."""
     acceptance: float | None = None
-    """Of the first drafted token, now."""
+    """Present acceptance rate of the first drafted token."""
     usual: float | None = None
-    """What it used to be, for the same tasks."""
+    """Earlier acceptance rate of the first drafted token, for the same tasks."""
     pace: float | None = None
-    """Seconds of its steps over those of its peers."""
+    """Step time of the pod divided by that of its peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What should be so."""
+    """Desired state of one deployment, and the values for status, Events and metrics."""
 
     plan: Plan
+    """Plan of all workers that are not in ``excluded``."""
     replicas: int
     image: str
     url: str
     selector: str
-    """Of the pods, as the scale subresource wants it."""
+    """Label selector of the pods, as text for the scale subresource."""
     children: tuple[Manifest, ...]
-    """In the order in which they are applied: the plan before the pods that mount it."""
+    """Manifests in the order in which they are applied: the plan comes before the pods that mount it."""
     pushes: tuple[str, ...] = ()
     """Addresses of workers that run a lower plan version."""
     changes: tuple[DecisionRecord, ...] = ()
     """Decisions made just now, oldest first; each becomes an Event."""
     recommended: str | None = None
+    """Shape that mode Auto would run at the present load, in Advisory mode and while Auto is overridden by a pin."""
     depth: int | None = None
-    """Depth that runs at the present load; None while nobody runs."""
+    """Draft depth at the present load. None while no worker reports that it runs the plan."""
     task_depths: Mapping[str, int] = field(default_factory=dict)
+    """Draft depth of each task of the spec at the present load."""
     figures: Figures | None = None
+    """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None
-    """How often the draft's first token is right: the same whatever depth runs."""
+    """Acceptance rate of the first drafted token. It does not depend on the depth in use."""
     wanted: int | None = None
-    """Replicas that demand asks for, before the bounds; None without spec.scaling."""
+    """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()
-    """All decisions that are remembered, newest first, with the gains that came true."""
+    """Decisions in the stored history, newest first, with their realised gains."""
     pinned: str = ""
-    """The pin in force."""
+    """Pin in force, as text; empty without a pin."""
     pin_problem: str | None = None
-    """Why the annotation does not read; what was in force stays."""
+    """Reason why the pin annotation is invalid. The previous pin or mode stays in force."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Ready workers whose reports are stale, by pod name, with the first reason."""
+    """Names of ready workers whose reports are stale, each with the first reason."""
     desired: int = 0
-    """Replicas that should be, within the bounds: what is set, unless scaling.owner is External."""
+    """Replicas that demand asks for, within the bounds. Equal to ``replicas`` unless scaling.owner is External."""
     arrivals: float | None = None
-    """Requests a second, whole fleet."""
+    """Requests per second that arrive at all workers together."""
     capacity: Capacity | None = None
     limited: ScalingLimit | None = None
-    """What keeps replicas from following demand."""
     deletion_costs: Mapping[str, int] = field(default_factory=dict)
-    """By pod, where it is not annotated so yet, shortly before a worker goes: the lowest first."""
+    """Deletion costs to annotate before a scale-down, by pod name. Pods with low costs are removed first."""
     suspects: tuple[UnhealthyWorker, ...] = ()
+    """Unhealthy workers, as the condition WorkersHealthy names them."""
     own_plans: Mapping[str, Plan] = field(default_factory=dict)
-    """By address: the plan of workers that shall not run ``plan``."""
+    """Plans to push to workers in ``excluded`` that do not run them yet, by address."""
     excluded: frozenset[str] = frozenset()
-    """Addresses of workers that do not run the common plan."""
+    """Addresses of workers that must not run ``plan``."""
     recycle: tuple[str, ...] = ()
-    """Pods to be evicted, so that others take their place."""
+    """Names of pods to evict, so that new pods replace them."""
     nodes: int | None = None
-    """Draft tokens of the shape that runs at the present load."""
+    """Draft tokens of the shape in use at the present load; 0 for plain decoding."""
     urgent: bool = False
-    """The memory must be written before anything else: it holds a decision."""
+    """The learned state holds a new decision, which must be persisted before it takes effect."""
     learnt: bool = False
-    """Something was measured: what moved in the memory is worth a write, at leisure."""
+    """Something was measured since the last decision. The learned state is written when a write is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +287,7 @@ class ChildProblem:
     """NotOwned: an object of this name belongs to another controller or user. Refused: the API server rejected the
     request; it is repeated with back-off. Unavailable: the API server or a webhook did not answer."""
     message: str
-    """The API server's own sentence."""
+    """Message of the API server."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.message}"

@@ -1,7 +1,7 @@
-"""The annotation ``specdecode.io/pin``: a shape that runs at every load, whatever the mode says. Pure.
+"""The annotation ``specdecode.io/pin``: draft shapes that run at every load in every mode. Pure.
 
-``chain:3`` or ``none`` pins every task, ``code=chain:6,chat=none`` some of them. The guard stays on. A value that
-does not read changes nothing: what was in force stays in force, and a condition and an Event say what is wrong.
+``chain:3`` or ``none`` pins all tasks, ``code=chain:6,chat=none`` pins the named tasks. The guard stays active. An
+invalid value changes nothing: the previous pin or mode stays in force, and a condition and an Event show the problem.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import OTHER_TASK, Plan, PlanRow, TreeShape
 
 MAX_DEPTH = 16
-"""Of a plan, as of spec.speculation.depth."""
+"""Deepest shape that can be pinned; the limit of spec.speculation.depth and of plans."""
 EXAMPLES = "write chain:3, none, or tasks such as code=chain:6,chat=none"
+"""End of error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What is pinned: one shape for all tasks, or shapes by task."""
+    """Pinned shapes: one shape for all tasks, or shapes of some tasks."""
 
     every: TreeShape | None = None
+    """Shape of all tasks; None if tasks are pinned by name."""
     by_task: dict[str, TreeShape] = field(default_factory=dict)
+    """Shapes of the pinned tasks; empty if ``every`` is set."""
 
     def over(self, plan: Plan) -> Plan:
-        """``plan`` with the pinned shapes at every load; rows of tasks that are not pinned stay."""
+        """Return ``plan`` with the pinned shapes at every load. Rows of other tasks stay as they are."""
         if self.every is not None:
             deepest = max(plan.max_depth, self.every.depth)
             return plan.model_copy(update={"rows": (), "initial": self.every, "max_depth": deepest})
@@ -37,7 +40,7 @@ class Pin:
         return plan.model_copy(update={"rows": (*others, *self._rows(plan)), "max_depth": deepest})
 
     def shape_of(self, task: str) -> TreeShape | None:
-        """What is pinned for a task; None where nothing is."""
+        """Return the pinned shape of a task, or None if the task is not pinned."""
         return self.by_task.get(task) if self.every is None else self.every
 
     def _rows(self, plan: Plan) -> Iterator[PlanRow]:
@@ -47,7 +50,18 @@ class Pin:
 
 
 def read_pin(text: str, speculation: SpeculationSpec) -> Pin | None:
-    """None for an empty text. Raises SpecError that says what to write instead."""
+    """Parse the value of the annotation.
+
+    Args:
+        text: The value; empty without the annotation.
+        speculation: The spec, which has the names of the tasks.
+
+    Returns:
+        The pin, or None for an empty text.
+
+    Raises:
+        SpecError: The value is invalid. The message says what to write instead.
+    """
     if not text.strip():
         return None
     if speculation.method == "none":
@@ -66,7 +80,10 @@ def read_pin(text: str, speculation: SpeculationSpec) -> Pin | None:
 
 
 def _assignments(text: str) -> Iterator[tuple[str, str]]:
-    """``code=tree:2,1,chat=none``: commas stand inside shapes too, so a task starts where a name and = do."""
+    """Yield task and shape of each part of ``code=tree:2,1,chat=none``.
+
+    Shapes may have commas too. A comma therefore ends a part only if a name and ``=`` follow it.
+    """
     for part in re.split(r",(?=[^,=]*=)", text):
         task, equals, shape = part.partition("=")
         if not equals:

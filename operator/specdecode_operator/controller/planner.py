@@ -67,7 +67,7 @@ class Planner:
         else:
             self._table.update(
                 key,
-                session=PackedSession.of(replace(session, found=True)),
+                session=PackedSession.of(replace(session, stored=True)),
                 decision=Packed.of(decision),
                 decided=identity_of(resource["metadata"]),
                 pending=_added(state.pending, decision),

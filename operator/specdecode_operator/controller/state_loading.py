@@ -24,7 +24,7 @@ async def load_session(store: StateStore, client: KubeClient, key: Key, uid: str
         ClusterError: The API server did not answer.
     """
     session = await store.load(key, uid)
-    if session.found:
+    if session.stored:
         return session
     workload = await client.get(WORKLOADS, key[0], manifests.worker_name(key[1]))
     template = template_of(workload_of(workload)) if workload else None

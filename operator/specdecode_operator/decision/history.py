@@ -1,8 +1,8 @@
 """History of decisions, and the realised gain of each change of the plan. Pure.
 
-The realised gain is (seconds per token before) / (seconds per token after) - 1, as the speed-up in status. It compares
-the first steps after a change with the stored step times of the earlier shape at the same number of sequences. Steps of
-a batch with several shapes count for neither side, so a change of one task in a mixed load may have no realised gain.
+The realised gain is (seconds per token before) / (seconds per token after) - 1, like the speed-up in status. It
+compares the first steps after a change with the stored step times of the earlier shape at the same number of sequences.
+Steps of batches with several shapes are left out, so a change of one task in a mixed load may have no realised gain.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets, Plan, TreeShape
 
 HISTORY = 10
-"""Decisions in the history; as many as status shows."""
+"""Number of decisions in the history; status shows all of them."""
 FOLLOWED, ROWS = 4, 16
-"""Changes whose gain is measured at a time, and rows of each; the state must stay small."""
+"""Number of changes whose gain is measured at the same time, and of rows per change. They bound the stored state."""
 LEAST_DRAFTS = 500
-"""Drafts after a change before its gain is final; the standard error is then a few percent."""
+"""Number of drafts after a change at which its gain is final; the standard error is then a few percent."""
 SAME_SHAPE = 0.15
-"""Relative tolerance between the verified tokens of a step and of a shape; larger differences are mixed batches."""
+"""Relative tolerance between the verified tokens of a step and those of a shape. Beyond it the batch is mixed."""
 
 _SEQUENCES = FEATURES.index("sequences")
 _VERIFY_TOKENS = FEATURES.index("verify_tokens")
@@ -37,7 +37,18 @@ def when(now: float) -> str:
 
 
 def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> Decision | None:
-    """Return the record of a changed mode or pin. Return None without a change, and for a new deployment."""
+    """Return the record of a change of the mode or the pin.
+
+    Args:
+        before: Pin or mode before, as text; empty for a new deployment.
+        after: Pin or mode after.
+        cause: Cause in the record.
+        reason: Reason in the record.
+        now: Operator's clock, in seconds.
+
+    Returns:
+        The record, or None for a new deployment and if nothing changed.
+    """
     if not before or before == after:
         return None
     return Decision(
@@ -46,7 +57,18 @@ def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> D
 
 
 def scaled(before: int | None, after: int | None, measured: str, reason: str, now: float) -> Decision | None:
-    """Return the record of changed replicas. Return None without a change, and for a new deployment."""
+    """Return the record of a change of the replicas.
+
+    Args:
+        before: Replicas before; None for a new deployment.
+        after: Replicas after.
+        measured: Measurements behind the change, in one line.
+        reason: Reason in the record.
+        now: Operator's clock, in seconds.
+
+    Returns:
+        The record, or None for a new deployment and if nothing changed.
+    """
     if before is None or after is None or before == after:
         return None
     return Decision(
@@ -70,7 +92,13 @@ def measured(learned: LearnedState, task: str) -> str:
 
 
 def recorded(learned: LearnedState, decisions: Iterable[Decision], before: Plan | None) -> LearnedState:
-    """Return ``learned`` with new decisions, oldest first, in its history; measure the gain of changed rows."""
+    """Add decisions to the history, and start to measure the gain of changed rows.
+
+    Args:
+        learned: State with the new plan.
+        decisions: New decisions, oldest first.
+        before: Plan before the decisions; None if there was none.
+    """
     new = tuple(decisions)
     if not new:
         return learned
@@ -83,7 +111,10 @@ def recorded(learned: LearnedState, decisions: Iterable[Decision], before: Plan 
 
 
 def realised(learned: LearnedState, delta: Delta, buckets: Buckets) -> LearnedState:
-    """Return ``learned`` with the steps of one poll added to the gains that are being measured."""
+    """Add the steps of one poll to the gain measurements, and write finished gains into the history.
+
+    Measurements whose decision is not in the history any more are dropped.
+    """
     if not learned.following or learned.plan is None:
         return learned
     known = {(decision.time, decision.before, decision.after) for decision in learned.history}
@@ -110,9 +141,9 @@ def _with_gain(decision: Decision, done: dict[tuple[str, str, str], float]) -> D
 def _new_measurements(
     decisions: Iterable[Decision], before: Plan, after: Plan, load: LoadState
 ) -> Iterator[GainMeasurement]:
-    """Return one measurement for each pair of shapes; rows with the same change are measured together.
+    """Yield one measurement for each pair of old and new shape. Rows with the same change are measured together.
 
-    Of many rows those near the present load are measured; the others would hardly see enough drafts.
+    At most ROWS rows are measured, those nearest to the present load: other rows would get too few drafts.
     """
     rows: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for row in after.rows:
@@ -130,7 +161,7 @@ def _new_measurements(
 
 
 def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, buckets: Buckets) -> GainMeasurement:
-    """Return the measurement with the steps of one poll that ran the new shape, in rows that still have it."""
+    """Add the steps of one poll that ran the new shape, at loads whose rows still have it."""
     assert learned.plan is not None, "only a change of a plan is measured"
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
     loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
@@ -152,7 +183,7 @@ def _with_steps(follow: GainMeasurement, learned: LearnedState, delta: Delta, bu
 
 
 def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
-    """Return the rows of the change that still have the new shape."""
+    """Yield the measured rows that still have the new shape, as (concurrency, context, task)."""
     for concurrency, context, task in follow.rows:
         row = plan.row(concurrency, context, task)
         if row is not None and row.shape == after:
@@ -160,7 +191,7 @@ def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> It
 
 
 def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
-    """Return whether these are decoding steps in which every sequence had this shape."""
+    """Return whether the steps of a cell are decoding steps in which every sequence had this shape."""
     if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != shape.depth:
         return False
     verified = moments.x[_SEQUENCES] * (shape.nodes + 1)
@@ -168,7 +199,17 @@ def _runs(key: CellKey, moments: Moments, shape: TreeShape) -> bool:
 
 
 def _per_token(costs: Iterable[StepTimeCell], shape: TreeShape, context: int, sequences: float) -> float | None:
-    """Return the seconds per token of one sequence with ``shape``. Return None if it was not timed near this load."""
+    """Return the seconds per token of one sequence, interpolated between the timed numbers of sequences.
+
+    Args:
+        costs: Stored step times.
+        shape: Shape of all sequences of the batch.
+        context: Context bucket.
+        sequences: Number of sequences of the batch.
+
+    Returns:
+        None if the shape was not timed near this number of sequences.
+    """
     points = []
     for cell in costs:
         moments = Moments(cell.values)

@@ -36,7 +36,7 @@ def materialise(
 def _template(deployment: Deployment, observed: Observation, defaults: Defaults) -> TemplateState:
     """Return the last template while the rolling part of the spec is unchanged: an operator upgrade rolls no pods.
 
-    After a loss of state the running workload tells which template it was made of.
+    After a loss of state, the last template is that of the running workload.
     """
     spec_hash = manifests.rolling_hash(deployment.spec)
     known = observed.session.learned.template or _running_template(observed)
@@ -49,7 +49,7 @@ def _template(deployment: Deployment, observed: Observation, defaults: Defaults)
 def _running_template(observed: Observation) -> TemplateState | None:
     """Return the template of the running workload after a loss of state."""
     workload = observed.workload
-    if observed.session.found or workload is None:
+    if observed.session.stored or workload is None:
         return None
     return template_of(workload)
 

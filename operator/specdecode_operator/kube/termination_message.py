@@ -1,4 +1,4 @@
-"""What a container left in its termination message: a worker's verdict on its own memory and draft, or plain words."""
+"""Termination messages of containers: the verdict of a worker on its memory and draft, or the end of a log."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pydantic import ValidationError
 from specdecode_worker.contract import CheckVerdict
 
 CONTAINER = "worker"
+"""Container whose termination message may have a verdict."""
 
 
 def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
-    """Of the worker that ended last; None when it left none. What stands there was written by a pod, so it may be
-    anything."""
+    """Return the verdict of a pod's worker container that ended, or None if its message is not a verdict.
+
+    A pod can write any text as its termination message, so the text is validated.
+    """
     for container in pod_status.get("containerStatuses") or []:
         if container.get("name") == CONTAINER:
-            return next((found for message in _messages(container) if (found := _read(message))), None)
+            return next((verdict for message in _messages(container) if (verdict := _read(message))), None)
     return None
 
 
 def last_words(message: str) -> str:
-    """In one line: what a verdict complains of, else the last line of a log."""
+    """Return why a container ended, in one line: the problem of a verdict, or else the last line of the message."""
     verdict = _read(message)
     if verdict:
         return (verdict.problem if not verdict.fits else verdict.draft_problem or "").strip()
@@ -30,6 +33,7 @@ def last_words(message: str) -> str:
 
 
 def _messages(container: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the messages of the present and the previous termination."""
     for when in ("state", "lastState"):
         ended = (container.get(when) or {}).get("terminated") or {}
         if ended.get("message"):
@@ -37,6 +41,7 @@ def _messages(container: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read(message: str) -> CheckVerdict | None:
+    """Parse a verdict. Return None if the message is none."""
     if not message.startswith("{"):
         return None
     try:

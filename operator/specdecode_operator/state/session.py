@@ -1,4 +1,4 @@
-"""Session of one deployment: its learned state, and what the process measured and need not outlive it. Pure.
+"""Session of one deployment: its learned state, and recent measurements that a restart may lose. Pure.
 
 ``LearnedState`` survives a restart of the operator. The rest of ``Session`` (the last report of each worker, the
 measurements of the last minute) is lost with the process and collected again.
@@ -19,15 +19,17 @@ from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import Report
 
 WINDOW_SECONDS = 60.0
-"""Length of the window of measurements, in seconds. Status shows figures of a minute."""
+"""Length of the window of measurements, in seconds. The figures in status cover this window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Last report of one worker, which the next one is compared with. Packed, because there are thousands."""
+    """Last report of one worker, with which the next one is compared. It is compressed, because there are thousands."""
 
     packed: bytes
+    """Compressed JSON of the report."""
     clock_seconds: float
+    """Worker's clock at the report; it replaces that of the packed one."""
     tag: str = ""
     """ETag of the response; empty if the worker sent none."""
 
@@ -37,6 +39,7 @@ class Baseline:
 
     @property
     def report(self) -> Report:
+        """The report, with the time of ``clock_seconds``."""
         report = _unpack_report(self.packed)
         if report.clock_seconds == self.clock_seconds:
             return report
@@ -49,7 +52,7 @@ class Baseline:
 
 @lru_cache(maxsize=64)
 def _unpack_report(packed: bytes) -> Report:
-    """Return the report, cached, because one decision reads it several times."""
+    """Decompress a report. The result is cached, because one decision reads it several times."""
     return Report.model_validate_json(zlib.decompress(packed))
 
 
@@ -58,58 +61,62 @@ class Silence:
     """Period in which a ready worker sends no report."""
 
     since: float
+    """Start, in seconds of the operator's clock."""
     looks: int
     """Consecutive rounds without a report."""
     problem: str
-    """Problem of the first of these rounds. Later ones may differ in every number, and status is written on change."""
+    """Problem of the first of these rounds. It is not updated, so that status stays the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Validity of the latest choice of rows: nothing needs to be chosen again before ``until``."""
+    """Validity of the latest choice of plan rows, which is repeated until ``until`` while ``basis`` is the same."""
 
     basis: bytes
-    """Digest of everything that the choice was made from."""
+    """Digest of all inputs of the choice."""
     since: float
+    """Time of the choice, in seconds of the operator's clock."""
     until: float
-    """Time when the next dwell or back-off ends, by the operator's clock."""
+    """End of the next dwell or back-off, in seconds of the operator's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Learned state of one deployment and the recent measurements."""
+    """Learned state of one deployment, and its recent measurements."""
 
     learned: LearnedState = field(default_factory=LearnedState)
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
-    """Last report by uid of the pod."""
+    """Last report of each worker, by uid of the pod."""
     window: tuple[Delta, ...] = ()
-    """Differences of the whole fleet within WINDOW_SECONDS, oldest first."""
+    """Differences between reports, summed over all workers, of the last WINDOW_SECONDS; oldest first."""
     round: int = 0
-    """Number of the round of readings that was counted last."""
+    """Number of the last telemetry round that was counted."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
-    """By uid of the pod."""
+    """Ready workers without a report, by uid of the pod."""
     published_at: float = 0
-    """Time when figures were last given to status."""
+    """Time when figures were last published to status, in seconds of the operator's clock."""
     standing: Standing | None = None
-    found: bool = True
-    """False if no state was stored: the deployment is new, or its ConfigMap was deleted."""
+    stored: bool = True
+    """False if no state was stored: the deployment is new, or the ConfigMap of its state was deleted or unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSession:
-    """Session in about a tenth of its memory, for the time between two decisions. There are a thousand of them."""
+    """Compressed session, about a tenth of the size, for the time between two decisions. A process may hold 1000."""
 
     learned: bytes
+    """Learned state without pod template and parked drafts."""
     template: bytes
+    """Pod template; empty if there is none."""
     parked: bytes
-    """Estimates of parked drafts, apart because they seldom change."""
+    """Estimates of drafts that are not in use now. They are a part of their own, because they seldom change."""
     window: bytes
     rest: Session
     """Session without the packed parts."""
 
     @classmethod
     def of(cls, session: Session, previous: PackedSession | None = None) -> PackedSession:
-        """Return ``session`` packed. Parts that equal those of ``previous`` are taken from there, which is faster."""
+        """Compress ``session``. Parked drafts that ``previous`` has too are taken from there, which is faster."""
         template, parked = session.learned.template, session.learned.parked
         return cls(
             learned=zlib.compress(session.learned.model_dump_json(by_alias=True).encode(), 1),
@@ -121,6 +128,7 @@ class PackedSession:
 
     @property
     def session(self) -> Session:
+        """The decompressed session."""
         learned = LearnedState.model_validate_json(zlib.decompress(self.learned))
         template = TemplateState.model_validate_json(zlib.decompress(self.template)) if self.template else None
         learned = learned.model_copy(update={"template": template, "parked": _unpack_parked(self.parked)})
@@ -141,5 +149,5 @@ def _pack_parked(parked: tuple[DraftEstimates, ...], previous: bytes) -> bytes:
 
 @lru_cache(maxsize=32)
 def _unpack_parked(packed: bytes) -> tuple[DraftEstimates, ...]:
-    """Return the parked estimates, cached, so that unchanged ones are the same object and not packed again."""
+    """Decompress parked drafts. The result is cached, so that unchanged drafts are the same object."""
     return _PARKED.validate_json(zlib.decompress(packed)) if packed else ()

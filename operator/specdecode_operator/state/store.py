@@ -46,7 +46,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the ConfigMap has. A thousand whole texts would be most of the process, so that only a digest is held."""
+    """Content of a stored ConfigMap. Only its digest is held: 1000 texts would be most of the process's memory."""
 
     digest: str = ""
     at: float = 0.0
@@ -74,15 +74,15 @@ class StateStore:
         """Return the session with the stored state, or an empty one. Raises ClusterError."""
         config_map = await self._reader.get(CONFIG_MAPS, key[0], state_name(key[1]))
         if config_map is None:
-            return Session(learned=LearnedState(uid=uid), found=False)
+            return Session(learned=LearnedState(uid=uid), stored=False)
         data = config_map.get("data") or {}
         stored = read_state(data, uid, is_owned=_is_owned(config_map, uid))
         for problem in stored.problems:
             log.warning("%s/%s: state not read: %s", *key, problem)
         if stored.learned is None:
-            return Session(learned=LearnedState(uid=uid), found=False)
+            return Session(learned=LearnedState(uid=uid), stored=False)
         self._recall(key, uid, stored, data)
-        return Session(learned=stored.learned, found=True)
+        return Session(learned=stored.learned, stored=True)
 
     async def save(
         self, deployment: Deployment, learned: LearnedState, *, urgent: bool, learnt: bool = True, now: float

@@ -63,7 +63,7 @@ class Setup:
         return state
 
     def load(self) -> None:
-        session = PackedSession.of(Session(learned=LearnedState(uid="u1"), found=False))
+        session = PackedSession.of(Session(learned=LearnedState(uid="u1"), stored=False))
         self.table.update(KEY, session=session)
 
 

@@ -205,7 +205,7 @@ def test_speedup_is_updated_while_too_few_drafts_show_acceptance() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [(0.024, 0.0), (0.026, 0.05), (1.374, 1.35), (1.376, 1.4), (None, None)]
 )
-def test_speedups_are_rounded_to_multiples_of_0_05(value: float | None, expected: float | None) -> None:
+def test_figures_are_rounded_to_multiples_of_0_05(value: float | None, expected: float | None) -> None:
     assert rounded(value) == expected
 
 

@@ -133,7 +133,7 @@ def test_after_a_loss_of_state_the_history_is_read_from_status() -> None:
     loop.deployment = loop_over().deployment
     status = Status(speculation=SpeculationStatus(history=(decision(),)))
     object.__setattr__(loop.deployment, "status", status)
-    loop.memory = Session(found=False)
+    loop.memory = Session(stored=False)
     assert loop.poll().history == (decision(),)
 
 

@@ -97,7 +97,7 @@ def test_lost_memory_never_lowers_the_version() -> None:
     loop = loop_over(Truth(chances=[0.2] * 5))
     loop.polls(10)
     running = loop.worker.plan.version
-    loop.memory = type(loop.memory)(found=False)
+    loop.memory = type(loop.memory)(stored=False)
     assert loop.poll().plan.version > running
 
 

@@ -26,7 +26,7 @@ class Running:
 
     deployment: Deployment
     waiting: float = 0.0
-    session: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="u1"), found=False))
+    session: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="u1"), stored=False))
     now: float = 1e6
     workers: list[SimulatedWorker] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Running:
         self.session = Session(learned=learned)
 
     def lose_state(self) -> None:
-        self.session = Session(learned=LearnedState(uid="u1"), found=False)
+        self.session = Session(learned=LearnedState(uid="u1"), stored=False)
 
 
 def scaled_to_four() -> Running:

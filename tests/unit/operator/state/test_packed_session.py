@@ -17,7 +17,7 @@ def test_a_packed_session_is_small_and_unpacks_as_it_was() -> None:
     crowd = Crowd()
     template = TemplateState(spec_hash="h", template={"x": "y" * 19_000}, image="i")
     learned = loop.memory.learned.model_copy(update={"template": template, "parked": (crowd.parked("d2"),)})
-    session = replace(loop.memory, learned=learned, published_at=7.0, found=False)
+    session = replace(loop.memory, learned=learned, published_at=7.0, stored=False)
     packed = PackedSession.of(session)
     assert packed.session == session
     assert len(packed.learned) < len(learned.model_dump_json()) / 3

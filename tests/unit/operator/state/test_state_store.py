@@ -101,7 +101,7 @@ async def test_a_new_process_reads_the_state_and_writes_nothing() -> None:
     loop.polls(8)
     restarted = await written(cluster, deployment, loop.memory)
     session = await restarted.load(deployment.key, deployment.uid)
-    assert session.found
+    assert session.stored
     assert session.learned.rows == loop.memory.learned.rows
     await restarted.save(deployment, session.learned, urgent=True, now=1)
     assert len(cluster.writes) == 1, "the ConfigMap has this text"
@@ -123,7 +123,7 @@ async def test_garbage_of_what_was_applied_is_nothing_applied(text: str) -> None
     cluster, deployment = Cluster(), deployment_with()
     restarted = await written(cluster, deployment)
     cluster.data["applied"] = text
-    assert (await restarted.load(deployment.key, deployment.uid)).found
+    assert (await restarted.load(deployment.key, deployment.uid)).stored
     assert cluster.recalled == {}
 
 
@@ -136,7 +136,7 @@ async def test_the_format_before_sections_is_read_once_and_replaced() -> None:
     data["memory.json"], data["template.json"] = learned.model_dump_json(by_alias=True), ""
     data["applied.json"] = json.dumps({f"Service/{deployment.name}": "text ours"})
     session = await store.load(deployment.key, deployment.uid)
-    assert (session.found, session.learned.load.sequences) == (True, 7)
+    assert (session.stored, session.learned.load.sequences) == (True, 7)
     assert cluster.recalled == {f"Service/{deployment.name}": "text ours"}
     await store.save(deployment, session.learned, urgent=False, learnt=False, now=100)
     assert len(cluster.writes) == 1, "an upgrade alone writes nothing"
@@ -164,7 +164,7 @@ async def test_a_damaged_section_is_named_in_the_log_and_the_others_stay(caplog:
     cluster.data["plan"] = "{"
     with caplog.at_level(logging.WARNING):
         session = await store.load(deployment.key, deployment.uid)
-    assert (session.learned.load.sequences, session.learned.pin, session.found) == (5, "", True)
+    assert (session.learned.load.sequences, session.learned.pin, session.stored) == (5, "", True)
     assert "section plan" in caplog.text
     assert f"{deployment.namespace}/{deployment.name}" in caplog.text
 
@@ -186,9 +186,9 @@ async def test_a_state_of_another_deployment_is_not_taken() -> None:
     cluster, deployment = Cluster(), deployment_with()
     store = await written(cluster, deployment, session_with(5, uid="another"))
     session = await store.load(deployment.key, deployment.uid)
-    assert (session.found, session.learned) == (False, LearnedState(uid=deployment.uid))
+    assert (session.stored, session.learned) == (False, LearnedState(uid=deployment.uid))
 
 
 async def test_a_deployment_without_state_is_new() -> None:
     session = await StateStore(Cluster(), Cluster()).load(("ns", "n"), "u1")
-    assert not session.found
+    assert not session.stored
