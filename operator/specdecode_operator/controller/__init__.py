@@ -1,1 +1,1 @@
-"""The control loop: from events to children and status."""
+"""The operator process and its loops: reconciler, planner, informer caches, status and Events."""

@@ -1,7 +1,7 @@
-"""Tokens of the workers' admin ports. They are derived from one key, so that no Secret of a user's namespace is read.
+"""Tokens of the workers' admin ports, derived from one key, so that the operator reads no Secret of a user's namespace.
 
 The key is a Secret in the operator's own namespace. A deployment's tokens are written into a Secret that its workers
-mount, and read again by the workers when it changes. If the Secret is deleted, the same tokens are written again.
+mount; workers read it again when it changes. If the Secret is deleted, the operator writes the same tokens again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from specdecode_operator.kube.kinds import SECRETS
 from specdecode_operator.types import Deployment
 
 KEY_SECRET = "specdecode-operator-token-key"
+"""Name of the Secret with the key."""
 SCOPES = ("operator", "router", "capture")
+"""Clients of the admin port, each with tokens of its own."""
 ENSURE_SECONDS = 10.0
-"""Least time between two attempts to create the Secret of a deployment whose pods do not start."""
+"""Least time between two attempts to create the Secret of a deployment whose pods do not start, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +44,17 @@ class TokenKeys:
 
 
 def derive_token(key: bytes, uid: str, scope: str) -> str:
-    """Derive a token by HMAC-SHA256."""
+    """Derive the token of one deployment and scope by HMAC-SHA256."""
     digest = hmac.new(key, f"{scope}:{uid}".encode(), hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 async def load_keys(client: KubeClient, namespace: str) -> TokenKeys:
-    """Read the keys, and create the Secret if there is none. Raises ClusterError."""
+    """Read the keys, and create their Secret if there is none.
+
+    Raises:
+        ClusterError: The Secret cannot be read or created, or has no key ``current``.
+    """
     secret = await client.get(SECRETS, namespace, KEY_SECRET)
     if secret is None:
         manifest = {
@@ -70,15 +76,16 @@ async def load_keys(client: KubeClient, namespace: str) -> TokenKeys:
 
 
 class AdminTokens:
-    """Tokens of all deployments, and their Secrets."""
+    """Tokens of all deployments, and the Secrets that hand them to workers."""
 
     def __init__(self, client: KubeClient, keys: TokenKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._keys = keys
         self._clock = clock
         self._ensured: dict[str, float] = {}
-        """Time of the last attempt by uid of the deployment."""
+        """Time of the last attempt to create the Secret, by uid of the deployment."""
         self._suspected: set[str] = set()
+        """Uids of deployments whose Secret may be missing."""
 
     def tokens(self, uid: str) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
@@ -89,7 +96,7 @@ class AdminTokens:
 
         Args:
             deployment: The deployment.
-            suspicious: A pod does not start.
+            suspicious: True if a pod does not start, for which a missing Secret may be the reason.
 
         Raises:
             ClusterError: The API server refused the Secret.
@@ -103,14 +110,15 @@ class AdminTokens:
             await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
         except Conflict:
-            pass  # it exists; the token of a Secret that is not ours shows as a worker that answers 401
+            pass  # The Secret exists. If another client made it, workers answer 401 and their reports are missing.
         self._ensured[deployment.uid] = self._clock()
         self._suspected.discard(deployment.uid)
 
     def suspect(self, uid: str) -> None:
-        """Note that a worker accepts none of the tokens."""
+        """Mark the Secret of a deployment as possibly missing, because a worker accepts none of the tokens."""
         self._suspected.add(uid)
 
     def forget(self, uid: str) -> None:
+        """Drop the records of a deleted deployment."""
         self._ensured.pop(uid, None)
         self._suspected.discard(uid)

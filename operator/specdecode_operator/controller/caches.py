@@ -1,4 +1,4 @@
-"""Informer caches of everything that a reconcile reads: workloads, pods, and the metadata of the other children."""
+"""Informer caches of all objects that a reconcile reads: workloads, pods, and the metadata of the other children."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from specdecode_operator.kube.kinds import BUDGETS, CONFIG_MAPS, PODS, SERVICES,
 from specdecode_operator.types import Key, Worker, Workload
 
 CHILD_LABELS = f"{GROUP}/name"
-"""Every child has the label with the name of its deployment."""
+"""Label selector of all children: each has the label with the name of its deployment."""
 POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
+"""Label selector of worker pods and their workloads."""
 METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS)
+"""Kinds of which only the metadata is cached."""
 
 
 class WorkloadRecord(NamedTuple):
-    """A child Deployment: its ownership and its rollout."""
+    """Cached child Deployment: its ownership, and the state of its rollout."""
 
     child: ChildRecord
     workload: Workload
 
 
 class Caches:
-    """All informers. They run on every replica, so that a new leader starts with warm caches."""
+    """Informers of all kinds. They run on every replica of the operator, so that caches of a new leader are full."""
 
     def __init__(self, client: KubeClient, namespaces: Sequence[str], on_change: Callable[[Key], None]) -> None:
         def informers(kind: Any, labels: str, project: Callable[[dict[str, Any]], Any], *, metadata_only: bool) -> Any:
@@ -64,12 +66,12 @@ class Caches:
                 group.create_task(informer.run())
 
     async def wait_synced(self) -> None:
-        """Return once every kind was listed."""
+        """Wait until all objects of every kind were listed."""
         for informer in self.informers.values():
             await informer.synced.wait()
 
     def contact_age(self, kind: str) -> float:
-        """Return the seconds since the API server last sent anything on the watch of a kind."""
+        """Return the seconds since the API server last sent data on the watch of a kind."""
         return time.monotonic() - self.informers[kind].last_contact
 
     def workers(self, key: Key) -> tuple[Worker, ...]:
@@ -84,11 +86,11 @@ class Caches:
         """Return the ownership of a child, or None if the cache has no such object."""
         kind, namespace, name = child
         if kind == WORKLOADS.kind:
-            found = self._workloads.get(namespace, name)
-            return found.child if found else None
+            record = self._workloads.get(namespace, name)
+            return record.child if record else None
         return self._children[kind].get(namespace, name) if kind in self._children else None
 
 
 def _project_workload(deployment: dict[str, Any]) -> WorkloadRecord:
-    # A thousand pod templates would be most of the process, and only a loss of state needs one.
+    # 1000 pod templates would be most of the memory. Only a loss of state needs one; it is then read from the server.
     return WorkloadRecord(project_child(WORKLOADS)(deployment), replace(workload_of(deployment), template={}))

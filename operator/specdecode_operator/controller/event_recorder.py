@@ -1,4 +1,4 @@
-"""Writes Events of Kubernetes. Losing one loses nothing: status has the history and the conditions."""
+"""Writing of Kubernetes Events. A lost Event does no harm: status has the same history and conditions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from specdecode_operator.kube.kinds import EVENTS
 from specdecode_operator.types import Key
 
 MAX_MESSAGE = 1024
+"""Longest message of an Event, in characters."""
 
 log = logging.getLogger(__name__)
 
 
 async def record_events(client: KubeClient, key: Key, uid: str, notices: Iterable[EventNotice], now: float) -> None:
-    """Create one Event for every notice; an error is logged and not raised."""
+    """Create one Event for each notice. An error of the API server is logged and not raised."""
     for index, notice in enumerate(notices):
         try:
             await client.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))

@@ -1,6 +1,6 @@
-"""Events of a deployment: one for each decision, and one for each condition that turned bad or recovered. Pure.
+"""Events of a deployment: one for each decision, and one for each condition that became bad or recovered. Pure.
 
-Status has the history and the conditions too, so that a lost Event loses nothing.
+A lost Event does no harm, because status has the same history and conditions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BAD = {
     ConditionType.pinned: "False",
     ConditionType.workers_healthy: "False",
 }
-"""Conditions with Events, and the status that is bad. Kubernetes writes the Events of pods."""
+"""Conditions that cause Events, each with the status that is bad. Kubernetes itself writes Events about pods."""
 ON_LOSS_ONLY = (ConditionType.available,)
-"""Conditions that are bad from the start, which is no news. Only a loss after they were good is."""
+"""Conditions that are bad for every new deployment. They cause an Event only when a good status is lost."""
 REPEATED_REASONS = ("ImageNotPulled", "WorkerFailing")
-"""Reasons of retries, whose message changes from phase to phase."""
+"""Reasons of retried actions, whose message changes with each retry."""
 EXPECTED_REASONS = ("ScaledToZero",)
-"""Reasons of a bad status that the user asked for."""
+"""Reasons of a bad status that a user caused on purpose."""
 
 _REASONS = {"Plan": "PlanChanged", "Replicas": "Scaled", "Steering": "SteeringChanged"}
 
@@ -43,8 +43,8 @@ def event_notices(before: Status, after: Status, changes: Iterable[Decision]) ->
     """Return the Events of one reconcile.
 
     Args:
-        before: Status as the API server had it, so that each Event is written once.
-        after: Status as it is now.
+        before: Status that the API server has. Events are written only for differences from it.
+        after: Status that is written now.
         changes: Decisions made in this reconcile, oldest first.
     """
     return (*map(_decided, changes), *_transitions(before, after))
@@ -68,6 +68,7 @@ def _transitions(before: Status, after: Status) -> Iterator[EventNotice]:
 
 
 def _is_news(kind: ConditionType, old: Condition | None, new: Condition) -> bool:
+    """Return whether a bad condition needs an Event."""
     if new.reason in EXPECTED_REASONS:
         return False
     if kind in ON_LOSS_ONLY:
@@ -82,9 +83,9 @@ def _recovery(kind: ConditionType, old: Condition, new: Condition | None) -> Eve
 
 
 def _is_same(old: Condition | None, new: Condition) -> bool:
-    """Return whether two bad states of a condition are about the same thing.
+    """Return whether two bad states of a condition report the same problem.
 
-    Another message of the API server is news, and so is another pod. Another number is not.
+    Another message of the API server or another pod is a new problem. Other numbers or fewer pods are not.
     """
     if old is None or old.status != new.status or old.reason != new.reason:
         return False

@@ -1,7 +1,7 @@
-"""Kopf: process life cycle, liveness, and the watch of our kind.
+"""Handlers of kopf: start and stop of the process, and the watch of SpecDecodeDeployments.
 
-Only ``on.event`` is used: timers, daemons and deletion handlers would put a finalizer on the resource, and deleting it
-would hang without an operator. Children are deleted through their ownerReferences.
+Only ``on.event`` is used. Timers, daemons and deletion handlers would put a finalizer on the resource, and its deletion
+would hang while no operator runs. Kubernetes deletes the children through their ownerReferences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from specdecode_operator.controller.process import Process
 from specdecode_operator.settings import Settings
 
 MAX_BACKOFF_SECONDS = 10.0
+"""Longest pause between two attempts of kopf to reach the API server."""
 WATCH_SECONDS, SILENCE_SECONDS = 20, 25.0
-"""Length of one watch request, and the time after which a silent connection counts as broken."""
+"""Length of one watch request, and time without data after which a connection counts as broken."""
 
 
 def register(settings: Settings) -> kopf.OperatorRegistry:
@@ -44,7 +45,7 @@ def register(settings: Settings) -> kopf.OperatorRegistry:
 
 
 class EndlessBackoffs:
-    """Pauses between attempts to reach the API server. Kopf gives up at their end, so they do not end."""
+    """Pauses between attempts to reach the API server, in seconds. Endless, because kopf gives up after the last one."""
 
     def __iter__(self) -> Iterator[float]:
         pause = 1.0

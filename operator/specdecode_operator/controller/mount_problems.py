@@ -1,4 +1,4 @@
-"""Why the volumes of a pod cannot be mounted: only Events say so, and they are read for few pods."""
+"""Mount problems of pods, read from their Events: the status of a pod does not have them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from specdecode_operator.kube.pod_events import mount_problem
 from specdecode_operator.types import Observation, Worker
 
 MIN_AGE_SECONDS = 15.0
-"""Age of a pod that has a node but no address; younger pods are still being set up."""
+"""Age above which a scheduled pod without an address is checked. Younger pods are still being set up."""
 MAX_PODS = 3
-"""Pods whose Events are read in one reconcile; pods of one template fail for the same reason."""
+"""Number of pods whose Events are read in one reconcile. Pods of one template fail for the same reason."""
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ async def add_mount_problems(client: KubeClient, namespace: str, observed: Obser
 
 
 def _is_waiting(worker: Worker, now: float) -> bool:
-    """Return whether a placed pod has been without an address for long, for no reason that its status gives."""
+    """Return whether a scheduled pod has no address for too long and its status does not say why."""
     if not worker.placed or worker.ready or worker.leaving or worker.trouble or worker.address:
         return False
     return worker.created_at is not None and now - worker.created_at > MIN_AGE_SECONDS

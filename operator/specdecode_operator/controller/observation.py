@@ -1,4 +1,4 @@
-"""One deployment's children, workers and readings as a single value for the decision. Reads caches only."""
+"""Observation of one deployment: workload, workers and readings as one input of the decision. Reads caches only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specdecode_worker.contract import Report
 
 
 def observe(key: Key, caches: Caches, readings: Readings, session: Session) -> Observation:
-    """Put together what is known of a deployment. A worker without a report carries the reason."""
+    """Return the observation of a deployment. A worker without a report has the reason in ``report_problem``."""
     workers = tuple(with_reading(worker, readings.by_uid.get(worker.uid), session) for worker in caches.workers(key))
     return Observation(workload=caches.workload(key), workers=workers, session=session, round=readings.round)
 
 
 def with_reading(worker: Worker, reading: WorkerReading | None, session: Session) -> Worker:
-    """Add the latest reading to a worker. Leaving workers are not read."""
+    """Return the worker with its latest reading. Leaving workers and those without an address get none."""
     if worker.leaving or worker.address is None or reading is None:
         return worker
     if reading.report is None:
@@ -30,9 +30,9 @@ def with_reading(worker: Worker, reading: WorkerReading | None, session: Session
 
 
 def without_regression(worker: Worker, before: Report | None) -> Worker:
-    """Drop a report in which a counter fell within one boot: counters never do, so nothing of it can be used.
+    """Return the worker without its report if a counter fell within one boot, because such a report is wrong.
 
-    ``before`` stays the baseline until the worker's counters have passed it or the worker starts again.
+    ``before`` stays the baseline until the counters have passed it again or the worker restarts.
     """
     report = worker.report
     if report is None or before is None or report.boot_id != before.boot_id:

@@ -1,4 +1,4 @@
-"""The planner loop: decides anew when measurements or the resource of a deployment change. No I/O."""
+"""The planner loop: makes a decision when measurements or the resource of a deployment change. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Writes ``session``, ``decision`` and ``failure`` of the deployment states."""
+    """Handler of the planning queue. It writes ``session``, ``decision`` and ``failure`` of the deployment states."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Planner:
         self._clock = clock
 
     async def handle(self, key: Key) -> None:
-        """Decide about one deployment, and ask for a reconcile; a change by a user goes first."""
+        """Make a decision for one deployment and request a reconcile, with priority after a change by a user."""
         state = self._table.get(key)
         changed = False
         if state is not None and state.session is not None:
@@ -48,12 +48,12 @@ class Planner:
         self._decided(key, changed)
 
     def tick(self, key: Key, state: DeploymentState) -> None:
-        """Decide about one deployment.
+        """Make a decision for one deployment.
 
-        A spec that cannot be carried out, or an error of our own, is written into ``failure``: the reconciler shows it
-        in status, and the children stay as they are.
+        A spec that cannot be carried out, or an internal error, is written into ``failure``. The reconciler then shows
+        it in status and leaves the children as they are.
         """
-        assert state.session is not None, "a deployment is decided about once its state was loaded"
+        assert state.session is not None, "a decision needs the loaded state"
         resource = state.resource.value
         try:
             deployment = deployment_of(resource)
@@ -79,7 +79,7 @@ class Planner:
 
 
 def _added(pending: Pending, decision: Decision) -> Pending:
-    """Add a decision to those that were not carried out yet: the reconciler may see only the latest one."""
+    """Add a decision to the pending ones, because the reconciler may see only the latest decision."""
     return Pending(
         urgent=pending.urgent or decision.urgent,
         learnt=pending.learnt or decision.learnt,

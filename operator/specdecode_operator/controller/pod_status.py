@@ -1,4 +1,4 @@
-"""From a Pod and a Deployment of Kubernetes to Worker and Workload records. Pure."""
+"""Conversion of Pods and Deployments of Kubernetes to Worker and Workload records. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from specdecode_operator.kube.termination_message import last_words, verdict_of
 from specdecode_operator.types import Worker, Workload
 
 MAX_TROUBLE = 500
-"""Characters of a message from the kubelet or the scheduler."""
+"""Longest part of a message of the kubelet or the scheduler that is shown, in characters."""
 STARTING = (None, "PodInitializing", "ContainerCreating")
-"""Reasons of a waiting container that need no attention."""
+"""Reasons of a waiting container that are normal during a start."""
 
 
 def worker_of(pod: Mapping[str, Any]) -> Worker:
@@ -33,7 +33,7 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         trouble=_trouble(status),
         deletion_cost=_deletion_cost(pod),
         startup_seconds=_startup_seconds(pod),
-        # A worker that serves by now has disproved its verdict.
+        # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
     )
 
@@ -81,7 +81,7 @@ def _seconds(timestamp: object) -> float | None:
 
 
 def _trouble(status: Mapping[str, Any]) -> str | None:
-    """Return why the pod does not start, in the words of the kubelet or the scheduler."""
+    """Return the message of the kubelet or the scheduler that says why the pod does not start, or None."""
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") not in STARTING:

@@ -1,4 +1,4 @@
-"""The operator process: connects, keeps caches, and runs the three loops while this replica is the leader."""
+"""The operator process: connections, informer caches, and the three loops, which run while this replica leads."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 
 
 class Process:
-    """What runs from kopf's startup to its cleanup."""
+    """All background work between kopf's startup and its cleanup."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._stack = AsyncExitStack()
         self._table = StateTable()
         self._loops: Loops | None = None
-        """The loops, while this replica leads."""
+        """The loops while this replica leads, or else None."""
 
     async def start(self) -> None:
-        """Connect, start the caches, and take part in the leader election."""
+        """Connect to the API server, start the caches, and join the leader election."""
         settings = self._settings
         self._elector: LeaderElector | None = None
         client = await KubeClient.connect(guard=self._check_leadership)
@@ -74,11 +74,11 @@ class Process:
         self._spawn(self._lead())
 
     async def stop(self) -> None:
-        """End everything, the loops first; the lease is released so that another replica leads at once."""
+        """Stop all tasks, the loops first. The lease is released, so that another replica can lead at once."""
         await self._stack.aclose()
 
     def resource_event(self, event: str | None, resource: Mapping[str, Any]) -> None:
-        """Take over a watch event of our kind."""
+        """Record a watch event of a SpecDecodeDeployment, and request a decision if a user made a change."""
         metadata = resource["metadata"]
         key = (metadata["namespace"], metadata["name"])
         if event == "DELETED" or metadata.get("deletionTimestamp"):
@@ -95,7 +95,7 @@ class Process:
         else:
             self._table.update(key, resource=Packed.of(dict(resource)), generation=metadata["generation"])
             if identity_of(before) == identity_of(metadata):
-                return  # the status, which this operator wrote
+                return  # The operator itself wrote the status.
         if self._loops is not None:
             self._loops.resource_changed(key)
 
@@ -115,7 +115,7 @@ class Process:
             self._elector.check()
 
     async def _lead(self) -> None:
-        """Run the loops whenever this replica leads, and drop what they know when it does not any more."""
+        """Run the loops while this replica leads, and drop their results when it loses the lease."""
         while True:
             if self._elector is not None:
                 await self._elector.wait_until_leader()
@@ -164,7 +164,7 @@ class Process:
 
 
 class Loops:
-    """The three loops of a leader and the queues between them."""
+    """The three loops of a leader (telemetry, planner, reconciler), and the queues between them."""
 
     def __init__(
         self,
@@ -220,15 +220,15 @@ class Loops:
             group.create_task(self.reconciling.run())
 
     def resource_changed(self, key: Key) -> None:
-        """A user changed a resource: it goes before all that merely happened."""
+        """Queue a deployment that a user changed. It goes before other events."""
         self.planning.add(key, changed=True)
 
     def child_changed(self, key: Key) -> None:
-        """A child object or a pod changed."""
+        """Queue a deployment of which a child or a pod changed."""
         self.planning.add(key)
 
     def forget(self, key: Key, uid: str) -> None:
-        """Drop everything about a deployment that is gone."""
+        """Drop all records of a deleted deployment."""
         self._store.forget(uid)
         self._tokens.forget(uid)
         metrics.forget(*key)
@@ -241,7 +241,7 @@ class Loops:
         metrics.record_round(times.duration, counters.reports_failed, counters.pushes_failed)
 
     def _unauthorized(self, key: Key) -> None:
-        """A worker accepts none of our tokens: its Secret may have been deleted or replaced."""
+        """Have the Secret of the tokens checked, because a worker accepts none of them."""
         self._tokens.suspect(self._uid(key))
         self.reconciling.add(key)
 
@@ -274,7 +274,7 @@ class Loops:
 
 
 def _is_older(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
-    """Return whether an event is older than the object that is known already, by resource versions of one object."""
+    """Return whether the object of an event is older than the known one, by their resource versions."""
     if metadata["uid"] != known["uid"]:
         return False
     versions = metadata.get("resourceVersion", ""), known.get("resourceVersion", "")
@@ -282,7 +282,7 @@ def _is_older(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
 
 
 def _stop_process(task: asyncio.Task[None]) -> None:
-    """End the process if a background task ends: it would look alive and do nothing."""
+    """Stop the process after a background task ended, because without that task it would do nothing."""
     if not task.cancelled():
         log.critical("a background task ended", exc_info=task.exception())
         signal.raise_signal(signal.SIGTERM)

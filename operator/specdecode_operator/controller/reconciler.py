@@ -1,7 +1,7 @@
-"""The reconciler loop: children become what was decided, and status says how it went. Level-triggered.
+"""The reconciler loop: makes the children equal to the decision and writes status. Level-triggered.
 
-Everything is read from informer caches; only a deployment that is seen for the first time costs a read of its stored
-state, and each is compared with the API server once in five minutes. No worker is asked for anything here.
+It reads informer caches. It asks the API server only for the stored state of a new deployment, for Events of pods that
+do not start, and for each deployment once in five minutes as a check. It sends no requests to workers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Decision, Deployment, Key, Observation, Outcome
 
 VERIFY_SECONDS = 300.0
-"""Time between two comparisons of a deployment with the API server, in case a watch event was lost."""
+"""Time between two comparisons of a deployment with the API server, which detect lost watch events."""
 PROBLEM_SECONDS = 2.0
-"""Time between two attempts while a child is refused; the applier has a longer back-off for each child."""
+"""Time between two attempts while a child has a problem. The applier has a longer back-off for each child."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Parts:
-    """What the reconciler works with."""
+    """Clients, caches and stores that the reconciler uses."""
 
     client: KubeClient
     caches: Caches
@@ -52,27 +52,28 @@ class Parts:
     store: StateStore
     tokens: AdminTokens
     plan: Callable[[Key], None]
-    """Asks the planner for a decision."""
+    """Function that requests a decision of the planner."""
     published: Callable[[Key], None]
-    """Tells the telemetry loop that a plan may be pushed."""
+    """Function that makes the telemetry loop push a published plan."""
     clock: Callable[[], float] = time.time
 
 
 class Reconciler:
-    """Handler of the work queue of deployments."""
+    """Handler of the reconcile queue."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._verified: dict[Key, float] = {}
+        """Time of the last comparison with the API server."""
 
     async def handle(self, key: Key) -> float | None:
         """Reconcile one deployment.
 
         Returns:
-            Seconds until the next reconcile without an event. None if the deployment is gone.
+            Seconds until the next reconcile if no event comes before. None if the deployment was deleted.
 
         Raises:
-            ClusterError: To be tried again with back-off; only this deployment waits.
+            ClusterError: A request failed. The queue retries this deployment with back-off.
         """
         with metrics.RECONCILE_SECONDS.time():
             try:
@@ -105,7 +106,7 @@ class Reconciler:
         return min(waits)
 
     async def _verify(self, key: Key) -> DeploymentState | None:
-        """Return the state, compared with the API server now and then. A deployment that is gone is forgotten."""
+        """Return the state, or None if the deployment was deleted. The resource is read again every VERIFY_SECONDS."""
         parts, state = self._parts, self._parts.table.get(key)
         if state is None:
             self._verified.pop(key, None)
@@ -124,7 +125,7 @@ class Reconciler:
         self, key: Key, state: DeploymentState, resource: Mapping[str, Any], decision: Decision
     ) -> Outcome:
         parts, now = self._parts, self._parts.clock()
-        assert state.session is not None, "a decision was made from a state"
+        assert state.session is not None, "a decision needs the loaded state"
         deployment = deployment_of(resource)
         observed = observe(key, parts.caches, state.readings, state.session.session)
         pending = state.pending
@@ -146,7 +147,7 @@ class Reconciler:
     async def _apply(
         self, deployment: Deployment, observed: Observation, decision: Decision, pending: Pending, now: float
     ) -> Outcome:
-        """Apply in order: the stored state of a decision, the plan before the pods that mount it, pushes last."""
+        """Save the state of the decision, apply the children in order, publish the plans, and evict pods."""
         if deployment.paused:
             return Outcome()
         unsaved = await self._parts.store.save(
@@ -157,7 +158,7 @@ class Reconciler:
             problem = await self._parts.applier.apply(manifest, deployment.uid)
             if problem is not None:
                 problems.append(problem)
-        if unsaved is None:  # workers must not run a plan that a restart of the operator would forget
+        if unsaved is None:  # Workers must not run a plan that a restart of the operator would lose.
             self._publish(deployment, decision)
         await self._mark_and_evict(deployment, observed, decision)
         return Outcome(problems=tuple(problems))
@@ -186,7 +187,7 @@ class Reconciler:
             self._parts.published(deployment.key)
 
     async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
-        """Annotate the order of removal, and evict workers that are to be replaced. Best effort; repeated later."""
+        """Annotate deletion costs, and evict workers that are to be replaced. Failures are logged and repeated later."""
         client = self._parts.client
         try:
             for name, cost in decision.deletion_costs.items():
@@ -204,7 +205,7 @@ class Reconciler:
     # --- status -----------------------------------------------------------------------------------------------------
 
     async def _write_failure(self, key: Key, state: DeploymentState, failure: Failure) -> None:
-        assert state.session is not None, "a failure is found when the state was loaded"
+        assert state.session is not None, "a failed decision needs the loaded state"
         now, resource = self._parts.clock(), state.resource.value
         before = status_of_resource(resource)
         observed = observe(key, self._parts.caches, state.readings, state.session.session)
@@ -217,7 +218,7 @@ class Reconciler:
         metrics.RECONCILES.labels("refused").inc()
 
     async def _write_status(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
-        """Write the status if it differs, and keep what was written, so that no later reconcile sees an older one."""
+        """Write the status if it differs, and store the result, so that later reconciles compare with it."""
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         if written == resource.get("status"):
             return

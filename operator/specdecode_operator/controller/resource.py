@@ -1,4 +1,4 @@
-"""From the SpecDecodeDeployment as the API server has it to the records that decisions use. Pure."""
+"""Parsing of a SpecDecodeDeployment of the API server into the records that decisions use. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from specdecode_operator.types import Deployment
 
 
 def deployment_of(resource: Mapping[str, Any]) -> Deployment:
-    """Parse a resource. Raises SpecError if the spec does not fit: the CRD is of another version than this operator."""
+    """Parse a resource.
+
+    Raises:
+        SpecError: The spec is invalid, because the CRD is of another version than this operator.
+    """
     metadata = resource["metadata"]
     try:
         spec = Spec.model_validate(resource["spec"])
@@ -42,7 +46,7 @@ def status_of_resource(resource: Mapping[str, Any]) -> Status:
 
 
 def identity_of(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a user can change of a resource: uid, generation, deletion, and the annotations that steer."""
+    """Return uid, generation, deletion time, pause and pin of a resource. They change only by actions of users."""
     annotations = metadata.get("annotations") or {}
     steering = (annotations.get(name) for name in (PAUSED_ANNOTATION, PIN_ANNOTATION))
     return metadata["uid"], metadata["generation"], metadata.get("deletionTimestamp"), *steering

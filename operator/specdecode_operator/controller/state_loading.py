@@ -1,4 +1,4 @@
-"""Reads the stored state of a deployment that this process sees for the first time."""
+"""Loading of the stored state, once for each deployment that this process manages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specdecode_operator.types import Key
 
 
 async def load_session(store: StateStore, client: KubeClient, key: Key, uid: str) -> Session:
-    """Return the stored state.
+    """Return the session with the stored state.
 
-    After a loss of the state, the pod template is taken from the running workload, so that no pod is rolled for it: the
-    informer caches have workloads without their templates.
+    If the state was lost, the pod template is read from the running workload, so that the loss does not roll pods. The
+    API server is asked, because the informer caches have no templates.
 
     Raises:
         ClusterError: The API server did not answer.

@@ -1,7 +1,7 @@
 """Work queue of deployments: one run per key at a time, back-off per key, periodic resync.
 
-``Schedule`` holds the rules and takes the time as an argument; ``WorkQueue`` runs it on the event loop. Events may add
-a key as often as they like: additions during a run, or close together, become one more run.
+``Schedule`` has the rules, with the time as an argument; ``WorkQueue`` runs them on the event loop. Events may add a
+key any number of times: additions during a run, or close together, become one more run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class QueueTimes:
     debounce: float = 0.2
     """Least time from the end of a run to the start of the next run of the same key."""
     head_start: float = 30.0
-    """An event goes before resyncs that have been due for less than this: thousands of them may be late at once."""
+    """Priority of events over resyncs: an event goes before resyncs that are late by less than this."""
     change_head_start: float = 600.0
-    """The same for a change by a user, which goes before other events."""
+    """Priority of changes by users, which go before other events too."""
     first_retry: float = 1.0
+    """First back-off after a failure; it doubles with each further failure."""
     last_retry: float = 60.0
+    """Longest back-off."""
 
     def retry(self, failures: int) -> float:
         """Return the back-off after this number of failures in a row."""
@@ -40,15 +42,17 @@ class QueueTimes:
 
 @dataclass(slots=True)
 class Schedule:
-    """Due times of keys."""
+    """Due times of keys, and the choice of the next key to run."""
 
     times: QueueTimes = field(default_factory=QueueTimes)
     _due: dict[Key, float] = field(default_factory=dict)
     _asked: dict[Key, float] = field(default_factory=dict)
-    """Head start of keys that are due for an event, not for a resync or a retry."""
+    """Head start of each key that is due for an event, rather than for a resync or a retry."""
     _running: set[Key] = field(default_factory=set)
     _failures: dict[Key, int] = field(default_factory=dict)
+    """Failures in a row."""
     _ended: dict[Key, float] = field(default_factory=dict)
+    """End of the last run."""
 
     def add(self, key: Key, now: float, *, changed: bool = False) -> None:
         """Make a key due now. ``changed`` gives it the head start of a change by a user."""
@@ -73,7 +77,7 @@ class Schedule:
         return key
 
     def done(self, key: Key, now: float, *, again_in: float | None) -> None:
-        """End a successful run. ``again_in`` is the period of the resync in seconds; None forgets the key."""
+        """End a successful run. ``again_in`` is the time until the next resync, in seconds; None removes the key."""
         self._ends(key, now)
         self._failures.pop(key, None)
         if again_in is not None:
@@ -82,7 +86,7 @@ class Schedule:
             self._ended.pop(key, None)
 
     def failed(self, key: Key, now: float) -> float:
-        """End a failed run and return the back-off. An event during the run shortens it to that of the first retry."""
+        """End a failed run and return its back-off. An event during the run shortens it to ``first_retry``."""
         self._ends(key, now)
         self._failures[key] = self._failures.get(key, 0) + 1
         wait = self.times.first_retry if key in self._due else self.times.retry(self._failures[key])
@@ -108,9 +112,9 @@ class Schedule:
 
 
 def next_turn(key: Key, period: float, now: float) -> float:
-    """Return the next due time of a periodic key: about one period from now, at a fixed offset of its own.
+    """Return the next resync time of a key: about one period from now, at an offset that depends on the key.
 
-    Without the offset all keys would stay due together, as they are after a start, and delay every event once a period.
+    Without the offset, all keys would be due at the same time after a start, and delay events once per period.
     """
     if period <= 0:
         return now
@@ -119,11 +123,11 @@ def next_turn(key: Key, period: float, now: float) -> float:
 
 
 Handle = Callable[[Key], Awaitable[float | None]]
-"""Handles a key; returns the seconds until its next run without an event, or None to forget it."""
+"""Function that handles a key. It returns the seconds until the next resync, or None to remove the key."""
 
 
 class WorkQueue:
-    """Runs a handler for every key that is due, at most ``concurrency`` at a time."""
+    """Queue that runs a handler for each due key, at most ``concurrency`` at a time."""
 
     def __init__(
         self,
@@ -141,15 +145,16 @@ class WorkQueue:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key, *, changed: bool = False) -> None:
+        """Make a key due now. ``changed`` marks a change by a user, which goes before other events."""
         self._schedule.add(key, self._clock(), changed=changed)
         self._woken.set()
 
     def depth(self) -> int:
-        """Return the number of keys that are due and wait."""
+        """Return the number of keys that are due and do not run yet."""
         return self._schedule.waiting(self._clock())
 
     async def run(self) -> None:
-        """Run until cancelled; then the running handlers are cancelled too."""
+        """Run handlers until cancelled. Cancellation cancels the running handlers too."""
         try:
             while True:
                 await self._slots.acquire()
@@ -165,7 +170,7 @@ class WorkQueue:
         while (key := self._schedule.take(self._clock())) is None:
             self._woken.clear()
             due = self._schedule.next_due()
-            # Not wait_for, which in Python 3.11 forgets a cancellation that comes together with the event.
+            # asyncio.wait_for of Python 3.11 loses a cancellation that arrives together with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
                     await self._woken.wait()

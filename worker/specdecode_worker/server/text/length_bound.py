@@ -1,6 +1,6 @@
-"""Upper bound of the text per token, by which a text that is too long is refused without tokenizing it.
+"""Upper bound of the bytes per token, by which a text that is too long is refused without tokenizing it.
 
-A text of B bytes has at least B / b tokens if no token stands for more than b bytes of it. The longest token of the
+A text of B bytes has at least B / b tokens if no token represents more than b bytes of it. The longest token of the
 vocabulary gives b, provided that nothing between text and tokens removes or merges characters. Each part of the
 tokenizer is therefore checked, and parts that are not known to keep all characters give no bound.
 """
