@@ -254,7 +254,7 @@ class Decision:
     silent: Mapping[str, str] = field(default_factory=dict)
     """Names of ready workers whose reports are stale, each with the first reason."""
     desired: int = 0
-    """Replicas that demand asks for, within the bounds. ``replicas`` differs with an external owner or in Advisory mode."""
+    """Replicas that demand asks for, within the bounds. With owner External or mode Advisory, ``replicas`` differs."""
     arrivals: float | None = None
     """Requests per second that arrive at all workers together."""
     capacity: Capacity | None = None

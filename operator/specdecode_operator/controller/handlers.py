@@ -45,7 +45,7 @@ def register(settings: Settings) -> kopf.OperatorRegistry:
 
 
 class EndlessBackoffs:
-    """Pauses between attempts to reach the API server, in seconds. Endless, because kopf gives up after the last one."""
+    """Pauses between attempts to reach the API server, in seconds. Endless: kopf gives up after the last one."""
 
     def __iter__(self) -> Iterator[float]:
         pause = 1.0

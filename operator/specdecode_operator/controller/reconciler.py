@@ -187,7 +187,7 @@ class Reconciler:
             self._parts.published(deployment.key)
 
     async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
-        """Annotate deletion costs, and evict workers that are to be replaced. Failures are logged and repeated later."""
+        """Annotate deletion costs, and evict workers to be replaced. Failures are logged; a later run repeats them."""
         client = self._parts.client
         try:
             for name, cost in decision.deletion_costs.items():
