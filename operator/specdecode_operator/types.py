@@ -288,3 +288,5 @@ class Outcome:
     """Result of applying the desired children."""
 
     problems: tuple[ChildProblem, ...] = ()
+    is_saved: bool = True
+    """The state that the decision rests on is persisted."""
