@@ -19,7 +19,7 @@ from specdecode_operator import manifests
 from specdecode_operator.errors import ClusterError, Conflict
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import SECRETS
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import Deployment, Key
 
 KEY_SECRET = "specdecode-operator-token-key"
 SCOPES = ("operator", "router", "capture")
@@ -36,14 +36,18 @@ class TokenKeys:
     current: bytes
     previous: bytes | None = None
 
-    def tokens(self, uid: str, scope: str) -> tuple[str, ...]:
+    def tokens(self, deployment: Key, scope: str) -> tuple[str, ...]:
         """Return the tokens of one deployment and scope, the current one first."""
-        return tuple(derive_token(key, uid, scope) for key in (self.current, self.previous) if key)
+        return tuple(derive_token(key, deployment, scope) for key in (self.current, self.previous) if key)
 
 
-def derive_token(key: bytes, uid: str, scope: str) -> str:
-    """Derive a token by HMAC-SHA256."""
-    digest = hmac.new(key, f"{scope}:{uid}".encode(), hashlib.sha256).digest()
+def derive_token(key: bytes, deployment: Key, scope: str) -> str:
+    """Derive a token by HMAC-SHA256.
+
+    It depends on the name and not on the uid: workers of a deployment that was deleted with orphans and created again
+    still have the Secret of the first one.
+    """
+    digest = hmac.new(key, "/".join((scope, *deployment)).encode(), hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
@@ -80,9 +84,9 @@ class AdminTokens:
         """Time of the last attempt by uid of the deployment."""
         self._suspected: set[str] = set()
 
-    def tokens(self, uid: str) -> tuple[str, ...]:
+    def tokens(self, key: Key) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
-        return self._keys.tokens(uid, "operator")
+        return self._keys.tokens(key, "operator")
 
     async def ensure(self, deployment: Deployment, *, suspicious: bool) -> None:
         """Create the Secret of a deployment if it may be missing.
@@ -98,7 +102,7 @@ class AdminTokens:
         suspicious = suspicious or deployment.uid in self._suspected
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
-        tokens = {scope: self._keys.tokens(deployment.uid, scope) for scope in SCOPES}
+        tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in SCOPES}
         try:
             await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)

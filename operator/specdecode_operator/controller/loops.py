@@ -138,4 +138,6 @@ class Loops:
             tls = deployment_of(resource).spec.tls is not None
         except SpecError:
             tls = False
-        return WorkerAccess(tokens=self._tokens.tokens(resource["metadata"]["uid"]), tls=tls)
+        return WorkerAccess(
+            tokens=self._tokens.tokens((resource["metadata"]["namespace"], resource["metadata"]["name"])), tls=tls
+        )

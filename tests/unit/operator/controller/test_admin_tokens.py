@@ -12,6 +12,8 @@ from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, 
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
 
+A, B = ("ns", "a"), ("ns", "b")
+
 
 class Secrets:
     """Secrets of an API server that allows `create` alone in users' namespaces."""
@@ -41,16 +43,16 @@ class Clock:
 
 def test_tokens_differ_by_key_deployment_and_scope() -> None:
     tokens = {
-        derive_token(key, uid, scope) for key in (b"1", b"2") for uid in ("a", "b") for scope in ("operator", "router")
+        derive_token(key, uid, scope) for key in (b"1", b"2") for uid in (A, B) for scope in ("operator", "router")
     }
     assert len(tokens) == 8
     assert all(len(token) == 43 for token in tokens)
-    assert derive_token(b"1", "a", "operator") == derive_token(b"1", "a", "operator")
+    assert derive_token(b"1", A, "operator") == derive_token(b"1", A, "operator")
 
 
 def test_during_a_rotation_both_tokens_are_valid_and_the_new_one_comes_first() -> None:
-    before = TokenKeys(b"old").tokens("u", "operator")
-    during = TokenKeys(b"new", b"old").tokens("u", "operator")
+    before = TokenKeys(b"old").tokens(A, "operator")
+    during = TokenKeys(b"new", b"old").tokens(A, "operator")
     assert during[1:] == before
     assert during[0] != before[0]
 
