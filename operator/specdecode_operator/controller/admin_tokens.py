@@ -83,10 +83,13 @@ class AdminTokens:
         self._ensured: dict[str, float] = {}
         """Time of the last attempt by uid of the deployment."""
         self._suspected: set[str] = set()
+        self._legacy: dict[Key, str] = {}
+        """Tokens of workers that were started by a version before derived tokens."""
 
     def tokens(self, key: Key) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
-        return self._keys.tokens(key, "operator")
+        legacy = self._legacy.get(key)
+        return (*self._keys.tokens(key, "operator"), *([legacy] if legacy else []))
 
     async def ensure(self, deployment: Deployment, *, suspicious: bool) -> None:
         """Create the Secret of a deployment if it may be missing.
@@ -108,13 +111,29 @@ class AdminTokens:
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
         except Conflict:
             pass  # it exists; the token of a Secret that is not ours shows as a worker that answers 401
+        if deployment.uid in self._suspected:
+            await self._read_legacy(deployment)
         self._ensured[deployment.uid] = self._clock()
         self._suspected.discard(deployment.uid)
+
+    async def _read_legacy(self, deployment: Deployment) -> None:
+        """Read the token that an earlier version made, if this is allowed (chart value rbac.readWorkerSecrets)."""
+        name = manifests.admin_secret_name(deployment.name)
+        try:
+            secret = await self._client.get(SECRETS, deployment.namespace, name)
+        except ClusterError as error:
+            log.info("%s/%s: a worker accepts none of the tokens, and %s", *deployment.key, error)
+            return
+        token = ((secret or {}).get("data") or {}).get(manifests.ADMIN_TOKEN_KEY)
+        if token:
+            self._legacy[deployment.key] = base64.b64decode(token).decode()
 
     def suspect(self, uid: str) -> None:
         """Note that a worker accepts none of the tokens."""
         self._suspected.add(uid)
 
-    def forget(self, uid: str) -> None:
+    def forget(self, key: Key, uid: str) -> None:
+        """Drop what is known of a deployment that is gone."""
+        self._legacy.pop(key, None)
         self._ensured.pop(uid, None)
         self._suspected.discard(uid)

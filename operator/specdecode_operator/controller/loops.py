@@ -92,7 +92,7 @@ class Loops:
     def forget(self, key: Key, uid: str) -> None:
         """Drop everything about a deployment that is gone."""
         self._store.forget(uid)
-        self._tokens.forget(uid)
+        self._tokens.forget(key, uid)
         metrics.forget(*key)
         namespace, name = key
         for child in manifests.child_names(name):
@@ -134,10 +134,9 @@ class Loops:
 
     def _access(self, state: DeploymentState) -> WorkerAccess:
         resource = state.resource.value
+        key = resource["metadata"]["namespace"], resource["metadata"]["name"]
         try:
             tls = deployment_of(resource).spec.tls is not None
         except SpecError:
             tls = False
-        return WorkerAccess(
-            tokens=self._tokens.tokens((resource["metadata"]["namespace"], resource["metadata"]["name"])), tls=tls
-        )
+        return WorkerAccess(tokens=self._tokens.tokens(key), tls=tls)
