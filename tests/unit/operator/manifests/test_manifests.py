@@ -201,7 +201,8 @@ def test_the_admin_port_is_not_in_the_service() -> None:
 
 def test_every_child_is_owned_and_blocks_nothing() -> None:
     children = loop_over().poll().children
-    assert [child["kind"] for child in children] == ["ConfigMap", "Service", "PodDisruptionBudget", "Deployment"]
+    kinds = ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
+    assert [child["kind"] for child in children] == kinds
     for child in children:
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u1", True, False)
