@@ -16,13 +16,13 @@ from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import OTHER_TASK, Plan, PlanRow, TreeShape
 
 MAX_DEPTH = 16
-"""Of a plan, as of spec.speculation.depth."""
+"""Largest depth of a pinned shape, as of spec.speculation.depth."""
 EXAMPLES = "write chain:3, none, or tasks such as code=chain:6,chat=none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What is pinned: one shape for all tasks, or shapes by task."""
+    """Pin in force: one shape for all tasks, or shapes by task."""
 
     every: TreeShape | None = None
     by_task: dict[str, TreeShape] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Pin:
         return plan.model_copy(update={"rows": (*others, *self._rows(plan)), "max_depth": deepest})
 
     def shape_of(self, task: str) -> TreeShape | None:
-        """What is pinned for a task; None where nothing is."""
+        """Return the pinned shape of a task; None if it is not pinned."""
         return self.by_task.get(task) if self.every is None else self.every
 
     def _rows(self, plan: Plan) -> Iterator[PlanRow]:

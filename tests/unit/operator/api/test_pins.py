@@ -1,4 +1,4 @@
-"""The annotation specdecode.io/pin: what reads, what runs, what is told, and that a slip changes nothing."""
+"""Tests of the annotation specdecode.io/pin: what can be read, what runs, and that a typing error changes nothing."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_pinning_and_unpinning_stand_in_the_history() -> None:
     loop.polls(2)
     pinned(loop, "")
     decision = loop.polls(2)
-    told = [(found.before, found.after, found.reason) for found in decision.history]
-    assert told == [
+    changes = [(record.before, record.after, record.reason) for record in decision.history]
+    assert changes == [
         ("pin chain:4", "mode Static", "annotation specdecode.io/pin"),
         ("mode Static", "pin chain:4", "annotation specdecode.io/pin"),
     ]

@@ -110,8 +110,8 @@ def test_spread_counts_the_workers_unless_it_has_a_selector() -> None:
     spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
     own = {**spread, "topologyKey": "host", "labelSelector": {"matchLabels": {"a": "b"}}}
     labels = manifests.selector("demo")
-    found = pod_of(workers={"topologySpreadConstraints": [spread, own]})["topologySpreadConstraints"]
-    assert found == [{**spread, "labelSelector": {"matchLabels": labels}}, own]
+    constraints = pod_of(workers={"topologySpreadConstraints": [spread, own]})["topologySpreadConstraints"]
+    assert constraints == [{**spread, "labelSelector": {"matchLabels": labels}}, own]
     with pytest.raises(SpecError, match=r"topologySpreadConstraints\[0\] needs a topologyKey"):
         pod_of(workers={"topologySpreadConstraints": [{"maxSkew": 1}]})
 
