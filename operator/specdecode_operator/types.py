@@ -50,7 +50,6 @@ class Workload:
     generation: int
     observed_generation: int
     wanted: int
-    """Value of spec.replicas."""
     replicas: int
     updated: int
     ready: int
@@ -262,7 +261,6 @@ class Decision:
     deletion_costs: Mapping[str, int] = field(default_factory=dict)
     """Deletion costs to annotate before a scale-down, by pod name. Pods with low costs are removed first."""
     suspects: tuple[UnhealthyWorker, ...] = ()
-    """Unhealthy workers, as the condition WorkersHealthy names them."""
     own_plans: Mapping[str, Plan] = field(default_factory=dict)
     """Plans to push to workers in ``excluded`` that do not run them yet, by address."""
     excluded: frozenset[str] = frozenset()
@@ -298,3 +296,5 @@ class Outcome:
     """Result of applying the desired children."""
 
     problems: tuple[ChildProblem, ...] = ()
+    is_saved: bool = True
+    """The state that the decision rests on is persisted."""

@@ -38,14 +38,21 @@ def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, fig
                 refusals = [served.worker_state(pod)["unauthorized"] for pod in served.pods()]
                 figures.record(11, "seconds until workers take a new plan", f"not within {LIMIT_SECONDS}")
                 raise AssertionError(f"workers answered 401 to {refusals} requests") from None
-            # Without its Secret no further worker can start.
-            label = "seconds until the Secrets are back"
-            try:
-                wait_for("the Secrets are back", lambda: secrets_of(served) == names, timeout_s=LIMIT_SECONDS)
-                figures.record(11, label, time.monotonic() - started)
-            except AssertionError:
-                figures.record(11, label, f"not within {LIMIT_SECONDS}")
-                raise
         assert served.restarts() == restarts, "workers were restarted"
         assert not clients.failures, clients.failures[:5]
         assert clients.answered > 10
+        # The operator may not read Secrets. It creates them again when a new worker needs them.
+        gone = served.pods()[0]["metadata"]["name"]
+        served.api.delete("pod", served.namespace, gone)
+        started, label = time.monotonic(), "seconds until a new worker has its Secret"
+
+        def is_replaced() -> bool:
+            running = [pod["metadata"]["name"] for pod in served.pods()]
+            return secrets_of(served) == names and gone not in running and len(running) == 2
+
+        try:
+            wait_for("a new worker runs", is_replaced, timeout_s=2 * LIMIT_SECONDS)
+            figures.record(11, label, time.monotonic() - started)
+        except AssertionError:
+            figures.record(11, label, f"not within {2 * LIMIT_SECONDS}")
+            raise

@@ -1,1 +1,1 @@
-"""The promise to users: the SpecDecodeDeployment resource. Pydantic models are its single source."""
+"""The SpecDecodeDeployment resource, as pydantic models: the interface to users."""

@@ -19,7 +19,7 @@ from specdecode_operator import manifests
 from specdecode_operator.errors import ClusterError, Conflict
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import SECRETS
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import Deployment, Key
 
 KEY_SECRET = "specdecode-operator-token-key"
 """Name of the Secret with the key."""
@@ -38,14 +38,18 @@ class TokenKeys:
     current: bytes
     previous: bytes | None = None
 
-    def tokens(self, uid: str, scope: str) -> tuple[str, ...]:
+    def tokens(self, deployment: Key, scope: str) -> tuple[str, ...]:
         """Return the tokens of one deployment and scope, the current one first."""
-        return tuple(derive_token(key, uid, scope) for key in (self.current, self.previous) if key)
+        return tuple(derive_token(key, deployment, scope) for key in (self.current, self.previous) if key)
 
 
-def derive_token(key: bytes, uid: str, scope: str) -> str:
-    """Derive the token of one deployment and scope by HMAC-SHA256."""
-    digest = hmac.new(key, f"{scope}:{uid}".encode(), hashlib.sha256).digest()
+def derive_token(key: bytes, deployment: Key, scope: str) -> str:
+    """Derive the token of one deployment and scope by HMAC-SHA256.
+
+    The token depends on the name and not on the uid. If a deployment is deleted without its workers and created again,
+    the workers still have the tokens of the first one.
+    """
+    digest = hmac.new(key, "/".join((scope, *deployment)).encode(), hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
@@ -86,10 +90,13 @@ class AdminTokens:
         """Time of the last attempt to create the Secret, by uid of the deployment."""
         self._suspected: set[str] = set()
         """Uids of deployments whose Secret may be missing."""
+        self._legacy: dict[Key, str] = {}
+        """Tokens of workers that a version without derived tokens started."""
 
-    def tokens(self, uid: str) -> tuple[str, ...]:
+    def tokens(self, key: Key) -> tuple[str, ...]:
         """Return the operator's tokens for a deployment, the current one first."""
-        return self._keys.tokens(uid, "operator")
+        legacy = self._legacy.get(key)
+        return (*self._keys.tokens(key, "operator"), *([legacy] if legacy else []))
 
     async def ensure(self, deployment: Deployment, *, suspicious: bool) -> None:
         """Create the Secret of a deployment if it may be missing.
@@ -105,20 +112,35 @@ class AdminTokens:
         suspicious = suspicious or deployment.uid in self._suspected
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
-        tokens = {scope: self._keys.tokens(deployment.uid, scope) for scope in SCOPES}
+        tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in SCOPES}
         try:
             await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
         except Conflict:
             pass  # The Secret exists. If another client made it, workers answer 401 and their reports are missing.
+        if deployment.uid in self._suspected:
+            await self._read_legacy(deployment)
         self._ensured[deployment.uid] = self._clock()
         self._suspected.discard(deployment.uid)
+
+    async def _read_legacy(self, deployment: Deployment) -> None:
+        """Read the token that an earlier version made, if this is allowed (chart value rbac.readWorkerSecrets)."""
+        name = manifests.admin_secret_name(deployment.name)
+        try:
+            secret = await self._client.get(SECRETS, deployment.namespace, name)
+        except ClusterError as error:
+            log.info("%s/%s: a worker accepts none of the tokens, and %s", *deployment.key, error)
+            return
+        token = ((secret or {}).get("data") or {}).get(manifests.ADMIN_TOKEN_KEY)
+        if token:
+            self._legacy[deployment.key] = base64.b64decode(token).decode()
 
     def suspect(self, uid: str) -> None:
         """Mark the Secret of a deployment as possibly missing, because a worker accepts none of the tokens."""
         self._suspected.add(uid)
 
-    def forget(self, uid: str) -> None:
+    def forget(self, key: Key, uid: str) -> None:
         """Drop the records of a deleted deployment."""
+        self._legacy.pop(key, None)
         self._ensured.pop(uid, None)
         self._suspected.discard(uid)

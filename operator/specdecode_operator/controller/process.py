@@ -12,26 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdecode_operator import manifests, metrics
-from specdecode_operator.controller.admin_tokens import AdminTokens, load_keys
+from specdecode_operator import metrics
+from specdecode_operator.controller.admin_tokens import TokenKeys, load_keys
 from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.planner import Planner
-from specdecode_operator.controller.reconciler import Parts, Reconciler
-from specdecode_operator.controller.resource import deployment_of, identity_of
-from specdecode_operator.controller.workqueue import WorkQueue
-from specdecode_operator.errors import ClusterError, SpecError
-from specdecode_operator.kube.apply import ChildApplier
+from specdecode_operator.controller.loops import Loops
+from specdecode_operator.controller.resource import identity_of
+from specdecode_operator.errors import ClusterError
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
 from specdecode_operator.state.packed import Packed
-from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.scrape_round import WorkerAccess
-from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
-from specdecode_operator.telemetry.worker_poll import Target
-from specdecode_operator.types import Defaults, Key
+from specdecode_operator.types import Key
 
 KEY_RETRY_SECONDS = 2.0
 """Time between two attempts to read the key of the admin tokens."""
@@ -149,7 +142,7 @@ class Process:
                 task.cancel()
             await asyncio.gather(running, lost, return_exceptions=True)
 
-    async def _token_keys(self) -> Any:
+    async def _token_keys(self) -> TokenKeys:
         while True:
             try:
                 return await load_keys(self._client, self._settings.namespace)
@@ -161,116 +154,6 @@ class Process:
         task = asyncio.create_task(work)
         task.add_done_callback(_stop_process)
         self._stack.push_async_callback(_end, task)
-
-
-class Loops:
-    """The three loops of a leader (telemetry, planner, reconciler), and the queues between them."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        client: KubeClient,
-        workers: WorkerClient,
-        caches: Caches,
-        table: StateTable,
-        keys: Any,
-    ) -> None:
-        defaults = Defaults(
-            worker_image=settings.worker_image, worker_image_pull_policy=settings.worker_image_pull_policy
-        )
-        self._table, self._caches = table, caches
-        self._tokens = AdminTokens(client, keys)
-        self._applier = ChildApplier(client, caches.record)
-        self._store = StateStore(client, self._applier)
-        self._scraper = Scraper(
-            table,
-            workers,
-            targets=self._targets,
-            access=self._access,
-            notify=lambda key: self.planning.add(key),
-            poll_seconds=settings.poll_seconds,
-            guard=client.guard,
-            on_unauthorized=self._unauthorized,
-            on_round=self._record_round,
-        )
-        planner = Planner(
-            table, caches, defaults, decided=lambda key, changed: self.reconciling.add(key, changed=changed)
-        )
-        reconciler = Reconciler(
-            Parts(
-                client=client,
-                caches=caches,
-                table=table,
-                applier=self._applier,
-                store=self._store,
-                tokens=self._tokens,
-                plan=lambda key: self.planning.add(key, changed=True),
-                published=self._scraper.nudge,
-            )
-        )
-        self.planning = WorkQueue(planner.handle, concurrency=1)
-        self.reconciling = WorkQueue(reconciler.handle, concurrency=settings.concurrency)
-        metrics.QUEUE_DEPTH.set_function(self.reconciling.depth)
-
-    async def run(self) -> None:
-        """Run until cancelled, or until one loop ends with an error."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._scraper.run())
-            group.create_task(self.planning.run())
-            group.create_task(self.reconciling.run())
-
-    def resource_changed(self, key: Key) -> None:
-        """Queue a deployment that a user changed. It goes before other events."""
-        self.planning.add(key, changed=True)
-
-    def child_changed(self, key: Key) -> None:
-        """Queue a deployment of which a child or a pod changed."""
-        self.planning.add(key)
-
-    def forget(self, key: Key, uid: str) -> None:
-        """Drop all records of a deleted deployment."""
-        self._store.forget(uid)
-        self._tokens.forget(uid)
-        metrics.forget(*key)
-        namespace, name = key
-        for child in manifests.child_names(name):
-            self._applier.forget(namespace, child)
-
-    def _record_round(self, key: Key, times: RoundTimes) -> None:
-        counters = self._scraper.counters
-        metrics.record_round(times.duration, counters.reports_failed, counters.pushes_failed)
-
-    def _unauthorized(self, key: Key) -> None:
-        """Have the Secret of the tokens checked, because a worker accepts none of them."""
-        self._tokens.suspect(self._uid(key))
-        self.reconciling.add(key)
-
-    def _uid(self, key: Key) -> str:
-        state = self._table.get(key)
-        return state.resource.value["metadata"]["uid"] if state else ""
-
-    def _decided(self, key: Key, changed: bool) -> None:
-        self.reconciling.add(key, changed=changed)
-
-    def _targets(self, key: Key) -> tuple[Target, ...]:
-        return tuple(
-            Target(
-                uid=worker.uid,
-                name=worker.name,
-                address=worker.address,
-                ready=worker.ready,
-                leaving=worker.leaving,
-            )
-            for worker in self._caches.workers(key)
-        )
-
-    def _access(self, state: DeploymentState) -> WorkerAccess:
-        resource = state.resource.value
-        try:
-            tls = deployment_of(resource).spec.tls is not None
-        except SpecError:
-            tls = False
-        return WorkerAccess(tokens=self._tokens.tokens(resource["metadata"]["uid"]), tls=tls)
 
 
 def _is_older(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:

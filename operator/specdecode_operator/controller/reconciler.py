@@ -55,6 +55,8 @@ class Parts:
     """Function that requests a decision of the planner."""
     published: Callable[[Key], None]
     """Function that makes the telemetry loop push a published plan."""
+    gone: Callable[[Key], None]
+    """Function that drops all records of a deleted deployment."""
     clock: Callable[[], float] = time.time
 
 
@@ -116,7 +118,7 @@ class Reconciler:
         resource = await parts.client.get(DEPLOYMENTS, *key)
         self._verified[key] = parts.clock()
         if resource is None or "deletionTimestamp" in resource["metadata"]:
-            parts.table.remove(key)
+            parts.gone(key)
             return None
         generation = resource["metadata"]["generation"]
         return parts.table.update(key, resource=Packed.of(resource), generation=generation)
@@ -138,8 +140,8 @@ class Reconciler:
             new_events = event_notices(deployment.status, status, pending.changes)
             await record_events(parts.client, key, deployment.uid, new_events, now)
         known = parts.table.get(key)
-        if known is not None and known.pending is pending:
-            parts.table.update(key, pending=Pending())
+        if known is not None and known.pending is pending and not deployment.paused:
+            parts.table.update(key, pending=Pending(urgent=pending.urgent and not outcome.is_saved))
         return outcome
 
     # --- children ---------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class Reconciler:
         if unsaved is None:  # Workers must not run a plan that a restart of the operator would lose.
             self._publish(deployment, decision)
         await self._mark_and_evict(deployment, observed, decision)
-        return Outcome(problems=tuple(problems))
+        return Outcome(problems=tuple(problems), is_saved=unsaved is None)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
         suspicious = any(not worker.leaving and not worker.ready for worker in observed.workers)

@@ -152,7 +152,7 @@ def _decision(
         limited=sized.limited,
         deletion_costs=sized.deletion_costs,
         image=materialised.template.image,
-        url=manifests.service_url(deployment.namespace, deployment.name),
+        url=manifests.service_url(deployment.namespace, deployment.name, tls=deployment.spec.tls is not None),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
         pushes=in_use.workers_to_push(observed, current, deployment.uid, healed.own),

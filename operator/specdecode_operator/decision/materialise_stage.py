@@ -27,6 +27,7 @@ def materialise(
     children = (
         manifests.plan_config_map(deployment, plan),
         manifests.service(deployment),
+        manifests.headless_service(deployment),
         manifests.budget(deployment),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
     )

@@ -22,7 +22,6 @@ from specdecode_operator.manifests.identity import (
     worker_name,
 )
 from specdecode_operator.manifests.objects import (
-    admin_secret,
     budget,
     headless_service,
     plan_config_map,
@@ -43,7 +42,6 @@ __all__ = [
     "VARIANT_LABEL",
     "Role",
     "TokenScope",
-    "admin_secret",
     "admin_secret_name",
     "budget",
     "child_names",

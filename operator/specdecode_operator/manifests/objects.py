@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_operator.manifests.identity import (
-    ADMIN_TOKEN_KEY,
     PLAN_KEY,
-    admin_secret_name,
     headless_name,
     metadata,
     plan_name,
@@ -64,11 +62,6 @@ def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -
     """
     files = {str(scope): "".join(f"{token}\n" for token in lines) for scope, lines in tokens.items()}
     return _secret(deployment, tokens_name(deployment.name), files)
-
-
-def admin_secret(deployment: Deployment, token: str) -> Manifest:
-    """Return the Secret with the admin token that workers from before the tokens Secret read."""
-    return _secret(deployment, admin_secret_name(deployment.name), {ADMIN_TOKEN_KEY: token})
 
 
 def budget(deployment: Deployment) -> Manifest:

@@ -32,15 +32,15 @@ SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 STATUS_FIELDS = list(fields("status", SCHEMA["properties"]["status"]))
 
 
-def undocumented(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
-    return [path for path, field, _ in listed_fields if len(field.get("description", "")) < 10]
+def undocumented(schema_fields: list[tuple[str, Schema, bool]]) -> list[str]:
+    return [path for path, field, _ in schema_fields if len(field.get("description", "")) < 10]
 
 
-def without_default(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
+def without_default(schema_fields: list[tuple[str, Schema, bool]]) -> list[str]:
     """Return optional fields whose description does not say what holds without them."""
     return [
         path
-        for path, field, required in listed_fields
+        for path, field, required in schema_fields
         if not required
         and "default" not in field
         and not field.get("properties")
@@ -52,7 +52,7 @@ def without_default(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
     ]
 
 
-def without_example(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
+def without_example(schema_fields: list[tuple[str, Schema, bool]]) -> list[str]:
     """Return fields that cannot be guessed and have no example: free text, maps, and objects without a schema."""
 
     def is_free(field: Schema) -> bool:
@@ -66,7 +66,7 @@ def without_example(listed_fields: list[tuple[str, Schema, bool]]) -> list[str]:
             or items.get("type") == "string"
         )
 
-    return [path for path, field, _ in listed_fields if is_free(field) and "Example: " not in field["description"]]
+    return [path for path, field, _ in schema_fields if is_free(field) and "Example: " not in field["description"]]
 
 
 def test_every_field_has_a_description() -> None:

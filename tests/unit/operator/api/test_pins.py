@@ -1,4 +1,4 @@
-"""The annotation specdecode.io/pin: valid and invalid values, the pinned plan, status, and the history."""
+"""Tests of the annotation specdecode.io/pin: what can be read, what runs, and that a typing error changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pinned_shape_runs_at_every_load_and_the_guard_stays_on() -> None:
     decision = loop.polls(20)
     assert set(loop.depths[1:]) == {4}, "speculation that loses would have been stopped"
     assert decision.plan.guard
-    assert decision.recommended == "none", "the recommendation shows the shape of mode Auto"
+    assert decision.recommended == "none", "what Auto would run is told meanwhile"
 
 
 @pytest.mark.parametrize("mode", ["Off", "Static", "Advisory", "Auto"])
@@ -128,8 +128,8 @@ def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     loop.polls(2)
     pinned(loop, "")
     decision = loop.polls(2)
-    entries = [(entry.before, entry.after, entry.reason) for entry in decision.history]
-    assert entries == [
+    changes = [(record.before, record.after, record.reason) for record in decision.history]
+    assert changes == [
         ("pin chain:4", "mode Static", "annotation specdecode.io/pin"),
         ("mode Static", "pin chain:4", "annotation specdecode.io/pin"),
     ]

@@ -12,6 +12,8 @@ from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, 
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
 
+A, B = ("ns", "a"), ("ns", "b")
+
 
 class Secrets:
     """Secrets of an API server that allows `create` alone in users' namespaces."""
@@ -20,6 +22,7 @@ class Secrets:
         self.created: list[dict[str, Any]] = []
         self.stored: dict[str, Any] | None = None
         self.error: Exception | None = None
+        self.get_error: Exception | None = None
 
     async def create(self, kind: object, manifest: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:
@@ -28,6 +31,8 @@ class Secrets:
         return {**manifest, "data": {"current": "a2V5"}}
 
     async def get(self, kind: object, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.get_error is not None:
+            raise self.get_error
         return self.stored
 
 
@@ -41,16 +46,16 @@ class Clock:
 
 def test_tokens_differ_by_key_deployment_and_scope() -> None:
     tokens = {
-        derive_token(key, uid, scope) for key in (b"1", b"2") for uid in ("a", "b") for scope in ("operator", "router")
+        derive_token(key, uid, scope) for key in (b"1", b"2") for uid in (A, B) for scope in ("operator", "router")
     }
     assert len(tokens) == 8
     assert all(len(token) == 43 for token in tokens)
-    assert derive_token(b"1", "a", "operator") == derive_token(b"1", "a", "operator")
+    assert derive_token(b"1", A, "operator") == derive_token(b"1", A, "operator")
 
 
 def test_during_a_rotation_both_tokens_are_valid_and_the_new_one_comes_first() -> None:
-    before = TokenKeys(b"old").tokens("u", "operator")
-    during = TokenKeys(b"new", b"old").tokens("u", "operator")
+    before = TokenKeys(b"old").tokens(A, "operator")
+    during = TokenKeys(b"new", b"old").tokens(A, "operator")
     assert during[1:] == before
     assert during[0] != before[0]
 
@@ -95,3 +100,22 @@ async def test_the_key_is_read_or_created() -> None:
     api.stored = {"data": {"other": "bmV3"}}
     with pytest.raises(ClusterError, match="has no key 'current'"):
         await load_keys(cast("KubeClient", api), "home")
+
+
+async def test_the_token_of_an_earlier_version_is_read_only_on_suspicion_and_if_allowed() -> None:
+    api, clock, deployment = Secrets(), Clock(), deployment_with()
+    tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)
+    api.stored = {"data": {"token": "b2xk"}}
+    await tokens.ensure(deployment, suspicious=True)
+    assert "old" not in tokens.tokens(deployment.key)
+    clock.now = 20
+    tokens.suspect(deployment.uid)
+    api.get_error = Refused("secrets is forbidden")
+    await tokens.ensure(deployment, suspicious=False)
+    assert len(tokens.tokens(deployment.key)) == 1
+    clock.now, api.get_error = 40, None
+    tokens.suspect(deployment.uid)
+    await tokens.ensure(deployment, suspicious=False)
+    assert tokens.tokens(deployment.key)[-1] == "old", "derived tokens are tried first"
+    tokens.forget(deployment.key, deployment.uid)
+    assert len(tokens.tokens(deployment.key)) == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION, PIN_ANNOTATION
-from specdecode_operator.controller.process import Loops, Process
+from specdecode_operator.controller.loops import Loops
+from specdecode_operator.controller.process import Process
 from specdecode_operator.settings import Settings
 
 KEY = ("ns", "a")

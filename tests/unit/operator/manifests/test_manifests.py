@@ -26,13 +26,13 @@ def template(**spec: Any) -> dict[str, Any]:
     return manifests.pod_template(deployment_with(**spec), DEFAULTS)
 
 
-def container(pod: dict[str, Any], name: str) -> dict[str, Any]:
-    containers = pod["spec"]["containers"] + pod["spec"]["initContainers"]
+def container(rendered: dict[str, Any], name: str) -> dict[str, Any]:
+    containers = rendered["spec"]["containers"] + rendered["spec"]["initContainers"]
     return next(item for item in containers if item["name"] == name)
 
 
-def environment(pod: dict[str, Any]) -> dict[str, Any]:
-    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(pod, "worker")["env"]}
+def environment(rendered: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(rendered, "worker")["env"]}
 
 
 def test_the_worker_config_in_the_environment_is_complete() -> None:
@@ -49,17 +49,17 @@ def test_the_worker_config_in_the_environment_is_complete() -> None:
     assert config.server.grace_period_seconds == 90
 
 
-def test_every_draft_is_pulled_configured_and_part_of_the_rolling_hash() -> None:
+def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
     drafts = [{"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"}, {"name": "edits", "method": "ngram"}]
     speculation = {"drafts": drafts, "tasks": [{"name": "code", "draft": "sql"}]}
-    pod = template(speculation=speculation)
-    config = WorkerConfig.model_validate_json(environment(pod)[Env.config])
+    rendered = template(speculation=speculation)
+    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
     assert [(one.name, one.method, one.uri) for one in config.drafts] == [
         ("sql", "medusa", "pvc://heads/sql"),
         ("edits", "ngram", None),
     ]
-    assert container(pod, "pull")["command"][-2:] == ["embedded://d", "pvc://heads/sql"]
-    assert any(volume["name"].endswith("heads") for volume in pod["spec"]["volumes"])
+    assert container(rendered, "pull")["command"][-2:] == ["embedded://d", "pvc://heads/sql"]
+    assert any(volume["name"].endswith("heads") for volume in rendered["spec"]["volumes"])
     plain, more = (deployment_with(speculation=one).spec for one in ({}, {"drafts": drafts}))
     assert manifests.rolling_hash(plain) != manifests.rolling_hash(more)
 
@@ -93,15 +93,15 @@ def test_spec_that_was_stored_by_the_first_v1alpha1_keeps_its_hash(workers: dict
     assert manifests.rolling_hash(spec) == known
 
 
-def test_quantization_is_configured_per_model() -> None:
-    pod = template(
+def test_quantised_weights_are_configured_for_each_network() -> None:
+    rendered = template(
         model={"uri": "embedded://t", "quantization": "fp8"},
         speculation={
             "draft": {"uri": "embedded://d", "quantization": "int4"},
             "drafts": [{"name": "other", "uri": "embedded://o", "quantization": "int8"}],
         },
     )
-    config = WorkerConfig.model_validate_json(environment(pod)[Env.config])
+    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
     assert [one.quantization for one in (config.model, config.draft, *config.drafts)] == ["fp8", "int4", "int8"]
 
 
@@ -115,8 +115,8 @@ def test_served_name_is_the_last_part(uri: str, name: str) -> None:
 
 @pytest.mark.parametrize(("quantity", "count"), [("1", 1), ("500m", 1), ("3900m", 3), (2, 2), ("1.5", 1)])
 def test_threads_are_whole_cores_of_the_limit(quantity: Any, count: int) -> None:
-    pod = template(workers={"resources": {"limits": {"cpu": quantity}}})
-    assert environment(pod)["OMP_NUM_THREADS"] == str(count)
+    rendered = template(workers={"resources": {"limits": {"cpu": quantity}}})
+    assert environment(rendered)["OMP_NUM_THREADS"] == str(count)
 
 
 def test_an_invalid_cpu_quantity_is_refused() -> None:
@@ -125,11 +125,11 @@ def test_an_invalid_cpu_quantity_is_refused() -> None:
 
 
 def test_the_pod_meets_the_restricted_security_profile() -> None:
-    pod = template()
-    context = pod["spec"]["securityContext"]
-    assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    rendered = template()
+    pod = rendered["spec"]["securityContext"]
+    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
     for name in ("pull", "worker"):
-        security = container(pod, name)["securityContext"]
+        security = container(rendered, name)["securityContext"]
         assert security["capabilities"] == {"drop": ["ALL"]}
         assert security["readOnlyRootFilesystem"]
         assert not security["allowPrivilegeEscalation"]
@@ -142,8 +142,8 @@ def test_the_plan_is_mounted_as_a_folder() -> None:
 
 
 def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None:
-    pod = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
-    assert pod["spec"]["terminationGracePeriodSeconds"] == 107
+    rendered = template(drain={"endpointDelaySeconds": 7, "gracePeriodSeconds": 90})
+    assert rendered["spec"]["terminationGracePeriodSeconds"] == 107
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None
     ],
 )
 def test_the_model_cache_volume_follows_the_spec(cache: dict[str, str], volume: dict[str, Any]) -> None:
-    pod = template(storage={"modelCache": cache})
-    assert {"name": "model-cache", **volume} in pod["spec"]["volumes"]
+    rendered = template(storage={"modelCache": cache})
+    assert {"name": "model-cache", **volume} in rendered["spec"]["volumes"]
 
 
 def test_only_pull_writes_models() -> None:
@@ -170,12 +170,12 @@ def test_only_pull_writes_models() -> None:
 
 
 def test_compiled_kernels_stay_in_the_pod_and_scratch_space_is_bounded() -> None:
-    pod = template(storage={"modelCache": {"pvc": "shared"}})
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    rendered = template(storage={"modelCache": {"pvc": "shared"}})
+    volumes = {volume["name"]: volume for volume in rendered["spec"]["volumes"]}
     assert all(volumes[name]["emptyDir"]["sizeLimit"] for name in ("compiled", "tmp", "shm"))
-    (mount,) = [one for one in container(pod, "worker")["volumeMounts"] if one["name"] == "compiled"]
+    (mount,) = [one for one in container(rendered, "worker")["volumeMounts"] if one["name"] == "compiled"]
     for variable in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert environment(pod)[variable].startswith(mount["mountPath"])
+        assert environment(rendered)[variable].startswith(mount["mountPath"])
     mine = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}}]}}
     larger = template(workers={"template": mine})["spec"]["volumes"]
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "9Gi"}} in larger
@@ -188,10 +188,10 @@ def test_claims_of_models_are_mounted_once_and_read_only() -> None:
 
 
 def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
-    pod = template(model={"tokenSecretRef": {"name": "hub"}})
-    pull = {item["name"]: item for item in container(pod, "pull")["env"]}
+    rendered = template(model={"tokenSecretRef": {"name": "hub"}})
+    pull = {item["name"]: item for item in container(rendered, "pull")["env"]}
     assert pull["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    assert "HF_TOKEN" not in environment(pod)
+    assert "HF_TOKEN" not in environment(rendered)
 
 
 def test_the_admin_port_is_not_in_the_service() -> None:
@@ -201,7 +201,8 @@ def test_the_admin_port_is_not_in_the_service() -> None:
 
 def test_every_child_is_owned_and_blocks_nothing() -> None:
     children = loop_over().poll().children
-    assert [child["kind"] for child in children] == ["ConfigMap", "Service", "PodDisruptionBudget", "Deployment"]
+    kinds = ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
+    assert [child["kind"] for child in children] == kinds
     for child in children:
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u1", True, False)
@@ -227,13 +228,13 @@ def test_containers_merge_by_name() -> None:
             ],
         },
     }
-    pod = template(workers={"template": overlay})
-    assert [item["name"] for item in pod["spec"]["containers"]] == ["worker", "sidecar"]
-    assert environment(pod)["HOME"] == "/h"
-    assert environment(pod)["EXTRA"] == "1"
-    assert Env.config in environment(pod)
-    assert pod["metadata"]["labels"]["specdecode.io/name"] == "demo", "the selector's labels are ours"
-    assert pod["metadata"]["labels"]["team"] == "x"
+    rendered = template(workers={"template": overlay})
+    assert [item["name"] for item in rendered["spec"]["containers"]] == ["worker", "sidecar"]
+    assert environment(rendered)["HOME"] == "/h"
+    assert environment(rendered)["EXTRA"] == "1"
+    assert Env.config in environment(rendered)
+    assert rendered["metadata"]["labels"]["specdecode.io/name"] == "demo", "the selector's labels are ours"
+    assert rendered["metadata"]["labels"]["team"] == "x"
 
 
 def test_null_removes_a_field_and_lists_without_names_are_replaced() -> None:
@@ -327,7 +328,7 @@ def test_after_a_loss_of_state_the_template_is_read_from_the_workload() -> None:
     live = workload_with(
         template=pod(first), spec_hash=memory.learned.template.spec_hash if memory.learned.template else ""
     )
-    lost = Session(learned=LearnedState(uid="u1"), stored=False)
+    lost = Session(learned=LearnedState(uid="u1"), found=False)
     second, _ = decided(lost, UPGRADED, Observation(workload=live, workers=(), session=lost))
     assert pod(second) == pod(first)
 

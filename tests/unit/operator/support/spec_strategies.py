@@ -24,12 +24,14 @@ ANYTHING: st.SearchStrategy[Json] = st.recursive(
     ),
     max_leaves=12,
 )
+ITEMS = st.lists(SCALARS | ANYTHING | st.fixed_dictionaries({"name": ANYTHING}), max_size=3) | ANYTHING
+"""Lists that may have items of wrong types, or identifying fields that cannot identify anything."""
 CONTAINER = st.fixed_dictionaries(
     {"name": st.sampled_from(("worker", "pull", "sidecar"))},
     optional={
-        "env": st.lists(st.fixed_dictionaries({"name": st.sampled_from(WORDS)}), max_size=2) | ANYTHING,
-        "ports": st.lists(st.fixed_dictionaries({"containerPort": st.integers(1, 9000)}), max_size=2) | ANYTHING,
-        "volumeMounts": ANYTHING,
+        "env": st.lists(st.fixed_dictionaries({"name": st.sampled_from(WORDS)}), max_size=2) | ITEMS,
+        "ports": st.lists(st.fixed_dictionaries({"containerPort": st.integers(1, 9000)}), max_size=2) | ITEMS,
+        "volumeMounts": ITEMS,
         "resources": ANYTHING,
         "image": st.sampled_from(WORDS) | ANYTHING,
     },
@@ -39,7 +41,15 @@ TEMPLATE = st.fixed_dictionaries(
     optional={
         "metadata": ANYTHING,
         "spec": ANYTHING
-        | st.fixed_dictionaries({}, optional={"containers": st.lists(CONTAINER, max_size=3), "volumes": ANYTHING}),
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "containers": st.lists(CONTAINER, max_size=3) | ITEMS,
+                "volumes": ITEMS,
+                "topologySpreadConstraints": ITEMS,
+                "securityContext": ANYTHING,
+            },
+        ),
     },
 )
 """Pod templates that are merged over the operator's."""

@@ -193,4 +193,4 @@ def test_flags_that_a_pod_must_not_have_are_refused(
 
 def test_flags_are_not_abbreviated() -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--max-waitin", "2"])
+        read("--max-waitin", "2")
