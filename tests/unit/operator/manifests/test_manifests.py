@@ -328,7 +328,7 @@ def test_after_a_loss_of_state_the_template_is_read_from_the_workload() -> None:
     live = workload_with(
         template=pod(first), spec_hash=memory.learned.template.spec_hash if memory.learned.template else ""
     )
-    lost = Session(learned=LearnedState(uid="u1"), found=False)
+    lost = Session(learned=LearnedState(uid="u1"), stored=False)
     second, _ = decided(lost, UPGRADED, Observation(workload=live, workers=(), session=lost))
     assert pod(second) == pod(first)
 
