@@ -59,7 +59,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
         delta=delta,
         baselines=baselines,
         window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
-        silent=_silent(observed, now),
+        silent=count_silent(observed, now),
     )
 
 
@@ -90,7 +90,7 @@ def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
     return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
 
 
-def _silent(observed: Observation, now: float) -> Mapping[str, Silence]:
+def count_silent(observed: Observation, now: float) -> Mapping[str, Silence]:
     """Count the silent workers once for every round of readings, however often the planner runs in between."""
     known = observed.session.silent
     if observed.round == 0 or observed.round != observed.session.round:

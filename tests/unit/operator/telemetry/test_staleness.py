@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from specdecode_operator.controller.observation import with_reading
+from specdecode_operator.decision.learn_stage import count_silent
 from specdecode_operator.state.deployment_state import Readings, WorkerReading
-from specdecode_operator.telemetry.staleness import STALE_LOOKS, SilentWorker, silent_workers, stale_workers
-from specdecode_operator.types import Worker
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.staleness import STALE_LOOKS, stale
+from specdecode_operator.types import Observation, Worker
+from specdecode_worker.contract import DraftState, Report
 
 POD = Worker(name="pod-1", uid="u1", address="10.0.0.1", ready=True)
+REPORT = Report(boot_id="b", worker="w", clock_seconds=1, draft=DraftState(method="eagle3"))
 
 
 def failed(number: int, at: float, problem: str = "no answer") -> Readings:
     return Readings(at=at, round=number, by_uid={"u1": WorkerReading(at=at, problem=problem)})
 
 
+def answered(number: int, at: float) -> Readings:
+    return Readings(at=at, round=number, by_uid={"u1": WorkerReading.of(REPORT, "", at)})
+
+
 def after(*rounds: Readings, ticks: int = 1, workers: tuple[Worker, ...] = (POD,)) -> dict[str, str]:
     """Return the stale workers after these rounds, with so many planner ticks after each."""
-    silent: dict[str, SilentWorker] = {}
+    session = Session()
     for readings in rounds:
         for _ in range(ticks):
-            silent = silent_workers(workers, readings, silent)
-    return stale_workers(workers, rounds[-1], silent)
+            read = tuple(with_reading(worker, readings.by_uid.get(worker.uid), session) for worker in workers)
+            observed = Observation(workload=None, workers=read, session=session, round=readings.round)
+            session = replace(session, silent=count_silent(observed, readings.at), round=readings.round)
+    return stale(observed, session, rounds[-1].at)
 
 
 def test_a_worker_is_stale_after_rounds_and_time() -> None:
@@ -45,7 +58,7 @@ def test_the_first_reason_is_shown() -> None:
 
 def test_a_report_ends_the_silence() -> None:
     rounds = [failed(number, 100 + 30 * number) for number in range(1, 5)]
-    fresh = Readings(at=250, round=5, by_uid={"u1": WorkerReading(at=250)})
+    fresh = answered(5, 250)
     assert after(*rounds, fresh) == {}
     assert after(*rounds, fresh, failed(6, 280)) == {}
 
@@ -59,7 +72,3 @@ def test_only_ready_workers_that_stay_are_stale(change: dict[str, bool]) -> None
 def test_a_ready_worker_without_any_reading_is_silent() -> None:
     rounds = [Readings(at=100 + 30 * number, round=number) for number in range(1, 5)]
     assert after(*rounds) == {"pod-1": "no report"}
-
-
-def test_before_the_first_round_no_worker_is_silent() -> None:
-    assert silent_workers((POD,), Readings(), {}) == {}
