@@ -18,8 +18,8 @@ from kube import wait_for
 
 NAME = "standins"
 INVALID_REPORTS = {
-    "nan": "running_request_seconds: nan is no count",
-    "negative": "draft_tokens: -5 is no count",
+    "nan": "running_request_seconds: nan is not a count",
+    "negative": "draft_tokens: -5 is not a count",
     "backwards": "drafts: fell from",
     "garbage": "the report has more than 65536 bytes",
 }
