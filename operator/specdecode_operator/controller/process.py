@@ -17,11 +17,11 @@ from specdecode_operator.controller.admin_tokens import TokenKeys, load_keys
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.loops import Loops
 from specdecode_operator.controller.resource import identity_of
-from specdecode_operator.errors import ClusterError
+from specdecode_operator.errors import ClusterError, NotLeader
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
-from specdecode_operator.state.deployment_state import DeploymentState, StateTable
+from specdecode_operator.state.deployment_state import DeploymentState, Pending, StateTable
 from specdecode_operator.state.packed import Packed
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.types import Key
@@ -62,8 +62,9 @@ class Process:
             self._elector = LeaderElector(
                 client, namespace=settings.namespace, name=settings.lease_name, identity=identity
             )
-            self._spawn(self._elector.run())
+            # The stack is unwound from its end: the loops stop, then the renewals, and then the Lease is given back.
             self._stack.push_async_callback(self._elector.release)
+            self._spawn(self._elector.run())
         self._spawn(self._lead())
 
     async def stop(self) -> None:
@@ -116,12 +117,22 @@ class Process:
             log.info("leading as %s", self._settings.identity)
             try:
                 await self._run_loops()
+            except NotLeader as error:
+                log.warning("%s", error)
             finally:
                 metrics.LEADER.set(0)
                 metrics.forget_all()
                 self._loops = None
                 for key in self._table:
-                    self._table.update(key, session=None, decision=None, decided=(), failure=None, published=None)
+                    self._table.update(
+                        key,
+                        session=None,
+                        decision=None,
+                        decided=(),
+                        pending=Pending(),
+                        failure=None,
+                        published=None,
+                    )
             log.warning("not leading any more; waiting for the lease")
 
     async def _run_loops(self) -> None:
