@@ -8,7 +8,7 @@ BIN := .venv/bin
 # One thread per test process: the loop over small tensors gains nothing from more, and two cores are soon full.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-down check lint test faults operator-faults crds images bench gpu gpu-carry gpu-report simulate loop lossless soak fuzz requirements operator-faults
+.PHONY: help venv demo demo-down check lint test faults extra-node operator-faults crds images bench gpu gpu-carry gpu-report simulate loop lossless soak fuzz requirements operator-faults
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ fuzz: venv ## 10,000 requests made of the worker's OpenAPI document; 500 of them
 
 faults: venv ## hung engines, hostile clients and full disks against a real worker, with the bounds of docs/security.md
 	SLOW_FAULTS=1 $(BIN)/pytest -s tests/faults
+
+extra-node: venv ## a second node on this machine: its pods, its loss and its removal, on the cluster that is up (3 minutes)
+	EXTRA_NODE=1 $(BIN)/pytest tests/cluster/test_extra_node.py
 
 operator-faults: venv ## the installed operator under the faults of docs/operator-faults.md, on the cluster that is up (25 minutes)
 	OPERATOR_FAULTS=1 $(BIN)/pytest -s tests/operator_faults
