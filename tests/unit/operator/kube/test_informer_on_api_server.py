@@ -13,6 +13,7 @@ from kube_objects import config_map, seconds_until
 from tcp_proxy import TcpProxy
 
 from specdecode_operator.api.v1alpha1 import GROUP
+from specdecode_operator.errors import Gone
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.client import CONFIG_MAPS, KubeClient
 from specdecode_operator.kube.informer import Informer
@@ -104,9 +105,14 @@ async def test_an_expired_version_is_listed_again(api: KubeClient, namespace: st
     watch = api.watch
     versions: list[str] = []
 
+    async def expired() -> AsyncIterator[Any]:
+        # What the API server answers to a version that was compacted. A young cluster has not compacted anything yet.
+        raise Gone("too old resource version")
+        yield
+
     def watch_from_the_past(*arguments: Any, version: str, **options: Any) -> Any:
         versions.append(version)
-        return watch(*arguments, version="1" if len(versions) == 1 else version, **options)
+        return expired() if len(versions) == 1 else watch(*arguments, version=version, **options)
 
     api.watch = watch_from_the_past  # type: ignore[method-assign]
     async with running(api, namespace, "expired") as (informer, changes):

@@ -256,13 +256,6 @@ async def test_watch_yields_events_of_any_size(api: KubeClient, namespace: str) 
 
 
 @pytest.mark.cluster
-async def test_a_version_that_is_too_old_is_gone(api: KubeClient, namespace: str) -> None:
-    with pytest.raises(Gone):
-        async for _ in api.watch(CONFIG_MAPS, namespace, labels="", version="1", seconds=5):
-            pass
-
-
-@pytest.mark.cluster
 async def test_an_absent_api_server_is_unavailable(api: KubeClient) -> None:
     api._api.configuration.host = "https://127.0.0.1:9"
     with pytest.raises(Unavailable):

@@ -174,7 +174,9 @@ def test_a_segment_that_cannot_be_cut_is_closed(tmp_path: Path, monkeypatch: pyt
     disk.space = 10_000
     segments.append(encode(record(2)))
     records, stats = read(tmp_path)
-    assert (records, stats.segments, stats.torn) == ([record(0), record(2)], 2, 1)
+    # Segments that begin within one clock tick are read in the order of their random names.
+    in_order = sorted(records, key=lambda one: one.tokens[0])
+    assert (in_order, stats.segments, stats.torn) == ([record(0), record(2)], 2, 1)
 
 
 def test_a_disk_that_is_full_at_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,5 +12,5 @@ from specdecode_worker.models.errors import ModelError
 def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of("auto").type == device_of("cpu").type == "cpu"
-    with pytest.raises(ModelError, match="sees no GPU"):
+    with pytest.raises(ModelError, match="torch sees none here"):
         device_of("cuda")

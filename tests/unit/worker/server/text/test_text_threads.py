@@ -53,7 +53,7 @@ async def test_cancelled_work_stops_and_waiting_work_never_begins(threads: TextT
     tasks = [asyncio.create_task(threads.run(Lane.LONG, work)) for _ in range(5)]
     while began[0] < 2:
         await asyncio.sleep(0.01)
-    for task in tasks:
+    for task in reversed(tasks):  # the waiting ones first: a thread that ends early would begin one of them
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert await asyncio.to_thread(ended.wait, 5)
