@@ -36,6 +36,13 @@ def start_small(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
 
 
 @pytest.fixture
+def start_pod(tmp_path: Path) -> Iterator[StartWorker]:
+    """Yield a function that starts a worker from the configuration in its environment, as in a pod."""
+    with _starter(tmp_path, ()) as start:
+        yield start
+
+
+@pytest.fixture
 def start_fake(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
     """Yield ``start(capture=None, environment=None, **server)``, which starts a real server around the fake engine."""
     with contextlib.ExitStack() as stack:

@@ -116,10 +116,10 @@ def test_an_unreadable_folder_is_refused_at_a_swap(small_worker: WorkerProcess) 
     assert "xxx" in problem
 
 
-def test_bad_drafts_at_start_leave_plain_serving(start_small: StartWorker, small_folder: Path, tmp_path: Path) -> None:
+def test_bad_drafts_at_start_leave_plain_serving(start_pod: StartWorker, small_folder: Path, tmp_path: Path) -> None:
     bad = {kind: _bad_draft(kind, tmp_path / kind) for kind in BAD}
     (first, *others) = bad
-    worker = start_small(environment=_pod(small_folder, [bad[first][0], *({"name": k, **bad[k][0]} for k in others)]))
+    worker = start_pod(environment=_pod(small_folder, [bad[first][0], *({"name": k, **bad[k][0]} for k in others)]))
     _assert_serves(worker, worker.engine_pid)
     drafts = _drafts(worker)
     problems = {"": drafts["draft"]["problem"]} | {draft["name"]: draft["problem"] for draft in drafts["named_drafts"]}
@@ -128,11 +128,11 @@ def test_bad_drafts_at_start_leave_plain_serving(start_small: StartWorker, small
 
 
 def test_a_required_draft_that_cannot_be_loaded_is_fatal(
-    start_small: StartWorker, small_folder: Path, tmp_path: Path
+    start_pod: StartWorker, small_folder: Path, tmp_path: Path
 ) -> None:
     body, named = _bad_draft("nested-json", tmp_path / "draft")
     with pytest.raises((AssertionError, httpx.HTTPError)):
-        start_small(environment=_pod(small_folder, [{"required": True, **body}]))
+        start_pod(environment=_pod(small_folder, [{"required": True, **body}]))
     log = (tmp_path / "worker-0.log").read_text()
     assert named in log
     assert "Traceback" not in log, "an explained error needs no traceback"
