@@ -114,7 +114,7 @@ def _with_draft(learned: LearnedState, draft: str) -> LearnedState:
         costs=tuple(_settled_cost(cell) for cell in learned.costs if cell.draft_passes),
         rows=tuple(map(_settled_row, learned.rows)),
     )
-    if old.acceptance or old.requests or old.costs or old.rows:
+    if old.draft and (old.acceptance or old.requests or old.costs or old.rows):
         learned = _with_parked(learned, old)
     new = next((parked for parked in learned.parked if parked.draft == draft), DraftEstimates(draft=draft))
     plain = (cell for cell in learned.costs if not cell.draft_passes)

@@ -119,6 +119,10 @@ def test_a_draft_that_measured_nothing_is_not_parked() -> None:
     assert not learned.parked
 
 
+def test_rows_from_before_the_first_draft_are_not_parked() -> None:
+    assert learn(measured(""), Delta(draft="d1"), now=NOW).parked == ()
+
+
 def test_parked_drafts_survive_a_restart_in_their_order() -> None:
     learned = measured("d0")
     for draft in ("a", "b", "c"):
