@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.session import Baseline, Session
 from specdecode_worker.contract import CheckVerdict, Plan, Report
 
 Manifest = Mapping[str, Any]
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def settled(self) -> bool:
-        """True if neither a rollout nor a change of the replicas is under way."""
+        """True if no rollout and no change of the replicas is under way."""
         return (
             self.observed_generation >= self.generation
             and self.updated == self.replicas == self.wanted == self.available
@@ -93,6 +93,8 @@ class Worker:
     report: Report | None = None
     report_tag: str = ""
     """ETag of the response with the report. The worker answers 304 without a body while the report is the same."""
+    packed_report: Baseline | None = None
+    """The report as it was read, to be stored without packing it again."""
     report_problem: str | None = None
     deletion_cost: int | None = None
     """Value of the annotation controller.kubernetes.io/pod-deletion-cost; None without a valid one."""

@@ -25,7 +25,7 @@ def with_reading(worker: Worker, reading: WorkerReading | None, session: Session
     if reading.report is None:
         return replace(worker, report_problem=reading.problem or "no report")
     known = session.baselines.get(worker.uid)
-    read = replace(worker, report=reading.report, report_tag=reading.tag)
+    read = replace(worker, report=reading.report, report_tag=reading.tag, packed_report=reading.baseline)
     return without_regression(read, known.report if known else None)
 
 
@@ -41,4 +41,4 @@ def without_regression(worker: Worker, before: Report | None) -> Worker:
     if name is None:
         return worker
     problem = f"{name}: fell from {getattr(before, name):g} to {getattr(report, name):g} within one boot"
-    return replace(worker, report=None, report_problem=problem)
+    return replace(worker, report=None, packed_report=None, report_problem=problem)

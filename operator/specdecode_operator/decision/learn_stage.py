@@ -155,10 +155,14 @@ def _read(known: Baseline | None, worker: Worker, buckets: Buckets, now: float) 
     if after is None:
         return known, None
     if known is None:
-        return Baseline.of(after, worker.report_tag), None
+        return worker.packed_report or Baseline.of(after, worker.report_tag), None
     before = known.report
     if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < MIN_INTERVAL_SECONDS:
         return known, None
-    same = worker.report_tag and worker.report_tag == known.tag
-    baseline = known.at(after.clock_seconds) if same else Baseline.of(after, worker.report_tag)
+    if worker.packed_report is not None:
+        baseline = worker.packed_report
+    elif worker.report_tag and worker.report_tag == known.tag:
+        baseline = known.at(after.clock_seconds)
+    else:
+        baseline = Baseline.of(after, worker.report_tag)
     return baseline, difference(before, after, at=now, buckets=buckets)
