@@ -130,8 +130,7 @@ class Observation:
         return tuple(report for report in reports if report)
 
     def _last(self, worker: Worker) -> Report | None:
-        baseline = self.session.baselines.get(worker.uid)
-        return baseline.report if baseline else None
+        return known.report if (known := self.session.baselines.get(worker.uid)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +286,6 @@ class ChildProblem:
     """NotOwned: an object of this name belongs to another controller or user. Refused: the API server rejected the
     request; it is repeated with back-off. Unavailable: the API server or a webhook did not answer."""
     message: str
-    """Message of the API server."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.message}"
