@@ -103,7 +103,7 @@ class ApiKeysSecretRef(Api):
 
 
 class SchedulingSpec(Api):
-    """Fields of the pod that decide where and as whom it runs."""
+    """Pod fields for scheduling and identity: node selection, priority, service account and runtime class."""
 
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
         default_factory=dict,

@@ -1,4 +1,4 @@
-"""Fields of the pod that decide where and as whom it runs."""
+"""Pod fields for scheduling and identity: node selection, priority, service account and runtime class."""
 
 from __future__ import annotations
 
