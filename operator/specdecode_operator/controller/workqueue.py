@@ -11,10 +11,10 @@ import contextlib
 import logging
 import math
 import time
-import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from specdecode_operator.periods import offset_of
 from specdecode_operator.types import Key
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def next_turn(key: Key, period: float, now: float) -> float:
     """
     if period <= 0:
         return now
-    place = period * zlib.crc32("/".join(key).encode()) / 2**32
+    place = offset_of(key, period)
     return place + period * math.ceil((now + period / 2 - place) / period)
 
 

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
 from specdecode_operator.errors import OperatorError
+from specdecode_operator.periods import offset_of
 from specdecode_operator.state.deployment_state import DeploymentState, Readings, StateTable
 from specdecode_operator.telemetry.plan_push import RunningPlan, plans_to_push
 from specdecode_operator.telemetry.scrape_round import RoundCalls, ScrapeLimits, ScraperCounters, WorkerAccess
@@ -45,7 +45,7 @@ def next_turn(key: Key, period: float, now: float) -> float:
 
     The places are spread by a hash, because all deployments become known at once after a restart.
     """
-    place = period * zlib.crc32("/".join(key).encode()) / 2**32
+    place = offset_of(key, period)
     return place + period * math.ceil((now - place) / period)
 
 
