@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from specdecode_operator import planning
 from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.telemetry.plan_push import RunningPlan, needs_plan
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Buckets, Plan
 
@@ -75,5 +76,5 @@ def workers_to_push(observed: Observation, plan: Plan, uid: str, excluded: Colle
         and worker.report
         and not worker.leaving
         and worker.address not in excluded
-        and (worker.report.plan.uid != uid or worker.report.plan.version < plan.version or worker.report.plan.quiet)
+        and needs_plan(RunningPlan.of(worker.report), uid, plan.version, quiet=False)
     )

@@ -110,6 +110,19 @@ def went_backwards(before: Report, after: Report) -> str | None:
     return next((name for name in names if getattr(after, name) < getattr(before, name)), None)
 
 
+def regression(before: Report | None, after: Report) -> str | None:
+    """Return why ``after`` cannot be believed: a counter fell within one boot, which counters never do.
+
+    ``before`` stays the baseline until all counters have passed it or the worker starts again.
+    """
+    if before is None or before.boot_id != after.boot_id:
+        return None
+    name = went_backwards(before, after)
+    if name is None:
+        return None
+    return f"{name}: fell from {getattr(before, name):g} to {getattr(after, name):g} within one boot"
+
+
 def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
     """Return one poll of all workers as one Delta. Workers with another draft than ``draft`` add to the load only."""
     polled = list(deltas)

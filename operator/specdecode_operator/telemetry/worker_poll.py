@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
 from specdecode_operator.state.deployment_state import WorkerReading
 from specdecode_operator.state.session import Baseline
-from specdecode_operator.telemetry.deltas import went_backwards
+from specdecode_operator.telemetry.deltas import regression
 from specdecode_operator.telemetry.plan_push import RunningPlan
 from specdecode_operator.telemetry.worker_client import Reading, Unchanged
 
@@ -75,7 +75,7 @@ class WorkerPoll:
             assert self.baseline is not None, "an ETag is sent only with a known report"
             baseline, running = self.baseline.at(answer.clock_seconds), self.running
         else:
-            problem = self._fallen_counter(answer)
+            problem = regression(self.baseline.report if self.baseline else None, answer.report)
             if problem is not None:
                 return replace(asked, reading=WorkerReading(at=at, problem=problem))
             baseline, running = Baseline.of(answer.report, answer.tag), RunningPlan.of(answer.report)
@@ -97,19 +97,6 @@ class WorkerPoll:
     def not_asked(self, *, at: float) -> WorkerPoll:
         """Return the state after a round that ended before this worker answered or was asked."""
         return replace(self, reading=WorkerReading(at=at, problem=NOT_ASKED))
-
-    def _fallen_counter(self, answer: Reading) -> str | None:
-        """Return why the report is not believed: counters never fall within one boot.
-
-        The last believed report remains the baseline until all counters have passed it or the worker restarts.
-        """
-        before = self.baseline.report if self.baseline else None
-        if before is None or before.boot_id != answer.report.boot_id:
-            return None
-        name = went_backwards(before, answer.report)
-        if name is None:
-            return None
-        return f"{name}: fell from {getattr(before, name):g} to {getattr(answer.report, name):g} within one boot"
 
 
 def backoff_seconds(timeouts: int, period: float) -> float:

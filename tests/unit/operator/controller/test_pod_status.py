@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import SPEC, SimulatedWorker, Truth
+from fleet import SPEC
 
-from specdecode_operator.controller.observation import without_regression
 from specdecode_operator.controller.pod_status import worker_of, workload_of
 from specdecode_operator.controller.resource import deployment_of, identity_of, status_of_resource
 from specdecode_operator.errors import SpecError
-from specdecode_operator.types import Worker
-from specdecode_worker.contract import Plan
 
 
 def pod(status: dict[str, Any], **metadata: Any) -> dict[str, Any]:
@@ -114,26 +110,6 @@ def test_the_annotation_pauses_a_deployment() -> None:
 
 def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"mood": "good"})).observed_generation is None
-
-
-@pytest.mark.parametrize("counter", ["drafts", "running_request_seconds", "clock_seconds"])
-def test_a_report_with_a_counter_that_fell_within_one_boot_is_dropped(counter: str) -> None:
-    simulated = SimulatedWorker(Truth(), plan=Plan(max_depth=5))
-    simulated.run(4)
-    before = simulated.report()
-    simulated.run(4)
-    after = simulated.report()
-    worker = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=after)
-    assert without_regression(worker, before) == worker
-    assert without_regression(worker, None) == worker
-    fallen = replace(worker, report=after.model_copy(update={counter: type(getattr(after, counter))(1)}))
-    checked = without_regression(fallen, before)
-    assert checked.report is None
-    assert checked.report_problem is not None
-    assert checked.report_problem.startswith(f"{counter}: fell from ")
-    assert fallen.report is not None
-    restarted = replace(fallen, report=fallen.report.model_copy(update={"boot_id": "another"}))
-    assert without_regression(restarted, before) == restarted, "counters start at zero after a restart"
 
 
 def test_only_changes_by_users_change_the_identity_of_a_resource() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fleet import SimulatedWorker, Truth
 
 from specdecode_operator.telemetry.counters import Hits
-from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over
+from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over, regression
 from specdecode_worker.contract import Buckets, Plan, PlanState, Report
 
 BUCKETS = Buckets()
@@ -74,3 +74,16 @@ def test_a_window_averages_load_over_time() -> None:
     result = over([delta(running=1.0, seconds=1.0), delta(running=4.0, seconds=3.0)])
     assert (result.running, result.seconds, result.drafts) == (pytest.approx(3.25), 4, 20)
     assert over([]).seconds == 0
+
+
+@pytest.mark.parametrize("counter", ["drafts", "running_request_seconds", "clock_seconds"])
+def test_a_report_with_a_counter_that_fell_within_one_boot_is_named(counter: str) -> None:
+    before, after = readings()
+    assert regression(before, after) is None
+    assert regression(None, after) is None
+    fallen = after.model_copy(update={counter: type(getattr(after, counter))(1)})
+    problem = regression(before, fallen)
+    assert problem is not None
+    assert problem.startswith(f"{counter}: fell from ")
+    restarted = fallen.model_copy(update={"boot_id": "another"})
+    assert regression(before, restarted) is None, "counters start at zero after a restart"

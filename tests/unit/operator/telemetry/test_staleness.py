@@ -31,7 +31,7 @@ def after(*rounds: Readings, ticks: int = 1, workers: tuple[Worker, ...] = (POD,
     session = Session()
     for readings in rounds:
         for _ in range(ticks):
-            read = tuple(with_reading(worker, readings.by_uid.get(worker.uid), session) for worker in workers)
+            read = tuple(with_reading(worker, readings.by_uid.get(worker.uid)) for worker in workers)
             observed = Observation(workload=None, workers=read, session=session, round=readings.round)
             session = replace(session, silent=count_silent(observed, readings.at), round=readings.round)
     return stale(observed, session, rounds[-1].at)
