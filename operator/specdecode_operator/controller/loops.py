@@ -9,9 +9,7 @@ from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.planner import Planner
 from specdecode_operator.controller.reconciler import Parts, Reconciler
-from specdecode_operator.controller.resource import deployment_of
 from specdecode_operator.controller.workqueue import WorkQueue
-from specdecode_operator.errors import SpecError
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.settings import Settings
@@ -135,8 +133,4 @@ class Loops:
     def _access(self, state: DeploymentState) -> WorkerAccess:
         resource = state.resource.value
         key = resource["metadata"]["namespace"], resource["metadata"]["name"]
-        try:
-            tls = deployment_of(resource).spec.tls is not None
-        except SpecError:
-            tls = False
-        return WorkerAccess(tokens=self._tokens.tokens(key), tls=tls)
+        return WorkerAccess(tokens=self._tokens.tokens(key), tls=resource["spec"].get("tls") is not None)

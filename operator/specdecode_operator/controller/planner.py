@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.observation import observe
@@ -43,18 +44,18 @@ class Planner:
         state = self._table.get(key)
         changed = False
         if state is not None and state.session is not None:
-            changed = state.decided != identity_of(state.resource.value["metadata"])
-            self.tick(key, state)
+            resource = state.resource.value
+            changed = state.decided != identity_of(resource["metadata"])
+            self._tick(key, state, resource)
         self._decided(key, changed)
 
-    def tick(self, key: Key, state: DeploymentState) -> None:
+    def _tick(self, key: Key, state: DeploymentState, resource: Mapping[str, Any]) -> None:
         """Make a decision for one deployment.
 
         A spec that cannot be carried out, or an internal error, is written into ``failure``. The reconciler then shows
         it in status and leaves the children as they are.
         """
         assert state.session is not None, "a decision needs the loaded state"
-        resource = state.resource.value
         try:
             deployment = deployment_of(resource)
             observed = observe(key, self._caches, state.readings, state.session.session)
@@ -67,7 +68,7 @@ class Planner:
         else:
             self._table.update(
                 key,
-                session=PackedSession.of(replace(session, stored=True)),
+                session=PackedSession.of(replace(session, stored=True), state.session),
                 decision=Packed.of(decision),
                 decided=identity_of(resource["metadata"]),
                 pending=_added(state.pending, decision),

@@ -101,9 +101,10 @@ class Reconciler:
         if state.decision is None or state.decided != identity_of(resource["metadata"]):
             self._parts.plan(key)
             return VERIFY_SECONDS
-        outcome = await self._carry_out(key, state, resource, state.decision.value)
+        decision = state.decision.value
+        outcome = await self._carry_out(key, state, resource, decision)
         metrics.RECONCILES.labels("success").inc()
-        retry = self._parts.applier.retry_seconds(state.decision.value.children)
+        retry = self._parts.applier.retry_seconds(decision.children)
         waits = [VERIFY_SECONDS, *([PROBLEM_SECONDS] if outcome.problems else []), *([retry] if retry else [])]
         return min(waits)
 
@@ -177,16 +178,20 @@ class Reconciler:
         """Hand the plans to the telemetry loop, which pushes them."""
         known = self._parts.table.get(deployment.key)
         before = known.published if known else None
+        version, own = decision.plan.version, decision.own_plans
+        # Plans of one version are equal, and so are the plans of excluded workers, which are made of it.
+        wanted = deployment.uid, version, own.keys(), decision.excluded
+        if before and (before.uid, before.version, before.own.keys(), before.excluded) == wanted:
+            return
         published = Published(
             uid=deployment.uid,
-            version=decision.plan.version,
+            version=version,
             plan=Packed.of(decision.plan),
-            own={address: Packed.of(plan) for address, plan in decision.own_plans.items()},
+            own={address: Packed.of(plan) for address, plan in own.items()},
             excluded=decision.excluded,
         )
-        if published != before:
-            self._parts.table.update(deployment.key, published=published)
-            self._parts.published(deployment.key)
+        self._parts.table.update(deployment.key, published=published)
+        self._parts.published(deployment.key)
 
     async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
         """Annotate deletion costs, and evict workers to be replaced. Failures are logged; a later run repeats them."""
