@@ -56,6 +56,9 @@ def served_copy(cluster: Cluster) -> Iterator[KindCopy]:
     try:
         everywhere = ("get", copy.resource, "--all-namespaces")
         wait_for("the copy of the kind is served", lambda: cluster.kubectl(*everywhere) is not None)
+        # The API server adds a kind to its OpenAPI document later than it serves the kind.
+        explain = ("explain", PLURAL, "--api-version", f"{copy.group}/{VERSION}")
+        wait_for("the copy of the kind is in the OpenAPI document", lambda: cluster.kubectl(*explain))
         yield copy
     finally:
         cluster.kubectl("delete", "crd", copy.resource, "--wait=false")

@@ -1,0 +1,218 @@
+"""Internal stream: the answer to one request, sent by a worker to a router frame by frame.
+
+A router posts an ``OpenStream`` as msgpack to ``INTERNAL_STREAMS`` on the admin port of a worker, with a token of the
+scope router. The answer is a sequence of frames: four bytes with the length (unsigned, big-endian), then one message
+as msgpack. ``Open`` is the first frame unless the request is refused; ``Moved``, ``Error`` or ``End`` is the last one.
+A connection that ends without one of these three has failed.
+
+Text depends on prompt, seed, sampling parameters and weights alone. A router that has the ``Open`` and the token ids
+of all steps so far can therefore continue the request on another worker with the same compatibility key: it sends them
+as ``resume``, and writes a ``Step`` to its client only if the index of the step is the next one of that choice.
+
+This module needs msgspec, which the rest of the contract does not.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+INTERNAL_STREAMS = "/internal/v1/streams"
+"""Path of internal streams on the admin port."""
+CONTENT_TYPE = "application/vnd.specdecode.frames"
+ALIVE_SECONDS = 0.25
+"""Interval of ``Alive`` frames."""
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest frame. A whole body with log-probabilities can have several MB."""
+_LENGTH_BYTES = 4
+
+Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
+"""Log-probabilities of one token: its own, its rank, the most likely tokens, and their log-probabilities."""
+
+
+class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a request, with everything that its tokens depend on.
+
+    ``sampling`` is the worker's ``engine.ipc.messages.Sampling`` as msgpack: seed and ``max_tokens`` as capped are in
+    it. Routers pass it back unread.
+    """
+
+    prompt: int
+    """Index of its prompt in ``Open.prompts``."""
+    sampling: bytes
+
+
+class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
+    """First frame: the request as the worker understood it."""
+
+    compatibility_key: str
+    """Digest of everything that the text depends on besides the request. Only a worker with an equal key continues."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt; one prompt for a chat."""
+    choices: tuple[ChoiceStart, ...]
+    """Choices in the order of their index in the response."""
+    created: int
+    """Unix time of the response in seconds."""
+    stream: bool
+    """True if the client gets server-sent events, false if it gets one body at the end."""
+    opening: bytes = b""
+    """Events to send before the first step. They are part of no step, so a resumed request does not repeat them."""
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of one choice so far, over all attempts."""
+
+    cached_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, tag="step", kw_only=True):
+    """New tokens of one choice, at least one."""
+
+    choice: int
+    index: int
+    """Index of the first of ``ids`` in the output of the choice, from 0."""
+    ids: tuple[int, ...]
+    counters: Counters
+    logprobs: tuple[Logprobs, ...] = ()
+    """Log-probabilities of each of ``ids``, where the engine computes them."""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """Log-probabilities of the prompt from its second token on, in the first step, if the request asks for them."""
+    events: bytes = b""
+    """Server-sent events for the client; empty while text is held back, and for requests that are not streamed."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Sign of life every ``ALIVE_SECONDS`` while the engine process beats. It is not sent if that process stands still.
+
+    A router suspects a worker whose frames stop.
+    """
+
+    step: int
+    """Number of the engine's last step."""
+    longest_step_seconds: float = 0.0
+    """Longest step so far. An engine that is inside of a step for longer may hang."""
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Last frame of a worker that drains: continue on another worker at once."""
+
+
+class Error(msgspec.Struct, frozen=True, tag="error", kw_only=True):
+    """Last frame of a request that failed or was refused."""
+
+    status: int
+    """HTTP status for a client that has not received anything yet."""
+    body: bytes
+    """OpenAI's error object as JSON."""
+    headers: tuple[tuple[str, str], ...] = ()
+    retryable: bool = False
+    """True if another worker may answer: this one is full, loading, draining, or its engine is gone."""
+
+
+class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
+    """Last frame of a request that is complete."""
+
+    body: bytes
+    """Last events of a stream (usage where asked for, and ``[DONE]``), or the whole JSON body."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+Frame = Open | Step | Alive | Moved | Error | End
+
+
+class ChoiceProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of one choice so far, as the router's journal has it. ``logprobs`` are those of its steps."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    counters: Counters = Counters()
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """Continuation of a request: the ``Open`` of its first attempt, and the progress of every choice in order."""
+
+    open: Open
+    choices: tuple[ChoiceProgress, ...]
+
+
+class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of a router for an internal stream.
+
+    Times are durations, because the clocks of two pods differ.
+    """
+
+    route: str
+    """Public path, for example ``/v1/chat/completions``."""
+    body: bytes
+    """Body of the client, unchanged."""
+    request_id: str
+    """Id of the response, and of the tool calls in it. It stays the same in every attempt."""
+    task: str | None = None
+    """Value of the client's header X-Specdecode-Task."""
+    capture: str | None = None
+    """Value of the client's header that permits or forbids capture."""
+    timeout_seconds: float | None = None
+    """Time that is left until the deadline of the request; None for the worker's own limit."""
+    tenant: str = ""
+    """Name of the client, as the router authenticated it. Waiting requests of different tenants take turns."""
+    priority: int = 0
+    """Requests with a smaller number come first, as in vLLM."""
+    cache_salt: str = ""
+    """Salt of the prefix cache, in addition to the body's: requests with different salts share no cached prefix."""
+    resume: Resume | None = None
+
+
+class FrameReader:
+    """Splits the bytes of a stream into frames. Raises ValueError for bytes that are no frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Frame)
+
+    def push(self, data: bytes) -> list[Frame]:
+        """Add received bytes and return the frames that are complete now."""
+        buffer = self._buffer
+        buffer += data
+        frames: list[Frame] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH_BYTES:
+            length = int.from_bytes(buffer[start : start + _LENGTH_BYTES], "big")
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+            end = start + _LENGTH_BYTES + length
+            if len(buffer) < end:
+                break
+            try:
+                frames.append(self._decoder.decode(memoryview(buffer)[start + _LENGTH_BYTES : end]))
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"the bytes are no frame: {error}") from None
+            start = end
+        del buffer[:start]
+        return frames
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Return a frame as bytes, with its length before it."""
+    message = _encoder.encode(frame)
+    return len(message).to_bytes(_LENGTH_BYTES, "big") + message
+
+
+def encode_request(request: OpenStream) -> bytes:
+    """Return a request as the body of its POST."""
+    return _encoder.encode(request)
+
+
+def decode_request(body: bytes) -> OpenStream:
+    """Return the request in the body of a POST. Raises ValueError if it is none."""
+    try:
+        return msgspec.msgpack.decode(body, type=OpenStream)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the body is no request for an internal stream: {error}") from None
