@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FORBIDDEN_INIT = ("operator", "worker", "kernels", "tests", "tests/unit", "tests/kernels", "tests/e2e", "tests/cluster")
+FORBIDDEN_INIT = (
+    "operator",
+    "router",
+    "worker",
+    "kernels",
+    "tests",
+    "tests/unit",
+    "tests/kernels",
+    "tests/e2e",
+    "tests/cluster",
+)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

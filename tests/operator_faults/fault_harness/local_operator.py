@@ -59,7 +59,7 @@ def local_operator_process(
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("KUBE")},
         "KUBECONFIG": str(kubeconfig),
-        "PYTHONPATH": os.pathsep.join(str(revision.source / part) for part in ("operator", "worker")),
+        "PYTHONPATH": os.pathsep.join(str(revision.source / part) for part in ("operator", "router", "worker")),
         "PYTHONUNBUFFERED": "1",
         f"{prefix}NAMESPACE": namespace,
         f"{prefix}IDENTITY": "local-operator",

@@ -1,0 +1,1 @@
+"""Sources of worker addresses: a fixed list, or EndpointSlices of the API server."""

@@ -1,0 +1,1 @@
+"""HTTP for clients: routes, authentication, limits, and the writing of answers."""

@@ -1,0 +1,1 @@
+"""Choice of a worker for a request, as pure functions."""

@@ -1,0 +1,1 @@
+"""Process of the router: settings, parts, and their life."""

@@ -1,0 +1,1 @@
+"""Workers as the router sees them: addresses, load, reports, and calls to their admin ports."""
