@@ -17,6 +17,9 @@ from specdecode_worker.contract import (
 from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
 
+_SERVER_FIELD_BYTES = 64
+"""Bytes that the server process may add to the report: the compatibility key, and ``draining``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
@@ -93,6 +96,9 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             tasks=statistics.task_cells(),
             guard=snapshot.guard,
         )
-        if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:
+        if (
+            len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
+            or share > MAX_ACCEPTANCE_CELLS
+        ):
             return report
         share *= 2
