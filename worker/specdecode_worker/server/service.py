@@ -16,7 +16,6 @@ from pathlib import Path
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
-from specdecode_worker.contract.internal_stream import Counters
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.engine_client import EngineClient
@@ -42,7 +41,7 @@ from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
-from specdecode_worker.server.streams.choice_output import ChoiceOutput, OutputOptions, Progress
+from specdecode_worker.server.streams.choice_output import NO_COUNTS, ChoiceOutput, OutputOptions, Progress
 from specdecode_worker.server.streams.compatibility_key import compatibility_key
 from specdecode_worker.server.streams.earlier_attempt import EarlierChoice, sampling_of_rest
 from specdecode_worker.server.text.detokenizer import TextOptions
@@ -307,7 +306,9 @@ class Service:
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Return the engine's report, completed with the draining state and the compatibility key. Callers at the same time share one report.
+        """Return the engine's report, completed with the draining state and the compatibility key.
+
+        Callers at the same time share one report.
 
         Raises:
             Unavailable: The model is loading, or the engine is gone.
@@ -326,7 +327,7 @@ class Service:
     def _generation(self, choice: _Choice, origin: _Origin, capture: bool) -> Generation:
         prompt, progress = choice.prompt, choice.progress
         output = ChoiceOutput(
-            self.model.tokenizer, prompt, choice.options, progress.counters if progress is not None else Counters()
+            self.model.tokenizer, prompt, choice.options, progress.counters if progress is not None else NO_COUNTS
         )
         rule = FinishRule.of(choice.sampling, self.model.loaded.eos_token_ids)
         replayed = output.replay(progress, rule) if progress is not None else []

@@ -58,7 +58,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
     If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
     to accumulate, so a later report can include them again.
     """
-    share = 1
+    share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
     while True:
         report = Report(
             boot_id=identity.boot_id,
@@ -96,9 +96,6 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             tasks=statistics.task_cells(),
             guard=snapshot.guard,
         )
-        if (
-            len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
-            or share > MAX_ACCEPTANCE_CELLS
-        ):
+        if len(report.model_dump_json().encode()) <= most_bytes or share > MAX_ACCEPTANCE_CELLS:
             return report
         share *= 2

@@ -17,6 +17,9 @@ from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
 
+NO_COUNTS = Counters()
+
+
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """Output options of one generation. Without ``generates`` only the echo of the prompt is returned."""
@@ -36,7 +39,7 @@ class Progress:
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    counters: Counters = Counters()
+    counters: Counters = NO_COUNTS
 
 
 class ChoiceOutput:
@@ -46,7 +49,7 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: Counters = Counters()
+        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: Counters = NO_COUNTS
     ) -> None:
         self._prompt, self._options = prompt, options
         self._echo = prompt.echo

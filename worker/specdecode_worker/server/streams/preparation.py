@@ -1,4 +1,4 @@
-"""Preparation of a generation request: parse, check, render, tokenize and start. Public and internal routes share it."""
+"""Preparation of a generation request: parse, check, render, tokenize, start. Public and internal routes share it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Call:
     """Task label of the header."""
     capture: str | None = None
     """Header that permits or forbids capture."""
-    terms: RequestTerms = RequestTerms()
+    terms: RequestTerms
     resume: Resume | None = None
     """Earlier attempt on another worker, which this call continues."""
 
