@@ -16,7 +16,6 @@ from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOpt
 from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.text.tokenizer import Tokenizer
 
-
 NO_COUNTS = Counters()
 
 
