@@ -41,7 +41,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
-
 def bias(text: str, value: float, **more: float) -> dict[str, float]:
     """Return a logit bias for the bytes of a text, and for further token ids."""
     ids = small_model.byte_tokenizer().encode(text).ids

@@ -96,7 +96,10 @@ def write_target(
 
 
 def write_varied_target(folder: Path, *, spread: float = 0.3) -> None:
-    """Write a target with an output layer of its own, whose answers vary. ``spread`` is the deviation of its weights."""
+    """Write a target with an output layer of its own, whose answers vary.
+
+    ``spread`` is the standard deviation of its weights.
+    """
     import torch
     from safetensors.torch import save_file
 
