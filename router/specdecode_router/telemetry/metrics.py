@@ -97,7 +97,7 @@ class RouterMetrics:
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._tenants: set[str] = set()
-        added = Histogram(
+        self._added_latency = Histogram(
             "specdecode_router_added_latency_seconds",
             "time that the router adds to a request, by stage",
             ["stage"],
@@ -105,7 +105,7 @@ class RouterMetrics:
             registry=registry,
         )
         # A label lookup costs more than an observation, and `write` is observed for each frame.
-        self._added = {stage: added.labels(stage).observe for stage in Stage}
+        self._added = {stage: self._added_latency.labels(stage).observe for stage in Stage}
         self._queue_time = Histogram(
             "specdecode_router_request_queue_time_seconds",
             "time of a request in the queue, held ones included",
