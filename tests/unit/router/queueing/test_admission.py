@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from virtual_loop import run_virtual
+from virtual_loop import VirtualLoop, run_virtual
 
 from specdecode_router.queueing.admission import Admission, Place, QueueLimits
 from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
@@ -31,6 +31,12 @@ def start(
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def timers() -> int:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.timers()
 
 
 async def refusal(awaitable: Awaitable[Place]) -> Refused:
@@ -147,6 +153,29 @@ async def test_a_cancelled_request_leaves_the_queue_at_once() -> None:
 
 
 @virtual
+async def test_a_cancelled_request_leaves_no_trace_while_all_places_are_taken() -> None:
+    queue = admission(1)
+    await queue.acquire(A, 0, None)
+    gone = start(queue, deadline=60)
+    await settle()
+    gone.cancel()
+    await settle()
+    assert (queue.running, queue.waiting) == (1, 0)
+    assert timers() == 0
+
+
+@virtual
+async def test_a_place_ends_the_timers_of_its_request() -> None:
+    queue = admission(0)
+    task = start(queue, deadline=60)
+    await settle()
+    assert timers() == 2
+    queue.set_capacity(1)
+    await task
+    assert timers() == 0
+
+
+@virtual
 async def test_a_request_cancelled_in_the_moment_of_its_place_gives_it_back() -> None:
     queue = admission(1)
     place = await queue.acquire(A, 0, None)
@@ -251,6 +280,21 @@ async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
     await settle()
     assert second.done()
     assert queue.running == 2
+
+
+@virtual
+async def test_a_tenant_that_was_passed_over_runs_again_after_its_own_request() -> None:
+    queue = admission(2)
+    limited = Tenant("a", max_in_flight=1)
+    first, other = await queue.acquire(limited, 0, None), await queue.acquire(B, 0, None)
+    second = start(queue, limited)
+    await settle()
+    other.release()  # a place is free, and the waiting request must not have it
+    await settle()
+    assert not second.done()
+    first.release()
+    await settle()
+    assert second.done()
 
 
 @virtual
