@@ -105,6 +105,33 @@ async def test_a_tenant_has_a_bound_of_its_own_and_others_may_still_wait() -> No
 
 
 @virtual
+async def test_a_tenant_that_fills_the_queue_makes_room_for_others() -> None:
+    queue = admission(1, max_waiting=4)
+    await queue.acquire(A, 0, None)
+    flood = [start(queue, A, BATCH), *(start(queue) for _ in range(3))]
+    await settle()
+    few = [start(queue, B) for _ in range(2)]
+    await settle()
+    assert [task.done() for task in (*flood, *few)] == [True, False, False, True, False, False]
+    assert (await refusal(flood[3])).reason is RefusalReason.queue_full
+    assert queue.waiting == 4
+    for tenant in (A, B):  # both have two waiting requests now
+        assert (await refusal(queue.acquire(tenant, 0, None))).status == 429
+
+
+@virtual
+async def test_held_requests_of_one_tenant_make_room_for_others() -> None:
+    queue = admission(0, max_held=3)
+    flood = [start(queue) for _ in range(3)]
+    await settle()
+    other = start(queue, B)
+    await settle()
+    assert (await refusal(flood[2])).reason is RefusalReason.held_full
+    assert not other.done()
+    assert queue.held == 3
+
+
+@virtual
 async def test_clients_without_authentication_share_the_whole_queue() -> None:
     queue = admission(1, max_waiting_per_tenant=3, max_waiting=8)
     tasks = [start(queue, Tenant("")) for _ in range(9)]
