@@ -1,0 +1,22 @@
+"""Probes and metrics of the router itself."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from specdecode_router.frontend.state import RouterState
+
+
+def add_probes(app: web.Application, state: RouterState) -> None:
+    """Add the routes /health, /ready and /metrics."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(request: web.Request) -> web.Response:
+        if state.lifecycle.ready:
+            return web.Response(text="ready\n")
+        return web.Response(text="draining\n", status=503)
+
+    app.router.add_get("/health", health, allow_head=False)
+    app.router.add_get("/ready", ready, allow_head=False)

@@ -1,0 +1,27 @@
+"""What the routes of one router share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdecode_router.frontend.bodies import BodyBudget
+from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.relay.relay import RelayContext
+from specdecode_router.relay.stand_ins import Admission, Tenant
+from specdecode_router.settings import RouterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """Parts of one router that its routes use."""
+
+    settings: RouterSettings
+    relay: RelayContext
+    admission: Admission
+    authenticate: Callable[[str], Tenant]
+    """Returns the tenant of the header Authorization; raises ApiError 401."""
+    lifecycle: Lifecycle
+    bodies: BodyBudget
+    clock: Callable[[], float]
+    """Monotonic clock in seconds."""
