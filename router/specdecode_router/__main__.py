@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")
     serve.add_argument("--ca-file", metavar="FILE", help="certificates that sign those of the workers, as PEM")
     for name, text in _NUMBERS.items():
-        kind = RouterSettings.model_fields[name].annotation or float
+        kind: type = int if RouterSettings.model_fields[name].annotation is int else float
         serve.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(_DEFAULTS, name),
                            metavar="S" if name.endswith("seconds") else "N",
                            help=f"{text} (default: %(default)s)")  # fmt: skip

@@ -13,8 +13,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -32,6 +32,7 @@ from specdecode_router.settings import RouterSettings
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
+from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,13 @@ _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
 _BACKLOG = 2048
 _TOKEN_CHECK_SECONDS = 5.0
+
+
+class Discovery(Protocol):
+    """Source of worker addresses."""
+
+    async def run(self, update: Callable[[Sequence[Endpoint]], None]) -> None:
+        """Call ``update`` with all workers whenever they change, until cancelled."""
 
 
 async def serve(settings: RouterSettings) -> int:
@@ -51,22 +59,34 @@ async def serve(settings: RouterSettings) -> int:
     stop, stop_now = _signals()
     token = _token(settings)
     listener = _bind(settings)
+    async with running_router(settings, token, StaticDiscovery(settings.workers), listener) as state:
+        await stop.wait()
+        log.info("leaving: %d requests are running", state.lifecycle.running)
+        return await _shut_down(state, stop_now)
+
+
+@contextlib.asynccontextmanager
+async def running_router(
+    settings: RouterSettings, token: Callable[[], str], discovery: Discovery, listener: socket.socket
+) -> AsyncIterator[RouterState]:
+    """Run a router on a bound socket during the block.
+
+    Raises:
+        CannotStart: A file of certificates is unusable.
+    """
     registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
     client = WorkerClient(token, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
-    monitor = SilenceMonitor(time.monotonic)
-    state = _state(settings, registry, client, monitor)
+    state = _state(settings, registry, client)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
-        StaticDiscovery(settings.workers).run(registry.update),
+        discovery.run(registry.update),
         ReportPoller(registry, client, settings.report_seconds).run(),
-        monitor.run(),
+        state.relay.monitor.run(),
         _reload_token(token),
     ]
     try:
         async with _running(loops), _listening(state, listener):
-            await stop.wait()
-            log.info("leaving: %d requests are running", state.lifecycle.running)
-            return await _shut_down(state, stop_now)
+            yield state
     finally:
         await client.close()
 
@@ -85,9 +105,7 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _state(
-    settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, monitor: SilenceMonitor
-) -> RouterState:
+def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RouterState:
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
@@ -97,7 +115,7 @@ def _state(
     )
     return RouterState(
         settings=settings,
-        relay=RelayContext(registry, client, monitor, limits, time.monotonic),
+        relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, time.monotonic),
         admission=Admission(),
         authenticate=lambda header: Tenant(),
         lifecycle=Lifecycle(),

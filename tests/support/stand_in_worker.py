@@ -120,9 +120,7 @@ class StandInWorker:
         asked = decode_request(await request.read())
         self.requests.append(asked)
         if self.script.close_before_open:
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
+            await _drop(request)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         await response.prepare(request)
         self.running += 1
@@ -130,8 +128,7 @@ class StandInWorker:
             await _Stream(self, asked, response).run()
             self.ended += 1
         except _Close:
-            assert request.transport is not None
-            request.transport.abort()
+            await _drop(request)
         except (asyncio.CancelledError, ConnectionError):
             self.cancelled += 1
             raise
@@ -139,6 +136,13 @@ class StandInWorker:
             self.running -= 1
         await response.write_eof()
         return response
+
+
+async def _drop(request: web.Request) -> None:
+    """Drop the connection, which cancels the handler."""
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.Event().wait()
 
 
 class _Stream:
@@ -181,8 +185,6 @@ class _Stream:
 
     async def _faults(self, index: int) -> Frame | None:
         script = self._script
-        if script.close_at is not None and index >= script.close_at:
-            raise _Close
         if script.cut_frame_at is not None and index >= script.cut_frame_at:
             frame = encode_frame(self._step_frame(0, index, script.per_step))
             await self._response.write(frame[: len(frame) // 2])
@@ -190,6 +192,8 @@ class _Stream:
             raise _Close
         if script.silent_at is not None and index >= script.silent_at:
             await self._worker.voice.wait()
+        if script.close_at is not None and index >= script.close_at:
+            raise _Close
         if script.move_at is not None and index >= script.move_at:
             return Moved()
         if script.refuse is not None and index >= script.refuse_at:

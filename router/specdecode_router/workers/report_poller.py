@@ -66,7 +66,7 @@ class ReportPoller:
     async def _read(self, endpoint: Endpoint) -> None:
         name = endpoint.name
         try:
-            status, body, _ = await self._client.get(endpoint.admin_url, Route.report, {}, self._seconds)
+            status, body = await self._client.get(endpoint.admin_url, Route.report, self._seconds)
             if status != 200:
                 raise ValueError(f"status {status}")
             report = self._decoder.decode(body)
