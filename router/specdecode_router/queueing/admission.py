@@ -1,0 +1,247 @@
+"""Admission: requests wait here for a place on the workers, or for a first worker.
+
+The places are the sum over all ready workers, as the caller reports it. Waiting requests take turns by tenant and
+priority. Without any worker they are held: the process can wake the operator meanwhile, and they run in the same order
+as soon as a worker is there. Everything happens on one event loop, without tasks of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from specdecode_router.queueing import refusals
+from specdecode_router.queueing.fair_queue import PriorityQueue
+from specdecode_router.queueing.refusals import Refused
+from specdecode_router.queueing.service_rate import ServiceRate
+from specdecode_router.queueing.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue."""
+
+    max_waiting: int = 1024
+    """Waiting requests of all tenants while there are workers. More get a 429."""
+    max_waiting_per_tenant: int = 256
+    """Waiting requests of one tenant. More get a 429. It does not apply where clients are not authenticated."""
+    max_held: int = 1024
+    """Held requests of all tenants while there is no worker. More get a 503."""
+    hold_seconds: float = 300.0
+    """Longest time that a request is held. The model of a first worker is pulled and loaded in this time."""
+
+
+class Place:
+    """Place of one request on the workers. It is a context manager that releases the place."""
+
+    __slots__ = ("_admission", "_released", "tenant", "waited_seconds")
+
+    def __init__(self, admission: Admission, tenant: Tenant, waited_seconds: float) -> None:
+        self._admission = admission
+        self._released = False
+        self.tenant = tenant
+        self.waited_seconds = waited_seconds
+        """Time from the request to the place."""
+
+    def release(self) -> None:
+        """Give the place to the next request. Further calls do nothing."""
+        if not self._released:
+            self._released = True
+            self._admission._leave(self.tenant)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class _Waiter:
+    """One waiting request."""
+
+    __slots__ = ("deadline_timer", "future", "hold_timer", "since", "tenant")
+
+    def __init__(self, tenant: Tenant, since: float, future: asyncio.Future[Place]) -> None:
+        self.tenant, self.since, self.future = tenant, since, future
+        self.deadline_timer: asyncio.TimerHandle | None = None
+        self.hold_timer: asyncio.TimerHandle | None = None
+
+
+class Admission:
+    """Bounded queue for the places of all workers. It belongs to one event loop."""
+
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._capacity = 0
+        self._running: dict[str, int] = {}
+        """Number of places in use, by name of the tenant."""
+        self._in_use = 0
+        self._queue: PriorityQueue[_Waiter] = PriorityQueue()
+        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
+        """All waiting requests in the order of their arrival."""
+        self._rate = ServiceRate(clock())
+        self.on_held_change: Callable[[], None] | None = None
+        """Called after each change of ``held``, on the event loop."""
+
+    @property
+    def held(self) -> int:
+        """Number of requests that wait while there is no worker."""
+        return 0 if self._capacity else len(self._waiters)
+
+    @property
+    def oldest_held_seconds(self) -> float:
+        """Time since the arrival of the oldest held request; 0 if none is held."""
+        return self._clock() - next(iter(self._waiters)).since if self.held else 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a place on the workers."""
+        return len(self._waiters) if self._capacity else 0
+
+    @property
+    def running(self) -> int:
+        """Number of places in use."""
+        return self._in_use
+
+    def set_capacity(self, places: int) -> None:
+        """Set the number of places of all ready workers. 0 holds requests; running ones are not affected."""
+        before, held = self._capacity, self.held
+        self._capacity = max(places, 0)
+        if before and not self._capacity:
+            for waiter in self._waiters:
+                self._start_hold_timer(waiter)
+        elif self._capacity and not before:
+            for waiter in self._waiters:
+                _cancel(waiter.hold_timer)
+        self._dispatch()
+        self._update(held)
+
+    async def acquire(self, tenant: Tenant, priority: int, deadline_seconds: float | None) -> Place:
+        """Wait for a place. The request leaves the queue at once if its task is cancelled.
+
+        Args:
+            tenant: Tenant of the request.
+            priority: Priority of the request; smaller numbers come first. Up to 0 it is interactive, above 0 batch. A
+                request may lower the priority of its tenant and never raise it.
+            deadline_seconds: Time until the deadline of the request; None without one.
+
+        Raises:
+            Refused: 429 if the queue or the tenant's part of it is full, 503 if no worker is there and none came in
+                time, 504 at the deadline.
+        """
+        if deadline_seconds is not None and deadline_seconds <= 0:
+            raise refusals.deadline_passed(deadline_seconds)
+        if self._in_use < self._capacity and self._may_run(tenant):
+            # Requests that wait although a place is free are of tenants at their own limit.
+            return self._enter(tenant, 0.0)
+        self._check_bounds(tenant)
+        waiter = self._add(tenant, max(priority, tenant.priority) > 0, deadline_seconds)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+
+    def _check_bounds(self, tenant: Tenant) -> None:
+        """Raise Refused if one more request must not wait."""
+        mine, now = self._queue.length_of(tenant.name), self._clock()
+        if tenant.name and mine >= self._limits.max_waiting_per_tenant:
+            share = self._queue.share_of(tenant)
+            raise refusals.tenant_is_full(mine, self._rate.retry_seconds(mine, now, share=share))
+        if self._capacity == 0 and self.held >= self._limits.max_held:
+            raise refusals.held_is_full(self.held)
+        if self._capacity > 0 and self.waiting >= self._limits.max_waiting:
+            raise refusals.queue_is_full(self.waiting, self._rate.retry_seconds(self.waiting, now))
+
+    def _add(self, tenant: Tenant, batch: bool, deadline_seconds: float | None) -> _Waiter:
+        held = self.held
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(tenant, self._clock(), loop.create_future())
+        if deadline_seconds is not None:
+            error = refusals.deadline_passed(deadline_seconds)
+            waiter.deadline_timer = loop.call_later(deadline_seconds, self._fail, waiter, error)
+        if self._capacity == 0:
+            self._start_hold_timer(waiter)
+        self._waiters[waiter] = None
+        self._queue.push(tenant, waiter, batch=batch)
+        self._update(held)
+        return waiter
+
+    def _start_hold_timer(self, waiter: _Waiter) -> None:
+        seconds = self._limits.hold_seconds
+        loop = waiter.future.get_loop()
+        waiter.hold_timer = loop.call_later(seconds, self._fail, waiter, refusals.hold_timed_out(seconds))
+
+    def _fail(self, waiter: _Waiter, error: Refused) -> None:
+        """End the wait of a request with an error."""
+        self._remove(waiter)
+        if not waiter.future.done():
+            waiter.future.set_exception(error)
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """Remove a request whose task is cancelled, or release the place that it got in the same moment."""
+        future = waiter.future
+        if future.done() and not future.cancelled() and future.exception() is None:
+            future.result().release()
+        else:
+            self._remove(waiter)
+
+    def _remove(self, waiter: _Waiter) -> None:
+        if waiter not in self._waiters:
+            return
+        held = self.held
+        self._queue.remove(waiter.tenant.name, waiter)
+        self._forget(waiter)
+        self._update(held)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        del self._waiters[waiter]
+        _cancel(waiter.deadline_timer)
+        _cancel(waiter.hold_timer)
+
+    def _dispatch(self) -> None:
+        """Give free places to waiting requests."""
+        while self._in_use < self._capacity:
+            waiter = self._queue.pop(self._may_run)
+            if waiter is None:
+                return
+            self._forget(waiter)
+            # A future that is cancelled belongs to a task that is about to leave.
+            if not waiter.future.done():
+                waiter.future.set_result(self._enter(waiter.tenant, self._clock() - waiter.since))
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        return tenant.max_in_flight is None or self._running.get(tenant.name, 0) < tenant.max_in_flight
+
+    def _enter(self, tenant: Tenant, waited_seconds: float) -> Place:
+        self._in_use += 1
+        self._running[tenant.name] = self._running.get(tenant.name, 0) + 1
+        return Place(self, tenant, waited_seconds)
+
+    def _leave(self, tenant: Tenant) -> None:
+        """Take a place back and give it to the next request."""
+        self._in_use -= 1
+        self._running[tenant.name] -= 1
+        if not self._running[tenant.name]:
+            del self._running[tenant.name]
+        self._rate.add_departure(self._clock())
+        self._queue.unpark(tenant.name)
+        held = self.held
+        self._dispatch()
+        self._update(held)
+
+    def _update(self, held_before: int) -> None:
+        """Record whether requests wait for a place, and report a change of the held ones."""
+        self._rate.set_busy(self._clock(), self.waiting > 0)
+        if self.on_held_change is not None and self.held != held_before:
+            self.on_held_change()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,276 @@
+"""Tests of admission: bounds, deadlines, cancellation, held requests, and limits of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from virtual_loop import run_virtual
+
+from specdecode_router.queueing.admission import Admission, Place, QueueLimits
+from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
+from specdecode_router.queueing.tenants import Tenant
+
+A, B = Tenant("a"), Tenant("b")
+BATCH = 1
+
+
+def admission(places: int, **limits: float) -> Admission:
+    created = Admission(QueueLimits(**limits), asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    created.set_capacity(places)
+    return created
+
+
+def start(
+    queue: Admission, tenant: Tenant = A, priority: int = 0, deadline: float | None = None
+) -> asyncio.Task[Place]:
+    return asyncio.ensure_future(queue.acquire(tenant, priority, deadline))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def refusal(awaitable: Awaitable[Place]) -> Refused:
+    with pytest.raises(Refused) as raised:
+        await awaitable
+    return raised.value
+
+
+def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run an asynchronous test on a loop with virtual time."""
+
+    def run() -> None:
+        run_virtual(test())  # type: ignore[arg-type]
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@virtual
+async def test_places_are_never_exceeded_and_pass_to_the_next_request() -> None:
+    queue = admission(2)
+    first, second, third = (start(queue) for _ in range(3))
+    await settle()
+    assert (first.done(), second.done(), third.done()) == (True, True, False)
+    assert (queue.running, queue.waiting, queue.held) == (2, 1, 0)
+    await asyncio.sleep(4)
+    first.result().release()
+    first.result().release()  # a second call does nothing
+    place = await third
+    assert place.waited_seconds == pytest.approx(4)
+    assert (queue.running, queue.waiting) == (2, 0)
+    with place, second.result():
+        pass
+    assert queue.running == 0
+
+
+@virtual
+async def test_the_full_queue_refuses_with_429_and_the_observed_rate() -> None:
+    queue = admission(1, max_waiting=10)
+    place = await queue.acquire(A, 0, None)
+    tasks = [start(queue) for _ in range(10)]
+    await settle()
+    for _ in range(5):  # one request leaves every two seconds
+        await asyncio.sleep(2)
+        place.release()
+        place = await tasks.pop(0)
+        tasks.append(start(queue))
+        await settle()
+    error = await refusal(queue.acquire(A, 0, None))
+    assert (error.status, error.reason, error.code) == (429, RefusalReason.queue_full, "rate_limit_exceeded")
+    assert error.body()["error"]["type"] == "rate_limit_error"
+    assert 18 <= int(error.headers["Retry-After"]) <= 22
+    assert queue.waiting == 10
+
+
+@virtual
+async def test_a_tenant_has_a_bound_of_its_own_and_others_may_still_wait() -> None:
+    queue = admission(1, max_waiting_per_tenant=3)
+    await queue.acquire(A, 0, None)
+    tasks = [start(queue) for _ in range(3)]
+    await settle()
+    assert (await refusal(queue.acquire(A, 0, None))).reason is RefusalReason.tenant_full
+    tasks.append(start(queue, B))
+    await settle()
+    assert queue.waiting == 4
+
+
+@virtual
+async def test_clients_without_authentication_share_the_whole_queue() -> None:
+    queue = admission(1, max_waiting_per_tenant=3, max_waiting=8)
+    tasks = [start(queue, Tenant("")) for _ in range(9)]
+    await settle()
+    assert queue.waiting == 8
+    assert (await refusal(queue.acquire(Tenant(""), 0, None))).reason is RefusalReason.queue_full
+    assert len(tasks) == 9
+
+
+@virtual
+async def test_a_deadline_ends_the_wait_with_504() -> None:
+    queue = admission(1)
+    await queue.acquire(A, 0, None)
+    began = asyncio.get_running_loop().time()
+    error = await refusal(queue.acquire(A, 0, 3.0))
+    assert (error.status, error.reason) == (504, RefusalReason.deadline)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+    assert error.headers["X-Should-Retry"] == "false"
+    assert queue.waiting == 0
+    assert (await refusal(queue.acquire(A, 0, 0.0))).status == 504
+
+
+@virtual
+async def test_a_deadline_does_not_end_a_request_that_has_its_place() -> None:
+    queue = admission(1)
+    place = await queue.acquire(A, 0, None)
+    task = start(queue, deadline=3.0)
+    await settle()
+    place.release()
+    await asyncio.sleep(10)
+    assert task.result().waited_seconds < 1
+    assert queue.running == 1
+
+
+@virtual
+async def test_a_cancelled_request_leaves_the_queue_at_once() -> None:
+    queue = admission(1)
+    place = await queue.acquire(A, 0, None)
+    gone, next_one = start(queue), start(queue)
+    await settle()
+    gone.cancel()
+    place.release()  # before the cancelled task runs
+    await settle()
+    assert next_one.done()
+    assert (queue.running, queue.waiting) == (1, 0)
+
+
+@virtual
+async def test_a_request_cancelled_in_the_moment_of_its_place_gives_it_back() -> None:
+    queue = admission(1)
+    place = await queue.acquire(A, 0, None)
+    gone = start(queue)
+    await settle()
+    place.release()
+    gone.cancel()
+    await settle()
+    assert gone.cancelled()
+    assert (queue.running, queue.waiting) == (0, 0)
+
+
+@virtual
+async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_comes() -> None:
+    queue = admission(0)
+    changes: list[int] = []
+    queue.on_held_change = lambda: changes.append(queue.held)
+    tasks = [start(queue) for _ in range(3)]
+    batch, urgent = start(queue, B, BATCH), start(queue, B)
+    await asyncio.sleep(100)
+    assert (queue.held, queue.waiting, queue.running) == (5, 0, 0)
+    assert queue.oldest_held_seconds == pytest.approx(100)
+    queue.set_capacity(2)
+    await settle()
+    assert [task.done() for task in (*tasks, urgent, batch)] == [True, False, False, True, False]
+    assert (queue.held, queue.waiting, queue.oldest_held_seconds) == (0, 3, 0)
+    assert changes == [1, 2, 3, 4, 5, 0]
+    queue.set_capacity(5)
+    await settle()
+    assert all(task.done() for task in tasks)
+    await asyncio.sleep(1000)  # no timer of the wait is left to end a running request
+    assert queue.running == 5
+
+
+@virtual
+async def test_a_held_request_gets_503_after_the_hold_time() -> None:
+    queue = admission(0, hold_seconds=60)
+    error = await refusal(queue.acquire(A, 0, None))
+    assert asyncio.get_running_loop().time() == pytest.approx(60)
+    assert (error.status, error.reason) == (503, RefusalReason.hold_timeout)
+    assert error.headers["Retry-After"] == str(NO_WORKER_RETRY_SECONDS)
+
+
+@virtual
+async def test_the_deadline_of_a_held_request_is_its_own() -> None:
+    queue = admission(0, hold_seconds=60)
+    assert (await refusal(queue.acquire(A, 0, 5.0))).status == 504
+    assert asyncio.get_running_loop().time() == pytest.approx(5)
+
+
+@virtual
+async def test_the_hold_time_counts_from_the_loss_of_the_last_worker() -> None:
+    queue = admission(1, hold_seconds=60)
+    await queue.acquire(A, 0, None)
+    task = start(queue)
+    await asyncio.sleep(100)  # longer than the hold time, but there is a worker
+    assert not task.done()
+    queue.set_capacity(0)
+    assert queue.held == 1
+    await asyncio.sleep(59)
+    queue.set_capacity(1)  # the first request still runs, so the second goes on waiting
+    await asyncio.sleep(100)
+    assert not task.done()
+    queue.set_capacity(0)
+    await refusal(task)
+    assert asyncio.get_running_loop().time() == pytest.approx(319)
+
+
+@virtual
+async def test_more_held_requests_than_the_bound_get_503() -> None:
+    queue = admission(0, max_held=2)
+    tasks = [start(queue) for _ in range(2)]
+    await settle()
+    error = await refusal(queue.acquire(A, 0, None))
+    assert (error.status, error.reason) == (503, RefusalReason.held_full)
+    assert len(tasks) == queue.held == 2
+
+
+@virtual
+async def test_fewer_places_stop_new_requests_until_enough_have_left() -> None:
+    queue = admission(3)
+    places = [await queue.acquire(A, 0, None) for _ in range(3)]
+    queue.set_capacity(1)
+    task = start(queue)
+    for place in places[:2]:
+        place.release()
+        await settle()
+        assert not task.done()
+    places[2].release()
+    await settle()
+    assert task.done()
+
+
+@virtual
+async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
+    queue = admission(4)
+    limited = Tenant("a", max_in_flight=1)
+    first, second, other = start(queue, limited), start(queue, limited), start(queue, B)
+    await settle()
+    assert (first.done(), second.done(), other.done()) == (True, False, True)
+    first.result().release()
+    await settle()
+    assert second.done()
+    assert queue.running == 2
+
+
+@virtual
+async def test_a_full_queue_of_limited_tenants_refuses_no_request_that_a_place_is_free_for() -> None:
+    queue = admission(4, max_waiting=2)
+    tasks = [start(queue, Tenant("a", max_in_flight=1)) for _ in range(3)]
+    await settle()
+    assert queue.waiting == 2
+    assert (await queue.acquire(B, 0, None)).waited_seconds == 0
+    assert len(tasks) == 3
+
+
+@virtual
+async def test_a_request_cannot_raise_the_priority_of_its_tenant() -> None:
+    queue = admission(1)
+    place = await queue.acquire(A, 0, None)
+    batch = start(queue, Tenant("b", priority=BATCH), -5)
+    lowered = start(queue, A, BATCH)
+    interactive = start(queue, A)
+    await settle()
+    place.release()
+    await settle()
+    assert (interactive.done(), batch.done(), lowered.done()) == (True, False, False)

@@ -1,0 +1,129 @@
+"""Tests of the weighted fair queue and of its two priority classes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdecode_router.queueing.fair_queue import INTERACTIVE_RUN, FairQueue, PriorityQueue
+from specdecode_router.queueing.tenants import Tenant
+
+
+def always(tenant: Tenant) -> bool:
+    return True
+
+
+def drain(pop: Callable[[Callable[[Tenant], bool]], str | None], count: int = 10_000) -> list[str]:
+    items = []
+    while len(items) < count and (item := pop(always)) is not None:
+        items.append(item)
+    return items
+
+
+def filled(lines: dict[str, tuple[float, int]]) -> FairQueue[str]:
+    """Return a queue with a number of requests for each tenant, by name: weight and number."""
+    queue: FairQueue[str] = FairQueue()
+    for name, (weight, count) in lines.items():
+        for index in range(count):
+            queue.push(Tenant(name, weight), f"{name}{index}")
+    return queue
+
+
+def test_tenants_take_turns_however_many_requests_they_have() -> None:
+    assert drain(filled({"a": (1, 4), "b": (1, 2)}).pop) == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+@given(weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 5.0]), min_size=2, max_size=5))
+def test_turns_are_proportional_to_weights(weights: list[float]) -> None:
+    names = [chr(ord("a") + index) for index in range(len(weights))]
+    queue = filled({name: (weight, 300) for name, weight in zip(names, weights, strict=True)})
+    counts = Counter(item[0] for item in drain(queue.pop, 200))
+    for name, weight in zip(names, weights, strict=True):
+        assert counts[name] == pytest.approx(200 * weight / sum(weights), abs=len(weights) + 1)
+
+
+def test_a_tenant_that_was_away_saved_up_no_turns() -> None:
+    queue = filled({"a": (1, 100)})
+    drain(queue.pop, 50)
+    for index in range(50):
+        queue.push(Tenant("b"), f"b{index}")
+    assert Counter(item[0] for item in drain(queue.pop, 20)) == {"a": 10, "b": 10}
+
+
+def test_a_removed_request_uses_up_no_turn() -> None:
+    queue = filled({"a": (1, 3), "b": (1, 3)})
+    queue.remove("a", "a0")
+    queue.remove("a", "gone")
+    assert drain(queue.pop) == ["a1", "b0", "a2", "b1", "b2"]
+
+
+def test_a_parked_tenant_waits_until_it_is_unparked() -> None:
+    queue = filled({"a": (1, 2), "b": (1, 2)})
+    assert queue.pop(lambda tenant: tenant.name != "a") == "b0"
+    assert queue.pop(always) == "b1"
+    assert queue.pop(always) is None
+    queue.unpark("a")
+    assert drain(queue.pop) == ["a0", "a1"]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["push", "pop", "remove", "park", "unpark"]), st.sampled_from("abc"), st.booleans()),
+        max_size=60,
+    )
+)
+def test_every_request_leaves_once_and_in_the_order_of_its_tenant(steps: list[tuple[str, str, bool]]) -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    waiting: dict[tuple[str, bool], list[str]] = {(name, batch): [] for name in "abc" for batch in (False, True)}
+    parked: set[str] = set()
+    for number, (step, name, batch) in enumerate(steps):
+        line = waiting[name, batch]
+        if step == "push":
+            line.append(f"{name}{number:03}")
+            queue.push(Tenant(name), line[-1], batch=batch)
+        elif step == "remove" and line:
+            queue.remove(name, line.pop())
+        elif step == "park":
+            parked.add(name)
+        elif step == "unpark":
+            parked.discard(name)
+            queue.unpark(name)
+        elif step == "pop":
+            item = queue.pop(lambda tenant: tenant.name not in parked)
+            runnable = [line[0] for (owner, _), line in waiting.items() if line and owner not in parked]
+            assert (item in runnable) if runnable else item is None
+            if item is not None:
+                next(line for line in waiting.values() if line and line[0] == item).pop(0)
+        assert len(queue) == sum(map(len, waiting.values()))
+        assert queue.length_of(name) == len(waiting[name, False]) + len(waiting[name, True])
+
+
+def test_interactive_requests_come_first_and_batch_is_not_starved() -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    for index in range(40):
+        queue.push(Tenant("a"), f"interactive{index}", batch=False)
+        queue.push(Tenant("b"), f"batch{index}", batch=True)
+    order = [item.rstrip("0123456789") for item in drain(queue.pop, 32)]
+    assert order == [*["interactive"] * INTERACTIVE_RUN, "batch"] * 4
+
+
+def test_a_batch_request_that_comes_late_does_not_overtake() -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    for index in range(40):
+        queue.push(Tenant("a"), f"i{index}", batch=False)
+    drain(queue.pop, 20)
+    queue.push(Tenant("b"), "batch", batch=True)
+    assert drain(queue.pop).index("batch") == INTERACTIVE_RUN
+
+
+def test_share_counts_each_waiting_tenant_once() -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    assert queue.share_of(Tenant("a")) == 1
+    queue.push(Tenant("a"), "1", batch=False)
+    queue.push(Tenant("b", weight=3), "2", batch=False)
+    queue.push(Tenant("b", weight=3), "3", batch=True)
+    assert queue.share_of(Tenant("a")) == 0.25
