@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="base URL of a worker's admin port; once for each worker")  # fmt: skip
     serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")
     serve.add_argument("--ca-file", metavar="FILE", help="certificates that sign those of the workers, as PEM")
+    serve.add_argument("--api-keys-path", metavar="PATH",
+                       help="folder of tenants' keys, or file with one a line; read again when it changes")  # fmt: skip
     for name, text in _NUMBERS.items():
         kind: type = int if RouterSettings.model_fields[name].annotation is int else float
         serve.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(_DEFAULTS, name),
@@ -61,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _NUMBERS = {
+    "max_waiting": "requests that wait for a place; more get 429",
+    "max_waiting_per_tenant": "the same, of one tenant",
+    "max_held": "requests that are held while there is no worker; more get 503",
+    "hold_seconds": "for which a request is held without a worker",
     "request_timeout_seconds": "longest time of a request; X-Request-Timeout lowers it",
     "body_timeout_seconds": "for the body of a request",
     "write_timeout_seconds": "for a client to read output that is ready",

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -24,9 +25,11 @@ from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.relay import RelayContext, RelayLimits
 from specdecode_router.relay.silence_monitor import SilenceMonitor
-from specdecode_router.relay.stand_ins import Admission, Tenant
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import RouterSettings
 from specdecode_router.workers.client import TokenFile, WorkerClient
@@ -85,8 +88,9 @@ async def running_router(
         _reload_token(token),
     ]
     try:
-        async with _running(loops), _listening(state, listener):
-            yield state
+        with state.tenants.watching():
+            async with _running(loops), _listening(state, listener):
+                yield state
     finally:
         await client.close()
 
@@ -113,11 +117,18 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         max_crashes=settings.max_crashes,
         silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
     )
+    queue = QueueLimits(
+        max_waiting=settings.max_waiting,
+        max_waiting_per_tenant=settings.max_waiting_per_tenant,
+        max_held=settings.max_held,
+        hold_seconds=settings.hold_seconds,
+    )
     return RouterState(
         settings=settings,
         relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, time.monotonic),
-        admission=Admission(),
-        authenticate=lambda header: Tenant(),
+        admission=Admission(queue, time.monotonic),
+        tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
+        prefixes=PrefixTable(),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,

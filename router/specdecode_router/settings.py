@@ -19,6 +19,14 @@ class RouterSettings(BaseModel):
     ca_file: str | None = None
     """Certificates that sign those of the workers, as PEM; None for the system's."""
 
+    api_keys_path: str | None = None
+    """Folder or file with the API keys of tenants; read again when it changes. None for clients without keys."""
+    max_waiting: int = Field(default=1024, ge=0)
+    max_waiting_per_tenant: int = Field(default=256, ge=0)
+    max_held: int = Field(default=1024, ge=0)
+    hold_seconds: float = Field(default=300, gt=0)
+    """Bounds of the queue, as in ``QueueLimits``."""
+
     request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
     """Longest time of a request; the header X-Request-Timeout lowers it."""
     body_timeout_seconds: float = Field(default=30, gt=0)

@@ -18,17 +18,27 @@ from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint, WorkerView
-from specdecode_worker.contract.internal_stream import Open, OpenStream
+from specdecode_worker.contract.internal_stream import End, Open, OpenStream
 
 LIMITS = RelayLimits(
     open_seconds=0.5, no_worker_seconds=0.5, max_refusals=3, max_crashes=2, silence=SilenceLimits(0.3, 0.6)
 )
 
 
-def first_in_order(views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
-    """Choose the first worker with the key: tests know which one gets the first attempt."""
-    usable = [one for one in views if one.endpoint.name not in exclude and one.compatibility_key in ("", key or one.compatibility_key)]  # fmt: skip  # noqa: E501
-    return min(usable, key=lambda one: (one.suspect, one.endpoint.name), default=None)
+class FirstInOrder:
+    """Choice of the first worker by name, so that tests know which one gets the first attempt."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, End]] = []
+
+    def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
+        usable = [view for view in views if view.endpoint.name not in exclude]
+        if key:
+            usable = [view for view in usable if view.compatibility_key in ("", key)]
+        return min(usable, key=lambda view: (view.suspect, view.endpoint.name), default=None)
+
+    def record_end(self, worker: str, end: End) -> None:
+        self.ended.append((worker, end))
 
 
 @dataclass
@@ -69,6 +79,7 @@ class Harness:
     registry: WorkerRegistry
     context: RelayContext
     client: RecordingClient = field(default_factory=RecordingClient)
+    chooser: FirstInOrder = field(default_factory=FirstInOrder)
 
     @property
     def scripts(self) -> list[Script]:
@@ -76,7 +87,8 @@ class Harness:
 
     def relay(self, body: bytes, seconds: float = 20.0) -> Relay:
         request = OpenStream(route="/v1/chat/completions", body=body, request_id="r1")
-        return Relay(self.context, request, self.client, first_in_order, time.monotonic() + seconds, {"traceparent": "t"})
+        deadline = time.monotonic() + seconds
+        return Relay(self.context, request, self.client, self.chooser, deadline, {"traceparent": "t"})
 
     async def run(self, body: bytes, seconds: float = 20.0) -> RecordingClient:
         await self.relay(body, seconds).run()

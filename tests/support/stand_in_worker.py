@@ -111,7 +111,7 @@ class StandInWorker:
         return web.json_response({"running": self.running, "max_num_seqs": 64, "compatibility_key": self.script.key})
 
     async def _public(self, request: web.Request) -> web.Response:
-        seen = {"path": request.rel_url.path_qs, "method": request.method, "body": (await request.read()).decode()}
+        seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}
         return web.json_response(seen)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -69,5 +69,6 @@ def set_connection_headers(lifecycle: Lifecycle) -> Callable[[web.Request, web.S
         response.headers["Server"] = SERVER_NAME
         if not lifecycle.ready:
             response.force_close()
+            response.headers["Connection"] = "close"
 
     return set_headers

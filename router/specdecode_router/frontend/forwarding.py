@@ -26,7 +26,7 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
 
     async def forward(request: web.Request) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
-            state.authenticate(request.headers.get("Authorization", ""))
+            state.tenants.authenticate(request.headers.get("Authorization", ""))
         with state.lifecycle.request():
             return await _forward(request, state)
 
@@ -43,11 +43,11 @@ async def _forward(request: web.Request, state: RouterState) -> web.Response:
     headers = trace_headers(request.headers)
     if "Content-Type" in request.headers:
         headers["Content-Type"] = request.headers["Content-Type"]
-    choice = WorkerChoice.of_request(request.path, {}, tenant="", task=None)
+    choice = WorkerChoice(state.prefixes, request.path, {}, tenant="", task=None)
     tried: set[str] = set()
     answer: web.Response | None = None
     while len(tried) < _MAX_ATTEMPTS:
-        view = choice(state.relay.workers.views(), "", frozenset(tried))
+        view = choice.choose(state.relay.workers.views(), "", frozenset(tried))
         if view is None:
             break
         tried.add(view.endpoint.name)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from specdecode_router.errors import ApiError
@@ -40,7 +40,7 @@ def add_generation(app: web.Application, state: RouterState) -> None:
 
 async def _generate(request: web.Request, state: RouterState) -> web.StreamResponse:
     settings = state.settings
-    tenant = state.authenticate(request.headers.get("Authorization", ""))
+    tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
     deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
     body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
     fields = _fields(body)
@@ -54,7 +54,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
         priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )
-    choice = WorkerChoice.of_request(request.path, fields, tenant=tenant.name, task=stream.task)
+    choice = WorkerChoice(state.prefixes, request.path, fields, tenant=tenant.name, task=stream.task)
     response = ClientResponse(
         request,
         stream.request_id,
@@ -83,8 +83,8 @@ def _gone(response: ClientResponse) -> web.StreamResponse:
 def _fields(body: bytes) -> dict[str, Any]:
     """Return the body as an object; empty if it is none, which a worker will refuse by the right message."""
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
+        fields = msgspec.json.decode(body)
+    except (ValueError, msgspec.MsgspecError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

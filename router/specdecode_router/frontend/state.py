@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.admission import Admission
+from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.relay import RelayContext
-from specdecode_router.relay.stand_ins import Admission, Tenant
 from specdecode_router.settings import RouterSettings
 
 
@@ -19,8 +21,8 @@ class RouterState:
     settings: RouterSettings
     relay: RelayContext
     admission: Admission
-    authenticate: Callable[[str], Tenant]
-    """Returns the tenant of the header Authorization; raises ApiError 401."""
+    tenants: TenantTable
+    prefixes: PrefixTable
     lifecycle: Lifecycle
     bodies: BodyBudget
     clock: Callable[[], float]

@@ -25,6 +25,10 @@ from specdecode_worker.contract.internal_stream import (
 )
 
 
+class KeyDiffers(WorkerFailed):
+    """Error of an attempt to continue a request on a worker that would give it another text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Result of an attempt whose worker closed the connection, sent no frame or broke the contract."""
@@ -105,6 +109,8 @@ class Attempt:
                     if (outcome := await self._use(frame)) is not None:
                         await _finish(response)
                         return outcome
+        except KeyDiffers as error:
+            return Failed(str(error), answered=False)
         except (ValueError, WorkerFailed) as error:
             return Failed(str(error), self.answered)
 

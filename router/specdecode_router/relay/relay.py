@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from specdecode_router.errors import ApiError, WorkerFailed
-from specdecode_router.relay.attempt import Attempt, Failed, Outcome
+from specdecode_router.relay.attempt import Attempt, Failed, KeyDiffers, Outcome
 from specdecode_router.relay.attempt_history import AttemptHistory
 from specdecode_router.relay.client_stream import ClientStream, RefusedByWorker
 from specdecode_router.relay.journal import Journal
@@ -29,9 +30,6 @@ from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
 
 log = logging.getLogger(__name__)
-
-ChooseWorker = Callable[[list[WorkerView], str, frozenset[str]], WorkerView | None]
-"""Function that chooses among workers, by the compatibility key (empty for any) and without the excluded names."""
 
 _MAX_RUNNING = 2
 """Attempts of one request at a time."""
@@ -63,6 +61,16 @@ class RelayContext:
     clock: Callable[[], float]
 
 
+class Chooser(Protocol):
+    """Choice of the worker of each attempt."""
+
+    def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
+        """Return a worker with the compatibility key (empty for any) that is not excluded; None without one."""
+
+    def record_end(self, worker: str, end: End) -> None:
+        """Record which worker ended the request, and what it had cached."""
+
+
 class Relay:
     """One request from its first attempt to its last."""
 
@@ -71,7 +79,7 @@ class Relay:
         context: RelayContext,
         request: OpenStream,
         client: ClientStream,
-        choose: ChooseWorker,
+        chooser: Chooser,
         deadline: float,
         headers: Mapping[str, str],
     ) -> None:
@@ -81,12 +89,12 @@ class Relay:
             context: What all requests share.
             request: The request; each attempt gets its own ``timeout_seconds``.
             client: Response to the client.
-            choose: Chooses the worker of each attempt.
+            chooser: Chooses the worker of each attempt.
             deadline: Time of the context's clock at which the request ends.
             headers: Headers for the workers, for example ``traceparent``.
         """
         self._context, self._limits, self._clock = context, context.limits, context.clock
-        self._request, self._client, self._choose, self._headers = request, client, choose, headers
+        self._request, self._client, self._chooser, self._headers = request, client, chooser, headers
         self._running: dict[asyncio.Task[Outcome], Attempt] = {}
         self._wake = asyncio.Event()
         self._journal: Journal | None = None
@@ -163,7 +171,7 @@ class Relay:
         busy = {attempt.endpoint.name for attempt in self._running.values()}
         key = "" if self._journal is None else self._journal.open.compatibility_key
         exclude = frozenset(busy | self._history.excluded(now))
-        view = self._choose(self._context.workers.views(), key, exclude)
+        view = self._chooser.choose(self._context.workers.views(), key, exclude)
         return None if view is None else view.endpoint
 
     def _start(self, endpoint: Endpoint) -> None:
@@ -219,7 +227,7 @@ class Relay:
         elif attempt.resumed and opened.compatibility_key != self._journal.open.compatibility_key:
             self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
             self._history.exclude(attempt.endpoint.name)
-            raise WorkerFailed("its compatibility key differs")
+            raise KeyDiffers("its compatibility key differs")
 
     def _win(self, attempt: Attempt) -> None:
         """Cancel all other attempts, because this one delivered first."""
@@ -259,6 +267,7 @@ class Relay:
                 outcome = Failed("it ended the stream before the first frame", answered=True)
             else:
                 await self._cancel(list(self._running))
+                self._chooser.record_end(attempt.endpoint.name, outcome)
                 await self._client.end(outcome.body)
                 return True
         self._note(attempt, outcome)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import aiohttp
+from aiohttp import AddrInfoType
 from yarl import URL
 
 from specdecode_router.errors import CannotStart
@@ -16,6 +18,7 @@ PUBLIC_PREFIX = "/internal/v1/public"
 """Path below which a worker answers requests of its public port."""
 _READ_BYTES = 64 * 1024
 """Bytes of one stream that wait unread in this process before its connection is paused."""
+_RECEIVE_BUFFER_BYTES = 128 * 1024
 _KEEP_ALIVE_SECONDS = 15
 """Idle time of a connection. A worker closes idle connections later, so none is closed while a request is sent."""
 
@@ -37,7 +40,9 @@ class WorkerClient:
         self._token = token
         # The handshake of TLS is part of the time for a connection.
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect_seconds)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_tls(ca_file))
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_tls(ca_file), socket_factory=_bounded_socket
+        )
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -70,15 +75,12 @@ class WorkerClient:
             allow_redirects=False,
         )
 
-    async def get(
-        self, admin_url: str, path: str, headers: Mapping[str, str], seconds: float
-    ) -> tuple[int, bytes, str]:
-        """Return status, body and entity tag of a GET."""
+    async def get(self, admin_url: str, path: str, seconds: float) -> tuple[int, bytes]:
+        """Return status and body of a GET."""
         timeout = aiohttp.ClientTimeout(total=seconds)
-        async with self._session.get(
-            URL(admin_url + path, encoded=True), headers={**headers, **self._headers()}, timeout=timeout
-        ) as response:
-            return response.status, await response.read(), response.headers.get("ETag", "")
+        url = URL(admin_url + path, encoded=True)
+        async with self._session.get(url, headers=self._headers(), timeout=timeout) as response:
+            return response.status, await response.read()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -86,6 +88,14 @@ class WorkerClient:
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._token()}"}
+
+
+def _bounded_socket(address: AddrInfoType) -> socket.socket:
+    """Return a socket whose kernel buffer does not grow to megabytes while its stream is not read."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+    return made
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext | bool:

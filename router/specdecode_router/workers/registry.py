@@ -14,6 +14,10 @@ log = logging.getLogger(__name__)
 _MAX_COOLDOWN_FACTOR = 8
 """Longest cooldown of a worker that fails again and again, as a multiple of the first one."""
 
+_FAILURES_OF_A_LOST_WORKER = 3
+"""Failures in a row after which a worker gets no requests until its report is read again."""
+_LEAST_PREPARED = 2
+
 
 @dataclass(slots=True)
 class WorkerState:
@@ -59,8 +63,8 @@ class WorkerRegistry:
 
     @property
     def capacity(self) -> int:
-        """Requests that the workers run at once, of all routers. A worker without a report counts as one place."""
-        return sum(max(state.max_num_seqs, 1) for state in self._workers.values() if _accepts(state))
+        """Requests that the workers should have at a time. A worker without a report yet counts as a small one."""
+        return sum(_places(state) for state in self._workers.values() if _accepts(state))
 
     @property
     def suspects(self) -> int:
@@ -87,6 +91,8 @@ class WorkerRegistry:
             factor = min(2**state.failures, _MAX_COOLDOWN_FACTOR)
             state.failures += 1
             state.suspect_until = self._clock() + factor * self._cooldown_seconds
+            if state.failures == _FAILURES_OF_A_LOST_WORKER:
+                self.on_change()
 
     def record_silence(self, name: str) -> None:
         """Count a stream whose frames have stopped."""
@@ -101,12 +107,16 @@ class WorkerRegistry:
     def record_key(self, name: str, key: str) -> None:
         """Record the compatibility key of a worker, from a stream's ``Open``. It proves that the worker answers."""
         if state := self._workers.get(name):
+            was_lost = not _accepts(state)
             state.compatibility_key, state.failures, state.suspect_until = key, 0, 0.0
+            if was_lost:
+                self._notify()
 
     def record_draining(self, name: str) -> None:
         """Record that a worker gives its streams away and takes no new ones."""
         if state := self._workers.get(name):
             state.draining = True
+            self.on_change()
 
     def record_report(
         self, name: str, *, requests: int, max_num_seqs: int, draining: bool, compatibility_key: str | None
@@ -152,4 +162,10 @@ class WorkerRegistry:
 
 
 def _accepts(state: WorkerState) -> bool:
-    return not (state.draining or state.endpoint.terminating)
+    lost = state.failures >= _FAILURES_OF_A_LOST_WORKER
+    return not (state.draining or state.endpoint.terminating or lost)
+
+
+def _places(state: WorkerState) -> int:
+    """Return the batch of a worker and a quarter more: those are prepared while the batch is full."""
+    return state.max_num_seqs + max(state.max_num_seqs // 4, _LEAST_PREPARED)
