@@ -9,6 +9,8 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from specdecode_operator import metrics as operator_metrics
+from specdecode_router.queueing.refusals import RefusalReason
+from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import Metric
 
 OF_OPERATOR = {m._name: m for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
@@ -33,6 +35,27 @@ def test_page_lists_every_operator_metric(sections: dict[str, list[list[str]]]) 
     assert listed == {name: (m._type, ", ".join(m._labelnames)) for name, m in OF_OPERATOR.items()}
 
 
+def test_page_lists_every_router_metric(sections: dict[str, list[list[str]]]) -> None:
+    listed = {name.removesuffix("_total"): (kind, labels) for name, kind, labels, _ in sections["Router"]}
+    metrics = [m for m in vars(RouterMetrics()).values() if isinstance(m, MetricWrapperBase)]
+    exported = {m._name: (m._type, ", ".join(m._labelnames)) for m in metrics}
+    assert listed == exported
+    families = {family.name for family in RouterMetrics().registry.collect()}
+    assert {name for name in families if name.startswith("specdecode_")} == exported.keys()
+
+
+def test_page_explains_every_label_value_of_the_router(root: Path) -> None:
+    (section,) = (
+        part for part in (root / "docs" / "metrics.md").read_text().split("\n## ") if part.startswith("Router:")
+    )
+    for reason in RefusalReason:
+        assert f"| {reason} | " in section
+    for stage in Stage:
+        assert f"| {stage} | " in section
+    for label, values in (("reason", ResumeReason), ("outcome", ResumeOutcome)):
+        assert {f"| {label} | {value} | " in section for value in values} == {True}
+
+
 def test_a_counter_is_listed_as_it_is_exposed(sections: dict[str, list[list[str]]]) -> None:
-    for name, kind, *_ in sections["Worker"] + sections["Operator"]:
+    for name, kind, *_ in sections["Worker"] + sections["Operator"] + sections["Router"]:
         assert name.endswith("_total") == (kind == "counter"), re.escape(name)

@@ -43,7 +43,7 @@ def series_of(query: str) -> set[str]:
 
 
 def known_series() -> set[str]:
-    """Return the names of all series that a worker or the operator exposes.
+    """Return the names of all series that a worker, a router or the operator exposes.
 
     The libraries are imported here because conftest.py imports this file also where the operator's libraries are not
     installed.
@@ -51,10 +51,12 @@ def known_series() -> set[str]:
     from prometheus_client.metrics import MetricWrapperBase
 
     from specdecode_operator import metrics as operator_metrics
+    from specdecode_router.telemetry.metrics import RouterMetrics
     from specdecode_worker.contract import Metric
 
     own = {m._name for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
-    return {f"{name}{suffix}" for name in own | set(Metric) for suffix in SUFFIXES}
+    of_router = {family.name for family in RouterMetrics().registry.collect()}
+    return {f"{name}{suffix}" for name in own | of_router | set(Metric) for suffix in SUFFIXES}
 
 
 def _raw_queries(dashboard: dict[str, Any]) -> Iterator[str]:

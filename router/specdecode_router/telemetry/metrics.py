@@ -1,0 +1,233 @@
+"""Metrics of the router on /metrics, with vLLM's names where it has an equivalent. docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+MAX_TENANTS = 32
+"""Tenants with series of their own; further ones share ``other``. The worker has the same bound for API keys."""
+OTHER_TENANT = "other"
+
+_ADDED_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+"""The objective for added latency is 10 ms."""
+_QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60)
+
+
+class Stage(StrEnum):
+    """Part of a request's way through the router that adds latency. Time in the queue has a histogram of its own."""
+
+    receive = "receive"
+    """From the last byte of the request to its place in the queue: authentication, parsing, limits."""
+    place = "place"
+    """Choice of a worker."""
+    connect = "connect"
+    """From the choice to the request being sent to the worker."""
+    write = "write"
+    """From the receipt of a frame to the write to the client."""
+
+
+class ResumeReason(StrEnum):
+    """Reason why a request continued on another worker."""
+
+    connection = "connection"
+    """The connection failed or ended without a last frame."""
+    moved = "moved"
+    """The worker drains."""
+    silence = "silence"
+    """The worker's frames stopped."""
+    error = "error"
+    """The worker answered with an error that another worker may not have."""
+
+
+class ResumeOutcome(StrEnum):
+    """End of an attempt to continue a request."""
+
+    resumed = "resumed"
+    failed = "failed"
+    """No worker continued it in time, and the client got an error."""
+    cancelled = "cancelled"
+    """The client left, or the deadline passed."""
+
+
+class HedgeOutcome(StrEnum):
+    """End of a second attempt next to one whose worker was suspected."""
+
+    won = "won"
+    """The second attempt delivered the next token first."""
+    lost = "lost"
+    """The first attempt did: the suspicion was false."""
+    failed = "failed"
+    """Neither did."""
+
+
+class WorkerState(StrEnum):
+    """State of a worker as the router sees it."""
+
+    ready = "ready"
+    suspect = "suspect"
+    terminating = "terminating"
+
+
+class QueueState(Protocol):
+    """Counts of the admission queue."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place on the workers."""
+
+    @property
+    def held(self) -> int:
+        """Requests that wait while there is no worker."""
+
+    @property
+    def oldest_held_seconds(self) -> float:
+        """Time since the arrival of the oldest held request."""
+
+
+class RouterMetrics:
+    """All metrics of one router, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._tenants: set[str] = set()
+        self._added_latency = Histogram(
+            "specdecode_router_added_latency_seconds",
+            "time that the router adds to a request, by stage",
+            ["stage"],
+            buckets=_ADDED_SECONDS,
+            registry=registry,
+        )
+        # A label lookup costs more than an observation, and `write` is observed for each frame.
+        self._added = {stage: self._added_latency.labels(stage).observe for stage in Stage}
+        self._queue_time = Histogram(
+            "specdecode_router_request_queue_time_seconds",
+            "time of a request in the queue, held ones included",
+            buckets=_QUEUE_SECONDS,
+            registry=registry,
+        )
+        self._running = Gauge(
+            "specdecode_router_num_requests_running", "requests that are answered now", registry=registry
+        )
+        self._waiting = Gauge("specdecode_router_num_requests_waiting", "requests in the queue", registry=registry)
+        self._held = Gauge("specdecode_router_num_requests_held", "requests held without a worker", registry=registry)
+        self._oldest_held = Gauge(
+            "specdecode_router_oldest_held_seconds", "age of the oldest held request", registry=registry
+        )
+        self._workers = Gauge("specdecode_router_workers", "known workers by state", ["state"], registry=registry)
+        self._requests = Counter(
+            "specdecode_router_requests",
+            "finished requests by tenant and status",
+            ["tenant", "code"],
+            registry=registry,
+        )
+        self._refused = Counter(
+            "specdecode_router_requests_refused", "requests without a place, by reason", ["reason"], registry=registry
+        )
+        self._placements = Counter(
+            "specdecode_router_placements", "choices of a worker by outcome", ["outcome"], registry=registry
+        )
+        self._resumes = Counter(
+            "specdecode_router_resumes", "continuations on another worker", ["reason", "outcome"], registry=registry
+        )
+        self._gap = Histogram(
+            "specdecode_router_resume_gap_seconds",
+            "time between the last token before a continuation and the first one after it",
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
+        self._hedges = Counter(
+            "specdecode_router_hedges",
+            "second attempts next to a suspected worker, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self._create_children()
+
+    def _create_children(self) -> None:
+        """Export counters from 0 on: a rate needs a value before the first event."""
+        for reason in ResumeReason:
+            for outcome in ResumeOutcome:
+                self._resumes.labels(reason, outcome)
+        for hedge in HedgeOutcome:
+            self._hedges.labels(hedge)
+        for state in WorkerState:
+            self._workers.labels(state)
+
+    def follow_queue(self, queue: QueueState) -> None:
+        """Read the gauges of the queue from ``queue`` whenever they are exported."""
+        readings: dict[Gauge, Callable[[], float]] = {
+            self._waiting: lambda: queue.waiting,
+            self._held: lambda: queue.held,
+            self._oldest_held: lambda: queue.oldest_held_seconds,
+        }
+        for gauge, read in readings.items():
+            gauge.set_function(read)
+
+    def observe_added_latency(self, stage: Stage, seconds: float) -> None:
+        """Record time that the router added to a request."""
+        self._added[stage](seconds)
+
+    def observe_queue_time(self, seconds: float) -> None:
+        """Record the time that a request waited for its place."""
+        self._queue_time.observe(seconds)
+
+    @contextlib.contextmanager
+    def running_request(self) -> Iterator[None]:
+        """Count a request as running while the block runs."""
+        with self._running.track_inprogress():
+            yield
+
+    def set_workers(self, *, ready: int, suspect: int, terminating: int) -> None:
+        """Set the number of workers in each state."""
+        counts = {WorkerState.ready: ready, WorkerState.suspect: suspect, WorkerState.terminating: terminating}
+        for state, count in counts.items():
+            self._workers.labels(state).set(count)
+
+    def count_request(self, tenant: str, status: int) -> None:
+        """Count a finished request.
+
+        Args:
+            tenant: Name of the tenant; empty without authentication.
+            status: HTTP status of the answer; 499 if the client left before.
+        """
+        if tenant not in self._tenants:
+            if len(self._tenants) < MAX_TENANTS:
+                self._tenants.add(tenant)
+            else:
+                tenant = OTHER_TENANT
+        self._requests.labels(tenant, str(status)).inc()
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a request without a place. ``reason`` is that of the ``Refused`` error."""
+        self._refused.labels(reason).inc()
+
+    def count_placement(self, outcome: str) -> None:
+        """Count a choice of a worker. ``outcome`` is that of the ``Placement``."""
+        self._placements.labels(outcome).inc()
+
+    def count_resume(self, reason: ResumeReason, outcome: ResumeOutcome, gap_seconds: float | None = None) -> None:
+        """Count a continuation on another worker.
+
+        Args:
+            reason: Reason for it.
+            outcome: End of it.
+            gap_seconds: Time without a token for the client, if it was resumed.
+        """
+        self._resumes.labels(reason, outcome).inc()
+        if gap_seconds is not None:
+            self._gap.observe(gap_seconds)
+
+    def count_hedge(self, outcome: HedgeOutcome) -> None:
+        """Count a second attempt when it is decided which of both attempts goes on."""
+        self._hedges.labels(outcome).inc()
+
+    def exposition(self) -> bytes:
+        """Return the text of /metrics."""
+        return generate_latest(self.registry)
