@@ -28,10 +28,11 @@ from specdecode_router.frontend.state import RouterState
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
-from specdecode_router.relay.relay import RelayContext, RelayLimits
+from specdecode_router.relay.context import RelayContext, RelayLimits
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import RouterSettings
+from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
@@ -123,10 +124,12 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         max_held=settings.max_held,
         hold_seconds=settings.hold_seconds,
     )
+    admission, metrics = Admission(queue, time.monotonic), RouterMetrics()
+    metrics.follow_queue(admission)
     return RouterState(
         settings=settings,
-        relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, time.monotonic),
-        admission=Admission(queue, time.monotonic),
+        relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
+        admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
         prefixes=PrefixTable(),
         lifecycle=Lifecycle(),

@@ -12,9 +12,11 @@ from typing import Any
 
 from stand_in_worker import TOKEN, Script, StandInWorker, running
 
-from specdecode_router.relay.relay import Relay, RelayContext, RelayLimits
+from specdecode_router.relay.context import RelayContext, RelayLimits
+from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
+from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint, WorkerView
@@ -94,6 +96,10 @@ class Harness:
         await self.relay(body, seconds).run()
         return self.client
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a value of the router's metrics; 0 if it is absent."""
+        return self.context.metrics.registry.get_sample_value(f"specdecode_router_{name}", labels) or 0.0
+
     async def settled(self) -> None:
         """Wait until no stream runs at any worker."""
         async with asyncio.timeout(5):
@@ -114,7 +120,9 @@ async def harness(*scripts: Script) -> AsyncIterator[Harness]:
         registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
         client = WorkerClient(lambda: TOKEN, connect_seconds=0.5)
         stack.push_async_callback(client.close)
-        context = RelayContext(registry, client, SilenceMonitor(time.monotonic), LIMITS, time.monotonic)
-        monitor = asyncio.create_task(context.monitor.run())
-        stack.callback(monitor.cancel)
+        context = RelayContext(
+            registry, client, SilenceMonitor(time.monotonic), LIMITS, RouterMetrics(), time.monotonic
+        )
+        sweeps = asyncio.create_task(monitor.run())
+        stack.callback(sweeps.cancel)
         yield Harness(workers, registry, context)

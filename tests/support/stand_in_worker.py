@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ class Script:
     per_step: int = 1
     interval_seconds: float = 0.002
     key: str = "key-1"
+    max_num_seqs: int = 64
+    stamped: bool = False
+    """True for events that have the time at which they were made, on the monotonic clock of this machine."""
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -108,7 +112,7 @@ class StandInWorker:
         return app
 
     async def _report(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": self.running, "max_num_seqs": 64, "compatibility_key": self.script.key})
+        return web.json_response({"running": self.running, "max_num_seqs": self.script.max_num_seqs, "compatibility_key": self.script.key})
 
     async def _public(self, request: web.Request) -> web.Response:
         seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}
@@ -231,7 +235,8 @@ class _Stream:
     def _step_frame(self, choice: int, index: int, count: int) -> Step:
         ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))
         text = "".join(f"{one} " for one in ids)
-        event = msgspec.json.encode({"choices": [{"index": choice, "delta": {"content": text}}]})
+        fields: dict[str, Any] = {"choices": [{"index": choice, "delta": {"content": text}}]}
+        event = msgspec.json.encode(fields | ({"made": time.monotonic()} if self._script.stamped else {}))
         event = event.ljust(self._script.event_bytes)
         return Step(
             choice=choice,
@@ -281,7 +286,7 @@ async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandIn
 
 
 async def main(port: int, interval_seconds: float, tokens: int) -> None:
-    script = Script(tokens=tokens, interval_seconds=interval_seconds)
+    script = Script(tokens=tokens, interval_seconds=interval_seconds, stamped=True, max_num_seqs=1024)
     async with running(StandInWorker(script), port):
         await asyncio.Event().wait()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import msgspec
@@ -16,15 +15,21 @@ from specdecode_router.frontend.request_headers import (
     TASK_HEADER,
     request_id,
     timeout_seconds,
-    trace_headers,
 )
 from specdecode_router.frontend.state import RouterState
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.refusals import Refused
+from specdecode_router.queueing.tenants import Tenant
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.worker_choice import WorkerChoice
+from specdecode_router.telemetry.metrics import Stage
+from specdecode_router.telemetry.tracing import trace_headers
 from specdecode_worker.contract.internal_stream import OpenStream
 
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+CLIENT_CLOSED_REQUEST = 499
+"""Status for the metrics of a client that left before its answer was complete."""
 
 
 def add_generation(app: web.Application, state: RouterState) -> None:
@@ -39,10 +44,51 @@ def add_generation(app: web.Application, state: RouterState) -> None:
 
 
 async def _generate(request: web.Request, state: RouterState) -> web.StreamResponse:
-    settings = state.settings
+    metrics, settings = state.relay.metrics, state.settings
     tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
     deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
     body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
+    received = state.clock()
+    stream, choice = _understand(request, body, tenant, state.prefixes)
+    response = ClientResponse(
+        request,
+        stream.request_id,
+        max_unsent_bytes=settings.max_unsent_bytes,
+        write_seconds=settings.write_timeout_seconds,
+    )
+    status = CLIENT_CLOSED_REQUEST
+    try:
+        now = state.clock()
+        metrics.observe_added_latency(Stage.receive, now - received)
+        with await state.admission.acquire(tenant, stream.priority, deadline - now) as place:
+            metrics.observe_queue_time(place.waited_seconds)
+            with metrics.running_request():
+                await Relay(state.relay, stream, response, choice, deadline, trace_headers(request.headers)).run()
+        status = 200
+    except (ApiError, RefusedByWorker) as error:
+        status = await _fail(response, error, state)
+    except ClientGone:
+        pass
+    finally:
+        metrics.count_request(tenant.name, status)
+    return response.response or web.Response(status=status)
+
+
+async def _fail(response: ClientResponse, error: ApiError | RefusedByWorker, state: RouterState) -> int:
+    """Send an error to the client. Return its status."""
+    if isinstance(error, Refused):
+        state.relay.metrics.count_refusal(error.reason)
+    try:
+        await response.fail(error)
+    except ClientGone:
+        return CLIENT_CLOSED_REQUEST
+    return error.status if isinstance(error, ApiError) else error.error.status
+
+
+def _understand(
+    request: web.Request, body: bytes, tenant: Tenant, prefixes: PrefixTable
+) -> tuple[OpenStream, WorkerChoice]:
+    """Return the request for a worker, and the choice of the worker."""
     fields = _fields(body)
     stream = OpenStream(
         route=request.path,
@@ -54,30 +100,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
         priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )
-    choice = WorkerChoice(state.prefixes, request.path, fields, tenant=tenant.name, task=stream.task)
-    response = ClientResponse(
-        request,
-        stream.request_id,
-        max_unsent_bytes=settings.max_unsent_bytes,
-        write_seconds=settings.write_timeout_seconds,
-    )
-    try:
-        left = deadline - state.clock()
-        with await state.admission.acquire(tenant, stream.priority, left):
-            relay = Relay(state.relay, stream, response, choice, deadline, trace_headers(request.headers))
-            await relay.run()
-    except (ApiError, RefusedByWorker) as error:
-        with contextlib.suppress(ClientGone):
-            await response.fail(error)
-    except ClientGone:
-        return _gone(response)
-    assert response.response is not None
-    return response.response
-
-
-def _gone(response: ClientResponse) -> web.StreamResponse:
-    """Return a response for a client that will not read it."""
-    return response.response or web.Response(status=499)
+    return stream, WorkerChoice(prefixes, request.path, fields, tenant=tenant.name, task=stream.task)
 
 
 def _fields(body: bytes) -> dict[str, Any]:

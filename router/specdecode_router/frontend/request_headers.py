@@ -13,7 +13,6 @@ TASK_HEADER = "X-Specdecode-Task"
 CAPTURE_HEADER = "X-Specdecode-Capture"
 TIMEOUT_HEADER = "X-Request-Timeout"
 REQUEST_ID_HEADER = "X-Request-Id"
-TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -45,8 +44,3 @@ def timeout_seconds(headers: Mapping[str, str], limit_seconds: float) -> float:
             param=TIMEOUT_HEADER,
         )
     return min(seconds, limit_seconds)
-
-
-def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a distributed trace, which are passed on unchanged."""
-    return {name: headers[name] for name in TRACE_HEADERS if name in headers}

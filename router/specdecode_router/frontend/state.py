@@ -10,7 +10,7 @@ from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
-from specdecode_router.relay.relay import RelayContext
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.settings import RouterSettings
 
 

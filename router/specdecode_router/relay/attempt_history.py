@@ -94,3 +94,9 @@ def _code(error: Error) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return code if isinstance(code, str) else None
+
+
+def deadline_exceeded() -> ApiError:
+    """Return the error for a request whose deadline passed, as a worker writes it."""
+    message = "the deadline of this request passed before it was complete; see X-Request-Timeout"
+    return ApiError(504, message, code="deadline_exceeded", headers={"X-Should-Retry": "false"})

@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
 
 import msgspec
 
 from specdecode_router.errors import ApiError, WorkerFailed
 from specdecode_router.relay.attempt import Attempt, Failed, KeyDiffers, Outcome
-from specdecode_router.relay.attempt_history import AttemptHistory
+from specdecode_router.relay.attempt_history import AttemptHistory, deadline_exceeded
 from specdecode_router.relay.client_stream import ClientStream, RefusedByWorker
+from specdecode_router.relay.context import Chooser, RelayContext
+from specdecode_router.relay.continuation_log import ContinuationLog
 from specdecode_router.relay.journal import Journal
-from specdecode_router.relay.silence_monitor import SilenceMonitor
-from specdecode_router.relay.suspicion import SilenceLimits, is_suspect
-from specdecode_router.workers.client import WorkerClient
-from specdecode_router.workers.registry import WorkerRegistry
-from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_router.relay.suspicion import is_suspect
+from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
+from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
 
 log = logging.getLogger(__name__)
@@ -37,38 +35,6 @@ _DEADLINE_GRACE_SECONDS = 1.0
 """Time after the deadline for the worker to report it: its error has the same text for every client."""
 _RETRY_SECONDS = 0.25
 """Time until a worker is chosen again where none could be chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class RelayLimits:
-    """Bounds of one request; times are in seconds."""
-
-    open_seconds: float
-    no_worker_seconds: float
-    max_refusals: int
-    max_crashes: int
-    silence: SilenceLimits
-
-
-@dataclass(frozen=True, slots=True)
-class RelayContext:
-    """What all requests of a router share."""
-
-    workers: WorkerRegistry
-    client: WorkerClient
-    monitor: SilenceMonitor
-    limits: RelayLimits
-    clock: Callable[[], float]
-
-
-class Chooser(Protocol):
-    """Choice of the worker of each attempt."""
-
-    def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
-        """Return a worker with the compatibility key (empty for any) that is not excluded; None without one."""
-
-    def record_end(self, worker: str, end: End) -> None:
-        """Record which worker ended the request, and what it had cached."""
 
 
 class Relay:
@@ -102,6 +68,7 @@ class Relay:
         self._silence_factor = 1.0
         self._next_hedge = 0.0
         self._deadline = deadline
+        self._log = ContinuationLog(context.metrics, self._clock())
 
     async def run(self) -> None:
         """Serve the request until the client has its answer.
@@ -121,7 +88,11 @@ class Relay:
                     if await self._settle(task):
                         return
                 self._hedge()
+        except (ApiError, RefusedByWorker):
+            self._log.close(ResumeOutcome.failed)
+            raise
         finally:
+            self._log.close(ResumeOutcome.cancelled)
             self._context.monitor.remove(self)
             await self._cancel(list(self._running))
 
@@ -174,7 +145,7 @@ class Relay:
         view = self._chooser.choose(self._context.workers.views(), key, exclude)
         return None if view is None else view.endpoint
 
-    def _start(self, endpoint: Endpoint) -> None:
+    def _start(self, endpoint: Endpoint) -> Attempt:
         """Start an attempt: from the journal, if the request has one."""
         left = max(self._deadline - self._clock(), 0.001)
         resume = None if self._journal is None else self._journal.resume()
@@ -184,6 +155,7 @@ class Relay:
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())
         self._running[task] = attempt
+        return attempt
 
     def _hedge(self) -> None:
         """Start a second attempt if every running one is silent."""
@@ -194,7 +166,9 @@ class Relay:
             self._next_hedge = now + _RETRY_SECONDS
             self._history.check()
             if (endpoint := self._choose_worker(now)) is not None:
-                self._start(endpoint)
+                self._log.begin_hedge(self._start(endpoint))
+                if self._journal is not None:
+                    self._log.begin(ResumeReason.silence)
 
     # Frames
 
@@ -216,7 +190,10 @@ class Relay:
             attempt.is_paused = True
             await self._client.write(frame.events)
             attempt.is_paused = False
-            attempt.signs.end_pause(self._clock())
+            now = self._clock()
+            self._context.metrics.observe_added_latency(Stage.write, now - attempt.signs.last_frame)
+            self._log.last_token = now
+            attempt.signs.end_pause(now)
 
     async def _take_open(self, attempt: Attempt, opened: Open) -> None:
         if self._journal is None:
@@ -231,6 +208,8 @@ class Relay:
 
     def _win(self, attempt: Attempt) -> None:
         """Cancel all other attempts, because this one delivered first."""
+        if self._log.is_open:
+            self._log.deliver(attempt, self._clock())
         attempt.delivered = True
         self._end_suspicion(attempt)
         if len(self._running) == 1:
@@ -266,8 +245,9 @@ class Relay:
             if self._journal is None:
                 outcome = Failed("it ended the stream before the first frame", answered=True)
             else:
-                await self._cancel(list(self._running))
+                self._win(attempt)
                 self._chooser.record_end(attempt.endpoint.name, outcome)
+                await self._cancel(list(self._running))
                 await self._client.end(outcome.body)
                 return True
         self._note(attempt, outcome)
@@ -280,7 +260,9 @@ class Relay:
     def _note(self, attempt: Attempt, outcome: Error | Moved | Failed) -> None:
         """Record why an attempt ended, in the history of the request and in the table of workers."""
         name, workers = attempt.endpoint.name, self._context.workers
-        opened = self._journal is not None
+        self._log.lose(attempt)
+        if opened := self._journal is not None:
+            self._log.begin(_reason(outcome))
         if isinstance(outcome, Moved):
             workers.record_draining(name)
             self._history.add_move(name, self._clock())
@@ -311,7 +293,7 @@ class Relay:
             raise deadline_exceeded()
 
 
-def deadline_exceeded() -> ApiError:
-    """Return the error for a request whose deadline passed, as a worker writes it."""
-    message = "the deadline of this request passed before it was complete; see X-Request-Timeout"
-    return ApiError(504, message, code="deadline_exceeded", headers={"X-Should-Retry": "false"})
+def _reason(outcome: Error | Moved | Failed) -> ResumeReason:
+    if isinstance(outcome, Moved):
+        return ResumeReason.moved
+    return ResumeReason.error if isinstance(outcome, Error) else ResumeReason.connection

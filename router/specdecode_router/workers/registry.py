@@ -36,6 +36,16 @@ class WorkerState:
     """Failures since the last answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Number of workers in each state."""
+
+    ready: int
+    suspect: int
+    """Workers that are avoided: they are silent, or could not be reached."""
+    terminating: int
+
+
 class WorkerRegistry:
     """Workers by name. All methods are called on the event loop."""
 
@@ -66,10 +76,13 @@ class WorkerRegistry:
         """Requests that the workers should have at a time. A worker without a report yet counts as a small one."""
         return sum(_places(state) for state in self._workers.values() if _accepts(state))
 
-    @property
-    def suspects(self) -> int:
-        """Number of workers that are avoided."""
-        return sum(self._is_suspect(state) for state in self._workers.values())
+    def counts(self) -> WorkerCounts:
+        """Return the number of workers in each state."""
+        states = self._workers.values()
+        leaving = sum(state.draining or state.endpoint.terminating for state in states)
+        accepting = [state for state in states if not (state.draining or state.endpoint.terminating)]
+        suspect = sum(self._is_suspect(state) or not _accepts(state) for state in accepting)
+        return WorkerCounts(len(accepting) - suspect, suspect, leaving)
 
     def views(self) -> list[WorkerView]:
         """Return the workers that accept new streams."""

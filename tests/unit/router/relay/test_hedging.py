@@ -19,7 +19,10 @@ async def test_silent_worker_loses() -> None:
         client = await over.run(BODY)
         assert client.text() == TEXT
         assert time.monotonic() - began < 2
-        assert over.registry.suspects == 1, "new requests avoid it"
+        assert over.registry.counts().suspect == 1, "new requests avoid it"
+        assert over.metric("hedges_total", outcome="won") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
+        assert over.metric("resume_gap_seconds_count") == 1
         over.workers[0].voice.set()
         async with asyncio.timeout(2):
             while over.workers[0].running:
@@ -38,7 +41,9 @@ async def test_false_suspicion_changes_nothing() -> None:
         assert len(client.events) == 20
         await over.settled()
         assert (over.workers[0].ended, over.workers[1].cancelled) == (1, 1)
-        assert over.registry.suspects == 0
+        assert over.registry.counts().suspect == 0
+        assert over.metric("hedges_total", outcome="lost") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 0
 
 
 async def test_both_deliver_at_the_same_time() -> None:

@@ -26,7 +26,7 @@ async def check_text(over: Harness, attempts: list[int]) -> None:
     await over.settled()
     assert [len(worker.requests) for worker in over.workers] == attempts
     assert [view.in_flight for view in over.registry.views()] == [0] * len(over.registry.views())
-    assert over.registry.suspects <= len(attempts)
+    assert over.registry.counts().suspect <= len(attempts)
 
 
 async def test_unbroken_stream() -> None:
@@ -38,7 +38,7 @@ async def test_crash_before_open_starts_again_elsewhere() -> None:
     async with harness(Script(close_before_open=True), Script()) as over:
         await check_text(over, [1, 1])
         assert over.workers[1].requests[0].resume is None
-        assert over.registry.suspects == 1
+        assert over.registry.counts().suspect == 1
 
 
 async def test_worker_that_refuses_connections() -> None:
@@ -56,6 +56,7 @@ async def test_crash_after_open_continues_from_the_journal(at: int) -> None:
         assert resume is not None
         assert len(resume.choices[0].ids) == at
         assert resume.choices[0].counters.cached_tokens == max(at - 1, 0)
+        assert over.metric("resumes_total", reason="connection", outcome="resumed") == 1
 
 
 async def test_crash_inside_of_a_frame() -> None:
@@ -82,6 +83,7 @@ async def test_moved_continues_at_once_and_the_worker_gets_no_new_requests() -> 
     async with harness(Script(move_at=9), Script()) as over:
         await check_text(over, [1, 1])
         assert [view.endpoint.name for view in over.registry.views()] == ["w1"]
+        assert over.metric("resumes_total", reason="moved", outcome="resumed") == 1
 
 
 async def test_two_choices_continue_each_from_its_own_token() -> None:
@@ -153,6 +155,7 @@ async def test_another_key_never_continues_the_text() -> None:
             await over.run(BODY)
         assert (failed.value.status, failed.value.headers["Retry-After"]) == (503, "1")
         assert "same text" in failed.value.message
+        assert over.metric("resumes_total", reason="connection", outcome="failed") == 1
         assert over.client.text() == text_of(BODY, 5)
 
 
