@@ -17,6 +17,7 @@ from pathlib import Path
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
+from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
@@ -24,7 +25,7 @@ from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
+from specdecode_worker.server.generation import Generation, RequestObserver
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.plan_store import PlanStore
 from specdecode_worker.server.request_capture import RequestCapture
@@ -40,6 +41,9 @@ from specdecode_worker.server.request_terms import RequestTerms
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
+from specdecode_worker.server.streams.choice_output import NO_COUNTS, ChoiceOutput, OutputOptions, Progress
+from specdecode_worker.server.streams.compatibility_key import compatibility_key
+from specdecode_worker.server.streams.earlier_attempt import EarlierChoice, sampling_of_rest
 from specdecode_worker.server.text.detokenizer import TextOptions
 from specdecode_worker.server.text.prompt_preparation import PromptPreparation
 from specdecode_worker.server.text.prompts import Prompt
@@ -57,6 +61,16 @@ class _Origin:
     """Salt of the prefix cache."""
     user: str | None
     """Identifier of the end user, as the client names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One choice to start. With ``progress`` it continues an earlier attempt."""
+
+    prompt: Prompt
+    sampling: Sampling
+    options: OutputOptions
+    progress: Progress | None = None
 
 
 class Service:
@@ -80,6 +94,7 @@ class Service:
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
+        self._compatibility_key = ""
         self._prompts: PromptPreparation | None = None
         self._preparing = 0
         self._recorder = recorder
@@ -96,6 +111,7 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
+        self._compatibility_key = compatibility_key(self.config, model.loaded, model.tokenizer)
         self._prompts = PromptPreparation(model.tokenizer, model.limits)
         if unembedded := model.limits.unembedded:
             token, text = next(iter(unembedded.items()))
@@ -113,6 +129,11 @@ class Service:
         self.check_loaded()
         assert self._model is not None
         return self._model
+
+    @property
+    def compatibility_key(self) -> str:
+        """Digest of everything that text depends on besides the request; empty while the model loads."""
+        return self._compatibility_key
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -195,15 +216,50 @@ class Service:
         self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts), terms.client)
         if self._capture is not None and not capture:
             self._capture.opted_out()
-        origin = self._origin(request, task, terms)
+        choices = [
+            _Choice(prompt, sampling_of(request, limit, seed, limits), _output_options(request, choice))
+            for prompt, limit in zip(prompts, most_tokens, strict=True)
+            for choice, seed in enumerate(seeds_of(request.seed, made))
+        ]
+        return self._start_all(choices, self._origin(request, task, terms), capture=capture)
+
+    def resume(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        task: str,
+        earlier: Sequence[EarlierChoice],
+        *,
+        terms: RequestTerms,
+    ) -> list[Generation]:
+        """Continue all choices of a request that began on another worker. It is not captured.
+
+        Args:
+            request: The validated request body.
+            prompts: Tokenized prompts of the request.
+            task: Task label of the request.
+            earlier: The choices as they began, with their progress, grouped by prompt in the order of ``prompts``.
+            terms: Client and deadlines of the request.
+
+        Raises:
+            ApiError: The progress is no output of the request, the queue is full, or the worker accepts no requests.
+        """
+        made = request.generated_choices
+        self.lifecycle.check_accepting()
+        self._check_queue(self.engine.in_flight, len(earlier), len(prompts), terms.client)
+        choices = [
+            _Choice(prompts[index // made], one.sampling, _output_options(request, index % made), one.progress)
+            for index, one in enumerate(earlier)
+        ]
+        return self._start_all(choices, self._origin(request, task, terms), capture=False)
+
+    def _start_all(self, choices: Sequence[_Choice], origin: _Origin, *, capture: bool) -> list[Generation]:
         with contextlib.ExitStack() as started:
             generations = []
-            for prompt, limit in zip(prompts, most_tokens, strict=True):
-                for choice, seed in enumerate(seeds_of(request.seed, made)):
-                    sampling = sampling_of(request, limit, seed, limits)
-                    generation = self._generation(prompt, sampling, _output_options(request, choice), origin, capture)
-                    started.callback(generation.close)
-                    generations.append(generation)
+            for choice in choices:
+                generation = self._generation(choice, origin, capture)
+                started.callback(generation.close)
+                generations.append(generation)
             started.pop_all()
         return generations
 
@@ -250,7 +306,9 @@ class Service:
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Return the engine's report, completed with the draining state. Callers at the same time share one report.
+        """Return the engine's report, completed with the draining state and the compatibility key.
+
+        Callers at the same time share one report.
 
         Raises:
             Unavailable: The model is loading, or the engine is gone.
@@ -258,19 +316,26 @@ class Service:
         self.check_loaded()
         with _engine_errors():
             report = await self._engine_report.result()
-        return report.model_copy(update={"draining": self.lifecycle.shutting_down})
+        own = {"draining": self.lifecycle.shutting_down, "compatibility_key": self._compatibility_key}
+        return report.model_copy(update=own)
 
     def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> _Origin:
         shared = self.config.server.shared_prefix_cache
-        return _Origin(task, terms, prefix_salt(terms.client, request.cache_salt or "", shared=shared), request.user)
+        salt = prefix_salt(terms.client, request.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
+        return _Origin(task, terms, salt, request.user)
 
-    def _generation(
-        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, origin: _Origin, capture: bool
-    ) -> Generation:
+    def _generation(self, choice: _Choice, origin: _Origin, capture: bool) -> Generation:
+        prompt, progress = choice.prompt, choice.progress
+        output = ChoiceOutput(
+            self.model.tokenizer, prompt, choice.options, progress.counters if progress is not None else NO_COUNTS
+        )
+        rule = FinishRule.of(choice.sampling, self.model.loaded.eos_token_ids)
+        replayed = output.replay(progress, rule) if progress is not None else []
         submit = Submit(
             request_id=uuid.uuid4().hex,
             prompt=tuple(prompt.ids),
-            sampling=sampling,
+            sampling=choice.sampling if progress is None else sampling_of_rest(choice.sampling, progress),
+            emitted=None if progress is None else progress.ids,
             task=origin.task,
             arrival_seconds=time.monotonic(),
             deadline_seconds=origin.terms.deadline_seconds,
@@ -278,6 +343,8 @@ class Service:
             client=origin.terms.client,
             cache_salt=origin.cache_salt,
         )
+        if output.finish_reason is not None:
+            return Generation(None, output, choice.sampling, observers=(), on_end=lambda: None, replayed=replayed)
         try:
             stream = self.engine.submit(submit)
         except EngineGone as error:
@@ -285,16 +352,19 @@ class Service:
         self._queue.record_start(submit.client)
         return Generation(
             stream,
-            self.model.tokenizer,
-            prompt,
-            options,
-            observers=self._observers(prompt, submit, origin.user, capture and options.generates),
+            output,
+            choice.sampling,
+            observers=self._observers(prompt, submit, origin.user, capture and choice.options.generates),
             on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
             retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
+            replayed=replayed,
         )
 
     def _observers(self, prompt: Prompt, submit: Submit, user: str | None, capture: bool) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self.counts.request_counter(submit.task, len(prompt.ids), submit.client)]
+        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
+        observers: list[RequestObserver] = [
+            self.counts.request_counter(submit.task, len(prompt.ids), submit.client, earlier_tokens)
+        ]
         if capture and self._capture is not None:
             observer = self._capture.start_record(prompt, submit.sampling, submit.task, user)
             observers += [observer] if observer is not None else []

@@ -15,7 +15,13 @@ from specdecode_worker.server.errors import (
     Unavailable,
 )
 from specdecode_worker.server.request_sampling import ModelLimits
-from specdecode_worker.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 from specdecode_worker.server.text.bounded_encoding import (
     TOKENS_FACTOR,
     TextTooLong,
@@ -24,7 +30,7 @@ from specdecode_worker.server.text.bounded_encoding import (
     encode_bounded,
 )
 from specdecode_worker.server.text.chat_template import Message
-from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completion_prompts
+from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completion_prompts, prompts_of_ids
 from specdecode_worker.server.text.template_pool import TemplatePool
 from specdecode_worker.server.text.text_threads import Lane, TextThreads, lane_of
 from specdecode_worker.server.text.tokenizer import Tokenizer
@@ -68,6 +74,14 @@ class PromptPreparation:
                     check_length(self._tokenizer, text, self._limits.max_model_len)
             with self._counted(characters):
                 return await self._threads.run(lane_of(characters), work)
+
+    async def resumed(self, body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """Return the prompts of a request from their token ids, without rendering or tokenizing a text."""
+        if not isinstance(body, CompletionRequest):
+            return [Prompt(ids) for ids in prompts]
+        work = partial(prompts_of_ids, self._tokenizer, body, prompts)
+        with self._errors("prompt"):
+            return await self._threads.run(lane_of(sum(map(len, prompts)) if body.echo else 0), work)
 
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""
