@@ -212,7 +212,9 @@ def main() -> int:
     if args.out:
         Path(args.out + ".json").write_text(json.dumps(results, indent=1) + "\n")
         Path(args.out + ".md").write_text(table(results))
-    return 0 if all(results[name]["complete"] == results[name]["streams"] for name in ("router", "worker killed")) else 1
+    return (
+        0 if all(results[name]["complete"] == results[name]["streams"] for name in ("router", "worker killed")) else 1
+    )
 
 
 if __name__ == "__main__":

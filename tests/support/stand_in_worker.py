@@ -112,7 +112,9 @@ class StandInWorker:
         return app
 
     async def _report(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": self.running, "max_num_seqs": self.script.max_num_seqs, "compatibility_key": self.script.key})
+        return web.json_response(
+            {"running": self.running, "max_num_seqs": self.script.max_num_seqs, "compatibility_key": self.script.key}
+        )
 
     async def _public(self, request: web.Request) -> web.Response:
         seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}

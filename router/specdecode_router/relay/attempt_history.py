@@ -10,8 +10,10 @@ from specdecode_worker.contract.internal_stream import Error
 
 _EXCLUDE_SECONDS = 2.0
 """Time for which a worker that failed or refused a request does not get it again. It may have restarted by then."""
-_CRASH_CODES = frozenset({"engine_gone", "engine_error"})
-"""Codes of retryable errors by which a worker reports that its engine ended while it served the request."""
+_CRASH_CODE = "engine_error"
+"""Code of the retryable error by which a worker reports that its engine ended while it served the request."""
+_INCOMPATIBLE_CODE = "incompatible_worker"
+"""Code of the retryable error by which a worker refuses to continue a text that it would change."""
 
 
 class AttemptHistory:
@@ -48,9 +50,12 @@ class AttemptHistory:
     def add_refusal(self, name: str, error: Error, now: float, *, opened: bool) -> None:
         """Record a retryable error; ``opened`` is true if a worker had accepted the request before."""
         self._excluded_until[name] = now + _EXCLUDE_SECONDS
-        if opened and _code(error) in _CRASH_CODES:
+        code = _code(error)
+        if opened and code == _CRASH_CODE:
             self._crashes += 1
             return
+        if code == _INCOMPATIBLE_CODE:
+            self._excluded.add(name)
         self._last_refusal = error
         self._refusals += not opened
 
