@@ -172,7 +172,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    lines = [f"{results['streams']} streams of {results['chunks_per_second_each']:g} chunks/s over three stand-ins.", "",
+    streams, rate = results["streams"], results["chunks_per_second_each"]
+    lines = [f"{streams} streams of {rate:g} chunks/s over three stand-ins.", "",
              "| run | complete | p50 ms | p99 ms | longest gap p99 ms | CPU us/chunk | MB |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name in ("direct", "router", "worker killed"):

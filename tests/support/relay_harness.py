@@ -120,9 +120,8 @@ async def harness(*scripts: Script) -> AsyncIterator[Harness]:
         registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
         client = WorkerClient(lambda: TOKEN, connect_seconds=0.5)
         stack.push_async_callback(client.close)
-        context = RelayContext(
-            registry, client, SilenceMonitor(time.monotonic), LIMITS, RouterMetrics(), time.monotonic
-        )
+        monitor = SilenceMonitor(time.monotonic)
+        context = RelayContext(registry, client, monitor, LIMITS, RouterMetrics(), time.monotonic)
         sweeps = asyncio.create_task(monitor.run())
         stack.callback(sweeps.cancel)
         yield Harness(workers, registry, context)

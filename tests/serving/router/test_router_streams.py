@@ -123,7 +123,7 @@ def unbroken(site: Site) -> str:
 
 
 def broken_run(site: Site, break_it: Any) -> tuple[str, WorkerProcess, float]:
-    """Stream the request and call ``break_it`` with its worker after ten chunks. Return text, worker and longest gap."""
+    """Stream the request; call ``break_it`` with its worker after ten chunks. Return text, worker and longest gap."""
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     stream = site.client.chat.completions.create(**CHAT, **options)
     chunks, gap, last, victim = [], 0.0, time.monotonic(), None
