@@ -1,1 +1,218 @@
-"""Process of the router: settings, parts, and their life."""
+"""Router process: start, the loops beside the requests, and the shutdown.
+
+start:     listen -> find workers, read their reports -> ready at once; requests without a worker are held
+shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from specdecode_router.discovery.static import StaticDiscovery
+from specdecode_router.errors import CannotStart
+from specdecode_router.frontend.application import build_application
+from specdecode_router.frontend.bodies import BodyBudget
+from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.frontend.state import RouterState
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.tenants import TenantTable
+from specdecode_router.relay.context import RelayContext, RelayLimits
+from specdecode_router.relay.silence_monitor import SilenceMonitor
+from specdecode_router.relay.suspicion import SilenceLimits
+from specdecode_router.settings import RouterSettings
+from specdecode_router.telemetry.metrics import RouterMetrics
+from specdecode_router.workers.client import TokenFile, WorkerClient
+from specdecode_router.workers.registry import WorkerRegistry
+from specdecode_router.workers.report_poller import ReportPoller
+from specdecode_router.workers.worker import Endpoint
+from specdecode_worker.contract import Env
+
+log = logging.getLogger(__name__)
+
+_SEND_BUFFER_BYTES = 128 * 1024
+"""Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
+_BACKLOG = 2048
+_TOKEN_CHECK_SECONDS = 5.0
+
+
+class Discovery(Protocol):
+    """Source of worker addresses."""
+
+    async def run(self, update: Callable[[Sequence[Endpoint]], None]) -> None:
+        """Call ``update`` with all workers whenever they change, until cancelled."""
+
+
+async def serve(settings: RouterSettings) -> int:
+    """Run the router until SIGTERM or SIGINT. Return 0 if all requests finished, 1 if some were cut off.
+
+    Raises:
+        CannotStart: A port is taken, or the token or a file of certificates is unusable.
+    """
+    stop, stop_now = _signals()
+    token = _token(settings)
+    listener = _bind(settings)
+    async with running_router(settings, token, StaticDiscovery(settings.workers), listener) as state:
+        await stop.wait()
+        log.info("leaving: %d requests are running", state.lifecycle.running)
+        return await _shut_down(state, stop_now)
+
+
+@contextlib.asynccontextmanager
+async def running_router(
+    settings: RouterSettings, token: Callable[[], str], discovery: Discovery, listener: socket.socket
+) -> AsyncIterator[RouterState]:
+    """Run a router on a bound socket during the block.
+
+    Raises:
+        CannotStart: A file of certificates is unusable.
+    """
+    registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
+    client = WorkerClient(token, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
+    state = _state(settings, registry, client)
+    registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
+    loops = [
+        discovery.run(registry.update),
+        ReportPoller(registry, client, settings.report_seconds).run(),
+        state.relay.monitor.run(),
+        _reload_token(token),
+    ]
+    try:
+        with state.tenants.watching():
+            async with _running(loops), _listening(state, listener):
+                yield state
+    finally:
+        await client.close()
+
+
+async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
+    settings = state.settings
+    leaving = asyncio.create_task(
+        state.lifecycle.shut_down(settings.endpoint_delay_seconds, settings.grace_period_seconds)
+    )
+    at_once = asyncio.create_task(stop_now.wait())
+    await asyncio.wait((leaving, at_once), return_when=asyncio.FIRST_COMPLETED)
+    for task in (leaving, at_once):
+        task.cancel()
+    if state.lifecycle.running:
+        log.warning("%d requests were cut off", state.lifecycle.running)
+    return 1 if state.lifecycle.running else 0
+
+
+def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RouterState:
+    limits = RelayLimits(
+        open_seconds=settings.open_seconds,
+        no_worker_seconds=settings.no_worker_seconds,
+        max_refusals=settings.max_refusals,
+        max_crashes=settings.max_crashes,
+        silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
+    )
+    queue = QueueLimits(
+        max_waiting=settings.max_waiting,
+        max_waiting_per_tenant=settings.max_waiting_per_tenant,
+        max_held=settings.max_held,
+        hold_seconds=settings.hold_seconds,
+    )
+    admission, metrics = Admission(queue, time.monotonic), RouterMetrics()
+    metrics.follow_queue(admission)
+    return RouterState(
+        settings=settings,
+        relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
+        admission=admission,
+        tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
+        prefixes=PrefixTable(),
+        lifecycle=Lifecycle(),
+        bodies=BodyBudget(settings.max_unfinished_body_bytes),
+        clock=time.monotonic,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(loops: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run loops during the block. If one fails, the process ends: it would serve, but decide by old data."""
+    tasks = [asyncio.create_task(one) for one in loops]
+    for task in tasks:
+        task.add_done_callback(_end_process_on_error)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _end_process_on_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a part of the router has failed", exc_info=error)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.asynccontextmanager
+async def _listening(state: RouterState, listener: socket.socket) -> AsyncIterator[None]:
+    runner = web.AppRunner(
+        build_application(state),
+        handle_signals=False,
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        keepalive_timeout=75,
+        shutdown_timeout=2,
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Install handlers for SIGTERM and SIGINT. The first sets the first event, each further one the second."""
+    first, further = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (further if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return first, further
+
+
+def _token(settings: RouterSettings) -> Callable[[], str]:
+    if settings.admin_token_file is not None:
+        return TokenFile(settings.admin_token_file)
+    fixed = os.environ.get(Env.admin_token, "").strip()
+    if not fixed:
+        raise CannotStart(f"set ${Env.admin_token} or --admin-token-file to a token of the scope router")
+    return lambda: fixed
+
+
+async def _reload_token(token: Callable[[], str]) -> None:
+    while isinstance(token, TokenFile):
+        await asyncio.sleep(_TOKEN_CHECK_SECONDS)
+        try:
+            await asyncio.to_thread(token.refresh)
+        except OSError as error:
+            log.error("admin token: %s; the last one stays in use", error)
+
+
+def _bind(settings: RouterSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    log.info("router port: http://%s:%d", *listener.getsockname()[:2])
+    return listener

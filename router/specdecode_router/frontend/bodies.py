@@ -1,0 +1,94 @@
+"""Bodies of requests, with the limits and errors of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from specdecode_router.errors import ApiError
+
+_DISCARD_FACTOR = 16
+"""A client that is still sending cannot read the response, so up to this many times the limit is read and dropped."""
+
+
+class BodyBudget:
+    """Bytes that all bodies may hold together while they arrive."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+
+
+class _Reservation:
+    """Share of one body in the budget."""
+
+    __slots__ = ("_budget", "_held", "exceeded")
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget, self._held = budget, 0
+        self.exceeded = False
+
+    def grow(self, count: int) -> bool:
+        if self.exceeded or self._budget.held_bytes + count > self._budget.max_bytes:
+            self.exceeded = True
+            self.release()
+            return False
+        self._held += count
+        self._budget.held_bytes += count
+        return True
+
+    def release(self) -> None:
+        self._budget.held_bytes -= self._held
+        self._held = 0
+
+
+@contextmanager
+def _reserved(budget: BodyBudget) -> Iterator[_Reservation]:
+    reservation = _Reservation(budget)
+    try:
+        yield reservation
+    finally:
+        reservation.release()
+
+
+async def read_body(request: web.Request, budget: BodyBudget, max_bytes: int, seconds: float) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: The body is too large or too slow, or the bodies of all clients exceed the budget.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, budget, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            "the body did not arrive in time",
+            kind="invalid_request_error",
+            code="request_timeout",
+            headers={"Connection": "close"},
+        ) from None
+
+
+async def _read(request: web.Request, budget: BodyBudget, max_bytes: int) -> bytes:
+    body, size = bytearray(), 0
+    with _reserved(budget) as reservation:
+        async for chunk in request.content.iter_any():
+            size += len(chunk)
+            if size <= max_bytes and reservation.grow(len(chunk)):
+                body += chunk
+            elif size > _DISCARD_FACTOR * max_bytes:
+                break
+            else:
+                body.clear()
+                reservation.release()
+    if size > max_bytes:
+        message = f"the body has more than {max_bytes} bytes"
+        raise ApiError(413, message, kind="invalid_request_error", code="body_too_large")
+    if reservation.exceeded:
+        message = "too many request bodies are arriving at once; try again later"
+        raise ApiError(503, message, code="too_many_bodies", headers={"Retry-After": "1"})
+    return bytes(body)

@@ -1,0 +1,109 @@
+"""Response to a client of the generation routes: server-sent events or one body, with bounded unsent output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import cast
+
+from aiohttp import web
+from aiohttp.http import StreamWriter
+
+from specdecode_router.errors import ApiError
+from specdecode_router.frontend.error_responses import error_parts
+from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
+from specdecode_worker.contract.internal_stream import Open
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.01, 0.2
+
+
+class ClientResponse:
+    """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
+
+    def __init__(self, request: web.Request, request_id: str, *, max_unsent_bytes: int, write_seconds: float) -> None:
+        self._request, self._request_id = request, request_id
+        self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
+        self._transport = request.transport
+        self._writer: StreamWriter | None = None
+        self.response: web.StreamResponse | None = None
+
+    async def open(self, opened: Open) -> None:
+        """Send headers and the opening events, if the response is one of server-sent events."""
+        if not opened.stream:
+            return
+        headers = {**_EVENT_HEADERS, REQUEST_ID_HEADER: self._request_id}
+        self.response = web.StreamResponse(headers=headers)
+        try:
+            self._writer = cast(StreamWriter, await self.response.prepare(self._request))
+        except ConnectionError:
+            raise ClientGone("the client disconnected") from None
+        if opened.opening:
+            await self.write(opened.opening)
+
+    async def write(self, events: bytes) -> None:
+        """Send events. Wait while the client has too much to read.
+
+        The events are in the transport before anything is awaited.
+
+        Raises:
+            ClientGone: The client disconnected, or read too little within the time for writes.
+        """
+        writer, transport = self._writer, self._transport
+        if writer is None:
+            return
+        if transport is None or transport.is_closing():
+            raise ClientGone("the client disconnected")
+        try:
+            # Waiting is done here, because one future of the protocol would be shared by two attempts.
+            await writer.write(events, drain=False)
+        except ConnectionError:
+            raise ClientGone("the client disconnected") from None
+        if transport.get_write_buffer_size() > self._max_unsent_bytes:
+            await self._wait_until_unsent(self._max_unsent_bytes // 2)
+
+    async def end(self, body: bytes) -> None:
+        """Send the last events or the whole body."""
+        if self.response is None:
+            headers = {REQUEST_ID_HEADER: self._request_id}
+            self.response = web.Response(body=body, headers=headers, content_type="application/json")
+            return
+        if body:
+            await self.write(body)
+        await self._finish()
+
+    async def fail(self, error: ApiError | RefusedByWorker) -> None:
+        """Send an error: as the response, or as the last event if the response has begun."""
+        status, body, headers = error_parts(error)
+        if self.response is None:
+            self.response = web.Response(status=status, body=body, headers=headers, content_type="application/json")
+            return
+        await self.write(b"data: " + body + b"\n\n")
+        await self._finish()
+
+    async def _finish(self) -> None:
+        await self._wait_until_unsent(0)
+        assert self.response is not None
+        try:
+            await self.response.write_eof()
+        except ConnectionError:
+            raise ClientGone("the client disconnected") from None
+
+    async def _wait_until_unsent(self, unsent_bytes: int) -> None:
+        """Wait until at most so many bytes are unsent. Drop the connection of a client that reads too little."""
+        transport = self._transport
+        assert transport is not None
+        give_up, pause = time.monotonic() + self._write_seconds, _FIRST_POLL_SECONDS
+        while transport.get_write_buffer_size() > unsent_bytes:
+            if transport.is_closing():
+                raise ClientGone("the client disconnected")
+            if time.monotonic() > give_up:
+                transport.abort()
+                raise ClientGone("the client read too little for too long")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_SECONDS)

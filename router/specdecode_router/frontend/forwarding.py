@@ -1,0 +1,76 @@
+"""Public routes that a worker answers as a whole: models, version, OpenAPI document, tokenization."""
+
+from __future__ import annotations
+
+import aiohttp
+from aiohttp import web
+
+from specdecode_router.errors import ApiError
+from specdecode_router.frontend.bodies import read_body
+from specdecode_router.frontend.state import RouterState
+from specdecode_router.relay.worker_choice import WorkerChoice
+from specdecode_router.telemetry.tracing import trace_headers
+
+_OPEN_PATHS = frozenset({"/version", "/openapi.json"})
+"""Paths that need no API key, as at a worker."""
+_FORWARD_SECONDS = 30.0
+_MAX_ATTEMPTS = 3
+_PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry")
+"""Headers of an answer that the client gets; the others concern the connection."""
+_FAILED_STATUSES = frozenset({502, 503})
+"""Answers after which another worker is asked."""
+
+
+def add_forwarding(app: web.Application, state: RouterState) -> None:
+    """Add the routes that are forwarded to a worker."""
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        if request.path not in _OPEN_PATHS:
+            state.tenants.authenticate(request.headers.get("Authorization", ""))
+        with state.lifecycle.request():
+            return await _forward(request, state)
+
+    for path in ("/version", "/openapi.json", "/v1/models", "/v1/models/{name:.+}"):
+        app.router.add_get(path, forward, allow_head=False)
+    for path in ("/tokenize", "/detokenize"):
+        app.router.add_post(path, forward)
+
+
+async def _forward(request: web.Request, state: RouterState) -> web.Response:
+    """Ask one worker after the other until one answers."""
+    settings = state.settings
+    body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
+    headers = trace_headers(request.headers)
+    if "Content-Type" in request.headers:
+        headers["Content-Type"] = request.headers["Content-Type"]
+    choice = WorkerChoice(state.prefixes, request.path, {}, tenant="", task=None)
+    tried: set[str] = set()
+    answer: web.Response | None = None
+    while len(tried) < _MAX_ATTEMPTS:
+        view = choice.choose(state.relay.workers.views(), "", frozenset(tried))
+        if view is None:
+            break
+        tried.add(view.endpoint.name)
+        try:
+            answer = await _ask(request, state, view.endpoint.admin_url, body, headers)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            state.relay.workers.record_failure(view.endpoint.name)
+            continue
+        if answer.status not in _FAILED_STATUSES:
+            return answer
+    if answer is not None:
+        return answer
+    raise ApiError(503, "no worker can serve this request now; try again later", code="no_worker",
+                   headers={"Retry-After": "1"})  # fmt: skip
+
+
+async def _ask(
+    request: web.Request, state: RouterState, admin_url: str, body: bytes, headers: dict[str, str]
+) -> web.Response:
+    response = await state.relay.client.forward(
+        admin_url, request.method, request.raw_path, body, headers, _FORWARD_SECONDS
+    )
+    async with response:
+        content = await response.read()
+        passed = {name: response.headers[name] for name in _PASSED_HEADERS if name in response.headers}
+        return web.Response(status=response.status, body=content, headers=passed)

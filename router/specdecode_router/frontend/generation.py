@@ -1,0 +1,117 @@
+"""Generation routes: completions and chat completions, relayed over internal streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from specdecode_router.errors import ApiError
+from specdecode_router.frontend.bodies import read_body
+from specdecode_router.frontend.client_response import ClientResponse
+from specdecode_router.frontend.request_headers import (
+    CAPTURE_HEADER,
+    TASK_HEADER,
+    request_id,
+    timeout_seconds,
+)
+from specdecode_router.frontend.state import RouterState
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.refusals import Refused
+from specdecode_router.queueing.tenants import Tenant
+from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
+from specdecode_router.relay.relay import Relay
+from specdecode_router.relay.worker_choice import WorkerChoice
+from specdecode_router.telemetry.metrics import Stage
+from specdecode_router.telemetry.tracing import trace_headers
+from specdecode_worker.contract.internal_stream import OpenStream
+
+GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+CLIENT_CLOSED_REQUEST = 499
+"""Status for the metrics of a client that left before its answer was complete."""
+
+
+def add_generation(app: web.Application, state: RouterState) -> None:
+    """Add the generation routes."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        with state.lifecycle.request():
+            return await _generate(request, state)
+
+    for route in GENERATION_ROUTES:
+        app.router.add_post(route, generate)
+
+
+async def _generate(request: web.Request, state: RouterState) -> web.StreamResponse:
+    metrics, settings = state.relay.metrics, state.settings
+    tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
+    deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
+    body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
+    received = state.clock()
+    stream, choice = _understand(request, body, tenant, state.prefixes)
+    response = ClientResponse(
+        request,
+        stream.request_id,
+        max_unsent_bytes=settings.max_unsent_bytes,
+        write_seconds=settings.write_timeout_seconds,
+    )
+    status = CLIENT_CLOSED_REQUEST
+    try:
+        now = state.clock()
+        metrics.observe_added_latency(Stage.receive, now - received)
+        with await state.admission.acquire(tenant, stream.priority, deadline - now) as place:
+            metrics.observe_queue_time(place.waited_seconds)
+            with metrics.running_request():
+                await Relay(state.relay, stream, response, choice, deadline, trace_headers(request.headers)).run()
+        status = 200
+    except (ApiError, RefusedByWorker) as error:
+        status = await _fail(response, error, state)
+    except ClientGone:
+        pass
+    finally:
+        metrics.count_request(tenant.name, status)
+    return response.response or web.Response(status=status)
+
+
+async def _fail(response: ClientResponse, error: ApiError | RefusedByWorker, state: RouterState) -> int:
+    """Send an error to the client. Return its status."""
+    if isinstance(error, Refused):
+        state.relay.metrics.count_refusal(error.reason)
+    try:
+        await response.fail(error)
+    except ClientGone:
+        return CLIENT_CLOSED_REQUEST
+    return error.status if isinstance(error, ApiError) else error.error.status
+
+
+def _understand(
+    request: web.Request, body: bytes, tenant: Tenant, prefixes: PrefixTable
+) -> tuple[OpenStream, WorkerChoice]:
+    """Return the request for a worker, and the choice of the worker."""
+    fields = _fields(body)
+    stream = OpenStream(
+        route=request.path,
+        body=body,
+        request_id=request_id(request.headers),
+        task=request.headers.get(TASK_HEADER),
+        capture=request.headers.get(CAPTURE_HEADER),
+        tenant=tenant.name,
+        priority=max(_priority(fields), tenant.priority),
+        cache_salt=tenant.name,
+    )
+    return stream, WorkerChoice(prefixes, request.path, fields, tenant=tenant.name, task=stream.task)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """Return the body as an object; empty if it is none, which a worker will refuse by the right message."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (ValueError, msgspec.MsgspecError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _priority(fields: dict[str, Any]) -> int:
+    priority = fields.get("priority", 0)
+    return priority if isinstance(priority, int) and -(2**31) <= priority < 2**31 else 0

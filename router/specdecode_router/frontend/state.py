@@ -1,0 +1,29 @@
+"""What the routes of one router share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdecode_router.frontend.bodies import BodyBudget
+from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.queueing.admission import Admission
+from specdecode_router.queueing.tenants import TenantTable
+from specdecode_router.relay.context import RelayContext
+from specdecode_router.settings import RouterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """Parts of one router that its routes use."""
+
+    settings: RouterSettings
+    relay: RelayContext
+    admission: Admission
+    tenants: TenantTable
+    prefixes: PrefixTable
+    lifecycle: Lifecycle
+    bodies: BodyBudget
+    clock: Callable[[], float]
+    """Monotonic clock in seconds."""

@@ -1,0 +1,136 @@
+"""One attempt of a request: one internal stream of one worker, read frame by frame."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+from specdecode_router.errors import WorkerFailed
+from specdecode_router.relay.suspicion import WorkerSigns
+from specdecode_router.workers.client import WorkerClient
+from specdecode_router.workers.worker import Endpoint
+from specdecode_worker.contract.internal_stream import (
+    Alive,
+    End,
+    Error,
+    Frame,
+    FrameReader,
+    Moved,
+    Open,
+    OpenStream,
+    Step,
+    encode_request,
+)
+
+
+class KeyDiffers(WorkerFailed):
+    """Error of an attempt to continue a request on a worker that would give it another text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Result of an attempt whose worker closed the connection, sent no frame or broke the contract."""
+
+    reason: str
+    answered: bool
+    """True if the worker had begun its answer. The request may then be the cause of the failure."""
+
+
+Outcome = End | Error | Moved | Failed
+"""Result of an attempt."""
+Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
+"""Function that takes the frames of an attempt while it runs."""
+
+
+class Attempt:
+    """Internal stream of one worker for one request."""
+
+    __slots__ = ("_body", "_client", "_clock", "_headers", "_take", "answered", "delivered", "endpoint", "is_paused",
+                 "is_suspected", "resumed", "signs", "started")  # fmt: skip
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: OpenStream,
+        client: WorkerClient,
+        take: Taker,
+        clock: Callable[[], float],
+        headers: Mapping[str, str],
+    ) -> None:
+        self.endpoint = endpoint
+        self.resumed = request.resume is not None
+        self.answered = False
+        """True once the worker has sent something."""
+        self.delivered = False
+        """True once a frame of this attempt was used."""
+        self.is_paused = False
+        """True while frames are not read, because the client of the request reads too slowly."""
+        self.is_suspected = False
+        self._body, self._headers = encode_request(request), headers
+        self._client, self._take, self._clock = client, take, clock
+        self.started = clock()
+        self.signs = WorkerSigns(last_frame=self.started)
+
+    async def run(self) -> Outcome:
+        """Send the request and read frames until the last one. Return how the attempt ended.
+
+        Errors of the client of the request pass through.
+        """
+        try:
+            response = await self._client.open_stream(self.endpoint.admin_url, self._body, self._headers)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return Failed(_text(error), answered=False)
+        self._body = b""
+        try:
+            return await self._read(response)
+        finally:
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+
+    async def _read(self, response: aiohttp.ClientResponse) -> Outcome:
+        if response.status != 200:
+            return Failed(f"it answered with status {response.status}", answered=False)
+        reader, content = FrameReader(), response.content
+        try:
+            while True:
+                try:
+                    data = await content.readany()
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    return Failed(_text(error), self.answered)
+                if not data:
+                    return Failed("it closed the connection before the last frame", self.answered)
+                self.signs.last_frame = self._clock()
+                self.answered = True
+                for frame in reader.push(data):
+                    if (outcome := await self._use(frame)) is not None:
+                        await _finish(response)
+                        return outcome
+        except KeyDiffers as error:
+            return Failed(str(error), answered=False)
+        except (ValueError, WorkerFailed) as error:
+            return Failed(str(error), self.answered)
+
+    async def _use(self, frame: Frame) -> Outcome | None:
+        """Pass a frame on. Return it if it is the last one."""
+        if isinstance(frame, Open | Step):
+            await self._take(self, frame)
+            return None
+        if isinstance(frame, Alive):
+            self.signs.observe_alive(frame.step, frame.longest_step_seconds, self._clock())
+            return None
+        return frame
+
+
+async def _finish(response: aiohttp.ClientResponse) -> None:
+    """Read the end of a response, if it is there already, so that its connection can be used again."""
+    content = response.content
+    if not content.at_eof() and content.is_eof():
+        content.read_nowait()
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,33 @@
+"""Client side of a request, as the relay writes to it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specdecode_router.errors import RouterError
+from specdecode_worker.contract.internal_stream import Error, Open
+
+
+class ClientStream(Protocol):
+    """Response to the client. Its methods wait while the client reads too slowly, and raise ClientGone."""
+
+    async def open(self, opened: Open) -> None:
+        """Begin the response, if it is one of server-sent events."""
+
+    async def write(self, events: bytes) -> None:
+        """Send server-sent events."""
+
+    async def end(self, body: bytes) -> None:
+        """Send the last events or the whole body, and finish the response."""
+
+
+class ClientGone(RouterError):
+    """Error for a client that disconnected, or read nothing for too long."""
+
+
+class RefusedByWorker(RouterError):
+    """Error of a worker that is sent to the client unchanged."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(f"a worker refused the request with status {error.status}")
+        self.error = error

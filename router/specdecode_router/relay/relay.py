@@ -1,0 +1,299 @@
+"""State machine of one request: attempts one after the other or two at a time, until the client has its answer.
+
+choose a worker -> attempt -> End                                  the client has its answer
+-> Error, not retryable                 the client gets the error
+-> Moved, Error, failed connection      the next attempt continues from the journal
+-> silence                              a second attempt runs besides; the first that
+delivers the next token wins
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from specdecode_router.errors import ApiError, WorkerFailed
+from specdecode_router.relay.attempt import Attempt, Failed, KeyDiffers, Outcome
+from specdecode_router.relay.attempt_history import AttemptHistory, deadline_exceeded
+from specdecode_router.relay.client_stream import ClientStream, RefusedByWorker
+from specdecode_router.relay.context import Chooser, RelayContext
+from specdecode_router.relay.continuation_log import ContinuationLog
+from specdecode_router.relay.journal import Journal
+from specdecode_router.relay.suspicion import is_suspect
+from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
+from specdecode_router.workers.worker import Endpoint
+from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
+
+log = logging.getLogger(__name__)
+
+_MAX_RUNNING = 2
+"""Attempts of one request at a time."""
+_DEADLINE_GRACE_SECONDS = 1.0
+"""Time after the deadline for the worker to report it: its error has the same text for every client."""
+_RETRY_SECONDS = 0.25
+"""Time until a worker is chosen again where none could be chosen."""
+
+
+class Relay:
+    """One request from its first attempt to its last."""
+
+    def __init__(
+        self,
+        context: RelayContext,
+        request: OpenStream,
+        client: ClientStream,
+        chooser: Chooser,
+        deadline: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Prepare a request.
+
+        Args:
+            context: What all requests share.
+            request: The request; each attempt gets its own ``timeout_seconds``.
+            client: Response to the client.
+            chooser: Chooses the worker of each attempt.
+            deadline: Time of the context's clock at which the request ends.
+            headers: Headers for the workers, for example ``traceparent``.
+        """
+        self._context, self._limits, self._clock = context, context.limits, context.clock
+        self._request, self._client, self._chooser, self._headers = request, client, chooser, headers
+        self._running: dict[asyncio.Task[Outcome], Attempt] = {}
+        self._wake = asyncio.Event()
+        self._journal: Journal | None = None
+        self._history = AttemptHistory(context.limits.max_refusals, context.limits.max_crashes)
+        self._silence_factor = 1.0
+        self._next_hedge = 0.0
+        self._deadline = deadline
+        self._log = ContinuationLog(context.metrics, self._clock())
+
+    async def run(self) -> None:
+        """Serve the request until the client has its answer.
+
+        Raises:
+            ApiError: The router ends the request.
+            RefusedByWorker: A worker's error is the answer.
+            ClientGone: The client disconnected or read nothing for too long.
+        """
+        self._context.monitor.add(self)
+        try:
+            while True:
+                if not self._running:
+                    self._start(await self._wait_for_worker())
+                await self._wait_for_event()
+                for task in [task for task in self._running if task.done()]:
+                    if await self._settle(task):
+                        return
+                self._hedge()
+        except (ApiError, RefusedByWorker):
+            self._log.close(ResumeOutcome.failed)
+            raise
+        finally:
+            self._log.close(ResumeOutcome.cancelled)
+            self._context.monitor.remove(self)
+            await self._cancel(list(self._running))
+
+    def check_silence(self, now: float) -> None:
+        """Wake the request if the worker of an attempt is silent."""
+        for attempt in self._running.values():
+            if attempt.is_paused:
+                continue
+            if self._is_silent(attempt, now) and not attempt.is_suspected:
+                attempt.is_suspected = True
+                self._context.workers.record_silence(attempt.endpoint.name)
+                log.warning("worker %s is silent; request %s is tried on another one", attempt.endpoint.name,
+                            self._request.request_id)  # fmt: skip
+                self._wake.set()
+            elif attempt.is_suspected and (now >= self._next_hedge or not self._is_silent(attempt, now)):
+                self._wake.set()
+        if now > self._deadline + _DEADLINE_GRACE_SECONDS:
+            self._wake.set()
+
+    def _is_silent(self, attempt: Attempt, now: float) -> bool:
+        if not attempt.answered:
+            return now - attempt.started > self._silence_factor * self._limits.open_seconds
+        return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
+
+    # Workers
+
+    async def _wait_for_worker(self) -> Endpoint:
+        """Return the worker of the next attempt.
+
+        Raises:
+            RefusedByWorker: Every worker has refused the request.
+            ApiError: No worker can serve the request in time.
+        """
+        give_up = self._clock() + self._limits.no_worker_seconds
+        while True:
+            now = self._clock()
+            self._check_deadline(now)
+            if (chosen := self._choose_worker(now)) is not None:
+                return chosen
+            if (refusal := self._history.final_refusal()) is not None:
+                raise RefusedByWorker(refusal)
+            if now >= give_up:
+                raise self._history.no_worker(continues=self._journal is not None)
+            await self._context.workers.wait_for_change(min(_RETRY_SECONDS, give_up - now))
+
+    def _choose_worker(self, now: float) -> Endpoint | None:
+        busy = {attempt.endpoint.name for attempt in self._running.values()}
+        key = "" if self._journal is None else self._journal.open.compatibility_key
+        exclude = frozenset(busy | self._history.excluded(now))
+        view = self._chooser.choose(self._context.workers.views(), key, exclude)
+        return None if view is None else view.endpoint
+
+    def _start(self, endpoint: Endpoint) -> Attempt:
+        """Start an attempt: from the journal, if the request has one."""
+        left = max(self._deadline - self._clock(), 0.001)
+        resume = None if self._journal is None else self._journal.resume()
+        request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
+        attempt = Attempt(endpoint, request, self._context.client, self._take, self._clock, self._headers)
+        self._context.workers.begin_stream(endpoint.name)
+        task = asyncio.create_task(attempt.run())
+        task.add_done_callback(lambda _: self._wake.set())
+        self._running[task] = attempt
+        return attempt
+
+    def _hedge(self) -> None:
+        """Start a second attempt if every running one is silent."""
+        if not self._running or len(self._running) >= _MAX_RUNNING:
+            return
+        now = self._clock()
+        if now >= self._next_hedge and all(self._is_silent(attempt, now) for attempt in self._running.values()):
+            self._next_hedge = now + _RETRY_SECONDS
+            self._history.check()
+            if (endpoint := self._choose_worker(now)) is not None:
+                self._log.begin_hedge(self._start(endpoint))
+                if self._journal is not None:
+                    self._log.begin(ResumeReason.silence)
+
+    # Frames
+
+    async def _take(self, attempt: Attempt, frame: Open | Step) -> None:
+        """Use a frame of a running attempt: journal it, and send it to the client.
+
+        Nothing is awaited before the frame is in the transport of the client, so that frames of two attempts cannot
+        be sent in another order than they were journaled.
+        """
+        if isinstance(frame, Open):
+            await self._take_open(attempt, frame)
+            return
+        if self._journal is None:
+            raise WorkerFailed("it sent a step before the first frame")
+        if not self._journal.add(frame):
+            return
+        self._win(attempt)
+        if frame.events:
+            attempt.is_paused = True
+            await self._client.write(frame.events)
+            attempt.is_paused = False
+            now = self._clock()
+            self._context.metrics.observe_added_latency(Stage.write, now - attempt.signs.last_frame)
+            self._log.last_token = now
+            attempt.signs.end_pause(now)
+
+    async def _take_open(self, attempt: Attempt, opened: Open) -> None:
+        if self._journal is None:
+            self._journal = Journal(opened)
+            self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
+            self._win(attempt)
+            await self._client.open(opened)
+        elif attempt.resumed and opened.compatibility_key != self._journal.open.compatibility_key:
+            self._context.workers.record_key(attempt.endpoint.name, opened.compatibility_key)
+            self._history.exclude(attempt.endpoint.name)
+            raise KeyDiffers("its compatibility key differs")
+
+    def _win(self, attempt: Attempt) -> None:
+        """Cancel all other attempts, because this one delivered first."""
+        if self._log.is_open:
+            self._log.deliver(attempt, self._clock())
+        attempt.delivered = True
+        self._end_suspicion(attempt)
+        if len(self._running) == 1:
+            return
+        for task, other in self._running.items():
+            if other is not attempt:
+                if other.is_suspected:
+                    self._context.workers.record_failure(other.endpoint.name)
+                task.cancel()
+
+    def _end_suspicion(self, attempt: Attempt) -> None:
+        if not attempt.is_suspected:
+            return
+        attempt.is_suspected = False
+        self._silence_factor *= 2
+        self._context.workers.end_silence(attempt.endpoint.name)
+
+    # Ends of attempts
+
+    async def _wait_for_event(self) -> None:
+        await self._wake.wait()
+        self._wake.clear()
+        self._check_deadline(self._clock())
+
+    async def _settle(self, task: asyncio.Task[Outcome]) -> bool:
+        """Handle the end of an attempt. Return True if the request is complete."""
+        attempt = self._running.pop(task)
+        self._leave(attempt)
+        if task.cancelled():
+            return False
+        outcome = task.result()
+        if isinstance(outcome, End):
+            if self._journal is None:
+                outcome = Failed("it ended the stream before the first frame", answered=True)
+            else:
+                self._win(attempt)
+                self._chooser.record_end(attempt.endpoint.name, outcome)
+                await self._cancel(list(self._running))
+                await self._client.end(outcome.body)
+                return True
+        self._note(attempt, outcome)
+        if isinstance(outcome, Error) and not outcome.retryable:
+            raise RefusedByWorker(outcome)
+        if not self._running:
+            self._history.check()
+        return False
+
+    def _note(self, attempt: Attempt, outcome: Error | Moved | Failed) -> None:
+        """Record why an attempt ended, in the history of the request and in the table of workers."""
+        name, workers = attempt.endpoint.name, self._context.workers
+        self._log.lose(attempt)
+        if opened := self._journal is not None:
+            self._log.begin(_reason(outcome))
+        if isinstance(outcome, Moved):
+            workers.record_draining(name)
+            self._history.add_move(name, self._clock())
+        elif isinstance(outcome, Error):
+            self._history.add_refusal(name, outcome, self._clock(), opened=opened)
+        else:
+            workers.record_failure(name)
+            self._history.add_failure(name, self._clock(), crashed=outcome.answered)
+            log.warning("worker %s failed request %s: %s", name, self._request.request_id, outcome.reason)
+
+    def _leave(self, attempt: Attempt) -> None:
+        self._context.workers.end_stream(attempt.endpoint.name)
+        if attempt.is_suspected:
+            attempt.is_suspected = False
+            self._context.workers.end_silence(attempt.endpoint.name)
+
+    async def _cancel(self, tasks: list[asyncio.Task[Outcome]]) -> None:
+        """End attempts and close their connections, which cancels the request at their workers."""
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            self._leave(self._running.pop(task))
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_deadline(self, now: float) -> None:
+        if now > self._deadline + _DEADLINE_GRACE_SECONDS:
+            raise deadline_exceeded()
+
+
+def _reason(outcome: Error | Moved | Failed) -> ResumeReason:
+    if isinstance(outcome, Moved):
+        return ResumeReason.moved
+    return ResumeReason.error if isinstance(outcome, Error) else ResumeReason.connection

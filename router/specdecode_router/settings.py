@@ -1,0 +1,60 @@
+"""Settings of the router, as its command line reads them."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterSettings(BaseModel):
+    """Settings of one router process. Times are in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    workers: tuple[str, ...] = ()
+    """Base URLs of the workers' admin ports, where no API server lists them."""
+    admin_token_file: str | None = None
+    """File with a token of the scope router; read again for every new connection attempt after a change."""
+    ca_file: str | None = None
+    """Certificates that sign those of the workers, as PEM; None for the system's."""
+
+    api_keys_path: str | None = None
+    """Folder or file with the API keys of tenants; read again when it changes. None for clients without keys."""
+    max_waiting: int = Field(default=1024, ge=0)
+    max_waiting_per_tenant: int = Field(default=256, ge=0)
+    max_held: int = Field(default=1024, ge=0)
+    hold_seconds: float = Field(default=300, gt=0)
+    """Bounds of the queue, as in ``QueueLimits``."""
+
+    request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
+    """Longest time of a request; the header X-Request-Timeout lowers it."""
+    body_timeout_seconds: float = Field(default=30, gt=0)
+    write_timeout_seconds: float = Field(default=20, gt=0)
+    """Time for a client to read output that is ready. Less than the worker's, which waits for the router meanwhile."""
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    max_unfinished_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+    max_unsent_bytes: int = Field(default=64 * 1024, ge=1)
+    """Output of one stream that waits for its client. Beyond it the worker's frames are not read."""
+    endpoint_delay_seconds: float = Field(default=5, ge=0)
+    """Time after SIGTERM in which new requests are still served, until the Service has removed the router."""
+    grace_period_seconds: float = Field(default=60, ge=0)
+    """Time after SIGTERM for running requests."""
+
+    connect_seconds: float = Field(default=1, gt=0)
+    """Time for a connection to a worker."""
+    open_seconds: float = Field(default=5, gt=0)
+    """Time from a request to its ``Open`` after which a second worker is asked."""
+    no_worker_seconds: float = Field(default=10, gt=0)
+    """Time in which a request without a worker waits for one, after its first attempt has failed."""
+    max_refusals: int = Field(default=3, ge=1)
+    """Workers that may refuse a request before the client gets the last refusal."""
+    max_crashes: int = Field(default=2, ge=1)
+    """Workers that may fail while they serve a request. It may be the cause, so it is not given to further ones."""
+    min_silence_seconds: float = Field(default=1, gt=0)
+    max_silence_seconds: float = Field(default=10, gt=0)
+    """Bounds of the silence after which a worker is suspected."""
+    failure_cooldown_seconds: float = Field(default=1, gt=0)
+    """Time for which a worker is avoided after a failed connection."""
+    report_seconds: float = Field(default=2, gt=0)
+    """Interval at which the workers' reports are read, and the deadline for each of them."""

@@ -1,0 +1,180 @@
+"""A real router before real workers: streams go on with the same text when a worker dies or hangs in the middle.
+
+Three workers are started once. Each test takes one away, or stops it for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import small_model
+from openai.types.chat import ChatCompletionChunk
+from worker_process import WorkerProcess, real
+
+from specdecode_worker.contract import Env, Report, Route, SyntheticKnobs
+
+TOKEN = "token-of-the-tests"
+KNOBS = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.01}]}).model_dump_json()
+"""Padding of steps, so that a stream lasts longer than a test needs to end its worker."""
+CHAT: dict[str, Any] = {
+    "model": "small",
+    "messages": [{"role": "user", "content": "tell me"}],
+    "max_tokens": 120,
+    "temperature": 0.9,
+    "seed": 11,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@dataclass
+class Site:
+    """Router and workers."""
+
+    workers: list[WorkerProcess]
+    url: str
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def metric(self, name: str) -> float:
+        """Return a metric of the router, summed over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    def serving(self) -> WorkerProcess:
+        """Return the worker that runs the only request."""
+        for worker in self.workers * 20:
+            if worker.process.poll() is None:
+                report = Report.model_validate_json(call_report(worker))
+                if report.running:
+                    return worker
+        raise AssertionError("no worker runs a request")
+
+
+def call_report(worker: WorkerProcess) -> bytes:
+    answer = httpx.get(worker.admin + Route.report, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=5)
+    return answer.raise_for_status().content
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    target, draft = folder / "target", folder / "draft"
+    target.mkdir()
+    draft.mkdir()
+    small_model.write_target(target)
+    small_model.write_draft(draft)
+    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    flags += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "4"]
+    environment = {Env.admin_token: TOKEN, Env.synthetic: KNOBS}
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(real(flags, folder / f"log-{number}", environment)) for number in range(3)]
+        for worker in workers:
+            worker.wait_ready()
+        with running_router([worker.admin for worker in workers], folder / "log-router") as url:
+            yield Site(workers, url, folder / "log-router")
+
+
+@contextlib.contextmanager
+def running_router(admin_urls: list[str], log: Path) -> Iterator[str]:
+    """Yield the URL of a router process. It must end with code 0 after SIGTERM."""
+    words = [sys.executable, "-m", "specdecode_router", "serve", "--port", "0", "--endpoint-delay-seconds", "0"]
+    words += [f"--worker={url}" for url in admin_urls]
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=out, env={**os.environ, Env.admin_token: TOKEN})
+    try:
+        for _ in range(200):
+            if match := re.search(r"router port: (\S+)", log.read_text()):
+                break
+            time.sleep(0.05)
+        assert match, log.read_text()
+        yield match[1]
+        process.terminate()
+        assert process.wait(10) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def text_of(chunks: list[ChatCompletionChunk]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@pytest.fixture(scope="module")
+def unbroken(site: Site) -> str:
+    """Return the text of the unbroken run, straight from a worker."""
+    client = openai.OpenAI(base_url=f"{site.workers[0].public}/v1", api_key="none", max_retries=0)
+    return client.chat.completions.create(**CHAT).choices[0].message.content or ""
+
+
+def broken_run(site: Site, break_it: Any) -> tuple[str, WorkerProcess, float]:
+    """Stream the request; call ``break_it`` with its worker after ten chunks. Return text, worker and longest gap."""
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = site.client.chat.completions.create(**CHAT, **options)
+    chunks, gap, last, victim = [], 0.0, time.monotonic(), None
+    for chunk in stream:
+        chunks.append(chunk)
+        now = time.monotonic()
+        gap, last = max(gap, now - last), now
+        if len(chunks) == 10:
+            victim = site.serving()
+            break_it(victim)
+            last = time.monotonic()
+    assert victim is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == CHAT["max_tokens"]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    return text_of(chunks), victim, gap
+
+
+def test_router_answers_as_a_worker(site: Site, unbroken: str) -> None:
+    whole = site.client.chat.completions.create(**CHAT)
+    assert whole.choices[0].message.content == unbroken
+    assert text_of(list(site.client.chat.completions.create(**CHAT, stream=True))) == unbroken
+    direct = openai.OpenAI(base_url=f"{site.workers[1].public}/v1", api_key="none", max_retries=0)
+    assert site.client.models.list().data[0].id == direct.models.list().data[0].id == "small"
+    errors = []
+    for client in (site.client, direct):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(**{**CHAT, "model": "other"})
+        errors.append(missing.value.body)
+    assert errors[0] == errors[1]
+    tokens = [httpx.post(f"{url}/tokenize", json={"model": "small", "prompt": "abc"}).content
+              for url in (site.url, site.workers[1].public)]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
+def test_stopped_engine(site: Site, unbroken: str) -> None:
+    text, victim, gap = broken_run(site, lambda worker: os.kill(worker.engine_pid, signal.SIGSTOP))
+    os.kill(victim.engine_pid, signal.SIGCONT)
+    assert text == unbroken
+    assert gap < 3.5, "the bound of the silence and a second, and the second worker's prompt"
+    assert site.metric("specdecode_router_hedges_total") >= 1
+    victim.wait_until(lambda: not Report.model_validate_json(call_report(victim)).running)
+
+
+def test_killed_engine(site: Site, unbroken: str) -> None:
+    text, _, _ = broken_run(site, lambda worker: os.kill(worker.engine_pid, signal.SIGKILL))
+    assert text == unbroken
+
+
+def test_killed_server(site: Site, unbroken: str) -> None:
+    text, _, _ = broken_run(site, lambda worker: worker.process.kill())
+    assert text == unbroken
+    assert site.metric("specdecode_router_resumes_total{") >= 3
+    assert site.client.chat.completions.create(**CHAT).choices[0].message.content == unbroken, "the last worker serves"

@@ -1,0 +1,127 @@
+"""One relay over stand-in workers, with a client that records what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stand_in_worker import TOKEN, Script, StandInWorker, running
+
+from specdecode_router.relay.context import RelayContext, RelayLimits
+from specdecode_router.relay.relay import Relay
+from specdecode_router.relay.silence_monitor import SilenceMonitor
+from specdecode_router.relay.suspicion import SilenceLimits
+from specdecode_router.telemetry.metrics import RouterMetrics
+from specdecode_router.workers.client import WorkerClient
+from specdecode_router.workers.registry import WorkerRegistry
+from specdecode_router.workers.worker import Endpoint, WorkerView
+from specdecode_worker.contract.internal_stream import End, Open, OpenStream
+
+LIMITS = RelayLimits(
+    open_seconds=0.5, no_worker_seconds=0.5, max_refusals=3, max_crashes=2, silence=SilenceLimits(0.3, 0.6)
+)
+
+
+class FirstInOrder:
+    """Choice of the first worker by name, so that tests know which one gets the first attempt."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, End]] = []
+
+    def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
+        usable = [view for view in views if view.endpoint.name not in exclude]
+        if key:
+            usable = [view for view in usable if view.compatibility_key in ("", key)]
+        return min(usable, key=lambda view: (view.suspect, view.endpoint.name), default=None)
+
+    def record_end(self, worker: str, end: End) -> None:
+        self.ended.append((worker, end))
+
+
+@dataclass
+class RecordingClient:
+    """Client that records the response."""
+
+    opened: list[Open] = field(default_factory=list)
+    events: list[bytes] = field(default_factory=list)
+    body: bytes | None = None
+    write_seconds: float = 0.0
+    """Time that every write takes."""
+
+    async def open(self, opened: Open) -> None:
+        self.opened.append(opened)
+
+    async def write(self, events: bytes) -> None:
+        self.events.append(events)
+        if self.write_seconds:
+            await asyncio.sleep(self.write_seconds)
+
+    async def end(self, body: bytes) -> None:
+        self.body = body
+
+    def text(self, choice: int = 0) -> str:
+        """Return the text of one choice."""
+        text = ""
+        for event in self.events:
+            (one,) = json.loads(event.removeprefix(b"data: "))["choices"]
+            text += one["delta"]["content"] if one["index"] == choice else ""
+        return text
+
+
+@dataclass
+class Harness:
+    """Stand-ins by the names w0, w1, ... and the parts around a relay."""
+
+    workers: list[StandInWorker]
+    registry: WorkerRegistry
+    context: RelayContext
+    client: RecordingClient = field(default_factory=RecordingClient)
+    chooser: FirstInOrder = field(default_factory=FirstInOrder)
+
+    @property
+    def scripts(self) -> list[Script]:
+        return [worker.script for worker in self.workers]
+
+    def relay(self, body: bytes, seconds: float = 20.0) -> Relay:
+        request = OpenStream(route="/v1/chat/completions", body=body, request_id="r1")
+        deadline = time.monotonic() + seconds
+        return Relay(self.context, request, self.client, self.chooser, deadline, {"traceparent": "t"})
+
+    async def run(self, body: bytes, seconds: float = 20.0) -> RecordingClient:
+        await self.relay(body, seconds).run()
+        return self.client
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a value of the router's metrics; 0 if it is absent."""
+        return self.context.metrics.registry.get_sample_value(f"specdecode_router_{name}", labels) or 0.0
+
+    async def settled(self) -> None:
+        """Wait until no stream runs at any worker."""
+        async with asyncio.timeout(5):
+            while any(worker.running for worker in self.workers):
+                await asyncio.sleep(0.01)
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [], "stream": True, **fields}).encode()
+
+
+@contextlib.asynccontextmanager
+async def harness(*scripts: Script) -> AsyncIterator[Harness]:
+    """Yield a harness with one stand-in for each script."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
+        registry = WorkerRegistry(time.monotonic, cooldown_seconds=0.2)
+        registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
+        client = WorkerClient(lambda: TOKEN, connect_seconds=0.5)
+        stack.push_async_callback(client.close)
+        monitor = SilenceMonitor(time.monotonic)
+        context = RelayContext(registry, client, monitor, LIMITS, RouterMetrics(), time.monotonic)
+        sweeps = asyncio.create_task(monitor.run())
+        stack.callback(sweeps.cancel)
+        yield Harness(workers, registry, context)

@@ -1,0 +1,61 @@
+"""A router in this process, over stand-in workers, with a client for its port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from stand_in_worker import TOKEN, Script, StandInWorker, running
+
+from specdecode_router.discovery.static import StaticDiscovery
+from specdecode_router.frontend.state import RouterState
+from specdecode_router.process import running_router
+from specdecode_router.settings import RouterSettings
+
+
+@dataclass
+class RouterUnderTest:
+    """A running router, its stand-ins, and a client."""
+
+    state: RouterState
+    workers: list[StandInWorker]
+    client: aiohttp.ClientSession
+    port: int
+
+    async def post(self, path: str, **fields: Any) -> tuple[int, Mapping[str, str], bytes]:
+        """Return status, headers and body of the answer to a POST. ``fields`` are those of aiohttp."""
+        async with self.client.post(path, **fields) as response:
+            return response.status, response.headers, await response.read()
+
+    async def get(self, path: str, **fields: Any) -> tuple[int, Mapping[str, str], bytes]:
+        """Return status, headers and body of the answer to a GET."""
+        async with self.client.get(path, **fields) as response:
+            return response.status, response.headers, await response.read()
+
+    async def wait_for_reports(self) -> None:
+        """Wait until the report of every stand-in was read."""
+        async with asyncio.timeout(5):
+            while not all(view.max_num_seqs for view in self.state.relay.workers.views()):
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def router_over(*scripts: Script, **settings: Any) -> AsyncIterator[RouterUnderTest]:
+    """Yield a router over one stand-in for each script."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "report_seconds": 0.5, **settings}
+        discovery = StaticDiscovery([worker.url for worker in workers])
+        made = running_router(RouterSettings.model_validate(values), lambda: TOKEN, discovery, listener)
+        state = await stack.enter_async_context(made)
+        client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
+        router = RouterUnderTest(state, workers, client, port)
+        await router.wait_for_reports()
+        yield router

@@ -1,0 +1,299 @@
+"""Stand-in for a worker's admin port: internal streams with a scripted text, and faults on request.
+
+Token i of choice c is ``token_id(body, c, i)``, so every stand-in continues a request with the same text. As a program
+(``python stand_in_worker.py PORT INTERVAL TOKENS``) it serves a benchmark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from specdecode_worker.contract.internal_stream import (
+    ALIVE_SECONDS,
+    CONTENT_TYPE,
+    INTERNAL_STREAMS,
+    Alive,
+    ChoiceProgress,
+    ChoiceStart,
+    Counters,
+    End,
+    Error,
+    Frame,
+    Moved,
+    Open,
+    OpenStream,
+    Step,
+    decode_request,
+    encode_frame,
+)
+
+TOKEN = "token-of-the-router"
+
+
+def token_id(body: bytes, choice: int, index: int) -> int:
+    return zlib.crc32(b"%d %d " % (choice, index) + body) % 100_000
+
+
+def text_of(body: bytes, tokens: int, choice: int = 0) -> str:
+    """Return the whole text of one choice."""
+    return "".join(f"{token_id(body, choice, index)} " for index in range(tokens))
+
+
+def error_frame(status: int, code: str, *, retryable: bool) -> Error:
+    body = {"error": {"message": f"refused by {code}", "type": "server_error", "param": None, "code": code}}
+    return Error(status=status, body=json.dumps(body).encode(), retryable=retryable, headers=(("Retry-After", "1"),))
+
+
+@dataclass
+class Script:
+    """What a stand-in does. All fields may change while it runs; counts are tokens of the first choice."""
+
+    tokens: int = 20
+    per_step: int = 1
+    interval_seconds: float = 0.002
+    key: str = "key-1"
+    max_num_seqs: int = 64
+    stamped: bool = False
+    """True for events that have the time at which they were made, on the monotonic clock of this machine."""
+    event_bytes: int = 0
+    """Size up to which each event is padded."""
+    alive_seconds: float = ALIVE_SECONDS
+    longest_step_seconds: float = 0.01
+    refuse: Error | None = None
+    refuse_at: int = 0
+    close_before_open: bool = False
+    close_at: int | None = None
+    cut_frame_at: int | None = None
+    move_at: int | None = None
+    silent_at: int | None = None
+    repeat_steps: bool = False
+    skip_at: int | None = None
+    open_delay_seconds: float = 0.0
+    resumed_delay_seconds: float = 0.0
+    """Time before the first step of a resumed stream."""
+
+
+class _Close(Exception):
+    """The connection ends here."""
+
+
+@dataclass
+class StandInWorker:
+    """One stand-in. ``requests`` are those that it got; ``ended`` counts streams that were complete."""
+
+    script: Script = field(default_factory=Script)
+    requests: list[OpenStream] = field(default_factory=list)
+    ended: int = 0
+    cancelled: int = 0
+    running: int = 0
+    sent_bytes: int = 0
+    voice: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set it to let silent streams go on."""
+    url: str = ""
+    public: dict[str, web.Response] = field(default_factory=dict)
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_post(INTERNAL_STREAMS, self._stream)
+        app.router.add_get("/v1/report", self._report)
+        app.router.add_route("*", "/internal/v1/public/{path:.*}", self._public)
+        return app
+
+    async def _report(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"running": self.running, "max_num_seqs": self.script.max_num_seqs, "compatibility_key": self.script.key}
+        )
+
+    async def _public(self, request: web.Request) -> web.Response:
+        seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}
+        return web.json_response(seen)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.Response(status=401)
+        asked = decode_request(await request.read())
+        self.requests.append(asked)
+        if self.script.close_before_open:
+            await _drop(request)
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        await response.prepare(request)
+        self.running += 1
+        try:
+            await _Stream(self, asked, response).run()
+            self.ended += 1
+        except _Close:
+            await _drop(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        await response.write_eof()
+        return response
+
+
+async def _drop(request: web.Request) -> None:
+    """Drop the connection, which cancels the handler."""
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.Event().wait()
+
+
+class _Stream:
+    """One stream of a stand-in."""
+
+    def __init__(self, worker: StandInWorker, asked: OpenStream, response: web.StreamResponse) -> None:
+        self._worker, self._script, self._asked, self._response = worker, worker.script, asked, response
+        fields: dict[str, Any] = json.loads(asked.body)
+        self._choices = int(fields.get("n", 1))
+        self._streamed = bool(fields.get("stream"))
+        resume = asked.resume
+        self._progress = (
+            list(resume.choices) if resume is not None else [ChoiceProgress() for _ in range(self._choices)]
+        )
+
+    async def run(self) -> None:
+        script = self._script
+        if script.refuse is not None and not script.refuse_at:
+            await self._send(script.refuse)
+            return
+        await asyncio.sleep(script.open_delay_seconds)
+        await self._send(self._opened())
+        alive = asyncio.create_task(self._send_alive())
+        try:
+            if self._asked.resume is not None:
+                await asyncio.sleep(script.resumed_delay_seconds)
+            first = min(len(progress.ids) for progress in self._progress)
+            for index in range(first, script.tokens, script.per_step):
+                if (last := await self._faults(index)) is not None:
+                    await self._send(last)
+                    return
+                for choice in range(self._choices):
+                    await self._step(choice, index)
+                await asyncio.sleep(script.interval_seconds)
+            if script.silent_at is not None and script.silent_at >= script.tokens:
+                await self._worker.voice.wait()
+            await self._send(self._end())
+        finally:
+            alive.cancel()
+
+    async def _faults(self, index: int) -> Frame | None:
+        script = self._script
+        if script.cut_frame_at is not None and index >= script.cut_frame_at:
+            frame = encode_frame(self._step_frame(0, index, script.per_step))
+            await self._response.write(frame[: len(frame) // 2])
+            await asyncio.sleep(0.02)
+            raise _Close
+        if script.silent_at is not None and index >= script.silent_at:
+            await self._worker.voice.wait()
+        if script.close_at is not None and index >= script.close_at:
+            raise _Close
+        if script.move_at is not None and index >= script.move_at:
+            return Moved()
+        if script.refuse is not None and index >= script.refuse_at:
+            return script.refuse
+        return None
+
+    def _opened(self) -> Open:
+        opening = b"".join(b'data: {"opening": %d}\n\n' % choice for choice in range(self._choices))
+        return Open(
+            compatibility_key=self._script.key,
+            prompts=((1, 2, 3),),
+            choices=tuple(ChoiceStart(prompt=0, sampling=b"s%d" % choice) for choice in range(self._choices)),
+            created=1_700_000_000,
+            stream=self._streamed,
+            opening=opening if self._streamed else b"",
+        )
+
+    async def _step(self, choice: int, index: int) -> None:
+        ids = self._progress[choice].ids
+        if len(ids) > index:
+            # Another choice was behind when the first worker went.
+            known = len(ids) - index
+            if known >= self._script.per_step:
+                return
+            index, count = len(ids), self._script.per_step - known
+        else:
+            count = self._script.per_step
+        if index == self._script.skip_at:
+            return
+        step = self._step_frame(choice, index, min(count, self._script.tokens - index))
+        await self._send(step)
+        if self._script.repeat_steps:
+            await self._send(step)
+
+    def _step_frame(self, choice: int, index: int, count: int) -> Step:
+        ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))
+        text = "".join(f"{one} " for one in ids)
+        fields: dict[str, Any] = {"choices": [{"index": choice, "delta": {"content": text}}]}
+        event = msgspec.json.encode(fields | ({"made": time.monotonic()} if self._script.stamped else {}))
+        event = event.ljust(self._script.event_bytes)
+        return Step(
+            choice=choice,
+            index=index,
+            ids=ids,
+            counters=Counters(cached_tokens=index),
+            events=b"data: " + event + b"\n\n" if self._streamed else b"",
+        )
+
+    def _end(self) -> End:
+        tokens = self._script.tokens * self._choices
+        texts = [text_of(self._asked.body, self._script.tokens, choice) for choice in range(self._choices)]
+        body = b"data: [DONE]\n\n" if self._streamed else json.dumps({"texts": texts}).encode()
+        return End(body=body, prompt_tokens=3, completion_tokens=tokens)
+
+    async def _send_alive(self) -> None:
+        step = 0
+        while True:
+            await asyncio.sleep(self._script.alive_seconds)
+            step += 1
+            if not self._is_silent():
+                await self._send(Alive(step=step, longest_step_seconds=self._script.longest_step_seconds))
+
+    def _is_silent(self) -> bool:
+        return self._script.silent_at is not None and not self._worker.voice.is_set()
+
+    async def _send(self, frame: Frame) -> None:
+        data = encode_frame(frame)
+        self._worker.sent_bytes += len(data)
+        await self._response.write(data)
+
+
+@contextlib.asynccontextmanager
+async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandInWorker]:
+    """Run a stand-in on a port of loopback; on exit all of its connections are dropped."""
+    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    runner = web.AppRunner(
+        worker.application(), handler_cancellation=True, shutdown_timeout=0.01, access_log=None, keepalive_timeout=75
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=2048).start()
+    worker.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield worker
+    finally:
+        await runner.cleanup()
+
+
+async def main(port: int, interval_seconds: float, tokens: int) -> None:
+    script = Script(tokens=tokens, interval_seconds=interval_seconds, stamped=True, max_num_seqs=1024)
+    async with running(StandInWorker(script), port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))

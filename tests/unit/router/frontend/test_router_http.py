@@ -1,0 +1,204 @@
+"""The router's port: routes, limits, error objects and headers as a worker has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from router_harness import RouterUnderTest, router_over
+from stand_in_worker import Script, error_frame, text_of
+
+CHAT = "/v1/chat/completions"
+
+
+async def wait_until(condition: object, seconds: float = 5) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"messages": [], **fields}).encode()
+
+
+async def test_stream_has_the_headers_of_a_worker() -> None:
+    async with router_over(Script()) as router:
+        sent = body(stream=True)
+        status, headers, answer = await router.post(CHAT, data=sent, headers={"X-Request-Id": "id.1"})
+        assert status == 200
+        assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert (headers["Cache-Control"], headers["X-Accel-Buffering"]) == ("no-cache", "no")
+        assert headers["X-Request-Id"] == "id.1"
+        first, *events, last, rest = answer.decode().split("\n\n")
+        assert (first, last, rest) == ('data: {"opening": 0}', "data: [DONE]", "")
+        texts = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] for event in events]
+        assert "".join(texts) == text_of(sent, 20)
+
+
+async def test_whole_answer_and_what_the_worker_gets() -> None:
+    async with router_over(Script()) as router:
+        sent = body(priority=3)
+        headers = {"X-Specdecode-Task": "code", "X-Specdecode-Capture": "false", "X-Request-Timeout": "7"}
+        status, answer, content = await router.post("/v1/completions", data=sent, headers=headers)
+        assert (status, json.loads(content)["texts"]) == (200, [text_of(sent, 20)])
+        assert answer["Content-Type"] == "application/json"
+        (asked,) = router.workers[0].requests
+        assert (asked.route, asked.body, asked.task, asked.capture) == ("/v1/completions", sent, "code", "false")
+        assert asked.request_id == answer["X-Request-Id"]
+        assert (asked.priority, asked.tenant) == (3, "")
+        assert 6 < (asked.timeout_seconds or 0) <= 7
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon"])
+async def test_invalid_timeouts(timeout: str) -> None:
+    async with router_over(Script()) as router:
+        status, _, content = await router.post(CHAT, data=body(), headers={"X-Request-Timeout": timeout})
+        error = json.loads(content)["error"]
+        assert (status, error["param"], error["code"]) == (400, "X-Request-Timeout", "invalid_value")
+
+
+async def test_refusal_of_a_worker_is_unchanged() -> None:
+    refusal = error_frame(429, "rate_limit_exceeded", retryable=True)
+    async with router_over(Script(refuse=refusal)) as router:
+        status, headers, content = await router.post(CHAT, data=body(stream=True))
+        assert (status, content, headers["Retry-After"]) == (429, refusal.body, "1")
+        assert headers["Content-Type"] == "application/json"
+
+
+async def test_error_in_a_stream_is_its_last_event() -> None:
+    refusal = error_frame(504, "deadline_exceeded", retryable=False)
+    async with router_over(Script(refuse=refusal, refuse_at=2)) as router:
+        status, _, content = await router.post(CHAT, data=body(stream=True))
+        assert status == 200
+        assert content.endswith(b"\n\ndata: " + refusal.body + b"\n\n")
+
+
+async def test_no_continuation_is_a_clear_error_event() -> None:
+    async with router_over(Script(close_at=2), no_worker_seconds=0.3) as router:
+        _, _, content = await router.post(CHAT, data=body(stream=True))
+        error = json.loads(content.decode().split("\n\n")[-2].removeprefix("data: "))["error"]
+        assert error["code"] == "no_worker"
+
+
+async def test_limits_of_bodies() -> None:
+    async with router_over(Script(), max_body_bytes=1000, body_timeout_seconds=0.3) as router:
+        status, _, content = await router.post(CHAT, data=b"x" * 1001)
+        error = json.loads(content)["error"]
+        assert (status, error["message"], error["code"]) == (413, "the body has more than 1000 bytes", "body_too_large")
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+
+
+async def test_bodies_of_all_clients_are_bounded() -> None:
+    async with router_over(Script(), max_unfinished_body_bytes=1000) as router:
+        status, headers, content = await router.post(CHAT, data=b"x" * 1001)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(content)["error"]["code"] == "too_many_bodies"
+
+
+async def test_other_public_routes_are_forwarded() -> None:
+    async with router_over(Script()) as router:
+        for path in ("/v1/models", "/v1/models/org%2Fname?x=1", "/version", "/openapi.json"):
+            status, _, content = await router.get(path)
+            assert (status, json.loads(content)["path"]) == (200, f"/internal/v1/public{path}")
+        status, _, content = await router.post("/tokenize", data=b'{"prompt": "a"}')
+        assert json.loads(content)["body"] == '{"prompt": "a"}'
+
+
+async def test_unknown_paths_and_methods() -> None:
+    async with router_over(Script()) as router:
+        status, _, content = await router.get("/v1/report")
+        assert (status, json.loads(content)["error"]["message"]) == (404, "GET /v1/report: Not Found")
+        status, headers, content = await router.get(CHAT)
+        assert (status, headers["Allow"]) == (405, "POST")
+        status, _, _ = await router.get("/internal/v1/streams")
+        assert status == 404
+
+
+async def test_client_that_goes_is_cancelled_at_the_worker() -> None:
+    async with router_over(Script(tokens=100_000)) as router:
+        async with router.client.post(CHAT, data=body(stream=True)) as response:
+            await response.content.readline()
+        await wait_until(lambda: router.workers[0].cancelled)
+        await wait_until(lambda: not router.state.lifecycle.running)
+
+
+async def test_client_that_goes_while_the_body_is_made() -> None:
+    async with router_over(Script(tokens=100_000)) as router:
+        task = asyncio.create_task(router.post(CHAT, data=body()))
+        await wait_until(lambda: router.workers[0].running)
+        task.cancel()
+        await wait_until(lambda: router.workers[0].cancelled)
+
+
+async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a stream and read nothing of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1024)
+    content = body(stream=True)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+    )
+    return reader, writer
+
+
+async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
+    script = Script(tokens=1_000_000, interval_seconds=0, event_bytes=20_000)
+    async with router_over(script, Script(), write_timeout_seconds=1, max_unsent_bytes=64 * 1024) as router:
+        router.workers[1].script.tokens = 20
+        _, writer = await slow_client(router)
+        busy = router.workers
+        await wait_until(lambda: any(worker.running for worker in busy))
+        await asyncio.sleep(0.7)
+        sent = sum(worker.sent_bytes for worker in busy)
+        await asyncio.sleep(0.2)
+        assert sum(worker.sent_bytes for worker in busy) < sent + 1000, "the worker is not read any more"
+        await wait_until(lambda: not router.state.lifecycle.running, 3)
+        assert len([worker for worker in busy if worker.requests]) == 1, "a slow client is no failed worker"
+        writer.close()
+
+
+async def test_keys_of_tenants(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
+    async with router_over(Script(), api_keys_path=str(tmp_path / "keys")) as router:
+        status, headers, content = await router.post(CHAT, data=body())
+        assert (status, json.loads(content)["error"]["code"]) == (401, "invalid_api_key")
+        assert headers["WWW-Authenticate"] == "Bearer"
+        assert (await router.get("/v1/models"))[0] == 401
+        assert (await router.get("/version"))[0] == 200
+        good = {"Authorization": "Bearer key-of-alice-0123456789"}
+        assert (await router.post(CHAT, data=body(), headers=good))[0] == 200
+        assert (router.workers[0].requests[0].tenant, router.workers[0].requests[0].cache_salt) == ("alice", "alice")
+
+
+async def test_probes_and_shutdown() -> None:
+    async with router_over(Script(tokens=100, interval_seconds=0.01)) as router:
+        assert (await router.get("/ready"))[0] == 200
+        running = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
+        await wait_until(lambda: router.workers[0].running)
+        leaving = asyncio.create_task(router.state.lifecycle.shut_down(0.2, 10))
+        await asyncio.sleep(0.05)
+        assert (await router.get("/ready"))[0] == 503
+        assert (await router.get("/health"))[0] == 200
+        status, headers, _ = await router.post("/tokenize", data=b"{}")
+        assert (status, headers["Connection"]) == (200, "close")
+        await asyncio.sleep(0.3)
+        status, headers, content = await router.post(CHAT, data=body())
+        assert (status, json.loads(content)["error"]["code"], headers["Retry-After"]) == (503, "draining", "1")
+        assert (await running)[2].endswith(b"[DONE]\n\n")
+        assert await leaving == 0
+
+
+async def test_requests_are_held_until_a_worker_comes() -> None:
+    async with router_over(Script()) as router:
+        workers = router.state.relay.workers
+        endpoints = workers.endpoints
+        workers.update([])
+        held = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
+        await wait_until(lambda: router.state.admission.held == 1)
+        workers.update(endpoints)
+        assert (await held)[2].endswith(b"[DONE]\n\n")

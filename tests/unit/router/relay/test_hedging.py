@@ -1,0 +1,107 @@
+"""A silent worker gets a second attempt besides it; whichever delivers first wins, and no token comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from relay_harness import chat, harness
+from stand_in_worker import Script, text_of
+
+BODY = chat()
+TEXT = text_of(BODY, 20)
+
+
+async def test_silent_worker_loses() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        began = time.monotonic()
+        client = await over.run(BODY)
+        assert client.text() == TEXT
+        assert time.monotonic() - began < 2
+        assert over.registry.counts().suspect == 1, "new requests avoid it"
+        assert over.metric("hedges_total", outcome="won") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
+        assert over.metric("resume_gap_seconds_count") == 1
+        over.workers[0].voice.set()
+        async with asyncio.timeout(2):
+            while over.workers[0].running:
+                await asyncio.sleep(0.01)
+        assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
+
+
+async def test_false_suspicion_changes_nothing() -> None:
+    async with harness(Script(silent_at=5), Script(resumed_delay_seconds=30)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        while not over.workers[1].requests:
+            await asyncio.sleep(0.01)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert len(client.events) == 20
+        await over.settled()
+        assert (over.workers[0].ended, over.workers[1].cancelled) == (1, 1)
+        assert over.registry.counts().suspect == 0
+        assert over.metric("hedges_total", outcome="lost") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 0
+
+
+async def test_both_deliver_at_the_same_time() -> None:
+    async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        while not over.workers[1].requests:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert len(client.events) == 20
+
+
+async def test_silence_before_open() -> None:
+    async with harness(Script(open_delay_seconds=30), Script()) as over:
+        client = await over.run(BODY)
+        assert client.text() == TEXT
+        assert len(client.opened) == 1
+        assert over.workers[1].requests[0].resume is None
+
+
+async def test_alive_worker_is_not_suspected() -> None:
+    script = Script(tokens=3, interval_seconds=0.9, alive_seconds=0.1)
+    async with harness(script, Script()) as over:
+        client = await over.run(BODY)
+        assert client.text() == text_of(BODY, 3)
+        assert not over.workers[1].requests
+
+
+async def test_silent_worker_without_another_one_goes_on() -> None:
+    async with harness(Script(silent_at=5)) as over:
+        asyncio.get_running_loop().call_later(1.2, over.workers[0].voice.set)
+        assert (await over.run(BODY)).text() == TEXT
+
+
+async def test_second_worker_that_appears_later_is_used() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        both = over.registry.endpoints
+        over.registry.update(both[:1])
+        asyncio.get_running_loop().call_later(0.9, over.registry.update, both)
+        assert (await over.run(BODY)).text() == TEXT
+        assert over.workers[1].requests
+
+
+async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
+    async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        while not over.workers[1].requests:
+            await asyncio.sleep(0.01)
+        over.workers[0].voice.set()
+        assert (await task).text() == TEXT
+        assert len(over.workers[1].requests) == 1
+
+
+@pytest.mark.parametrize("write_seconds", [0.8])
+async def test_slow_client_is_no_silent_worker(write_seconds: float) -> None:
+    async with harness(Script(tokens=3), Script()) as over:
+        over.client.write_seconds = write_seconds
+        assert (await over.run(BODY)).text() == text_of(BODY, 3)
+        assert not over.workers[1].requests

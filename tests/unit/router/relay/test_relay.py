@@ -1,0 +1,220 @@
+"""One request over stand-in workers that fail, refuse, move or fall silent: its text never changes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from relay_harness import Harness, chat, harness
+from stand_in_worker import Script, StandInWorker, error_frame, text_of
+
+from specdecode_router.errors import ApiError
+from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
+
+BODY = chat()
+TEXT = text_of(BODY, 20)
+
+
+async def check_text(over: Harness, attempts: list[int]) -> None:
+    """Run one request and compare its text. ``attempts`` are the numbers of requests that each worker gets."""
+    client = await over.run(BODY)
+    assert client.text() == TEXT
+    assert client.body == b"data: [DONE]\n\n"
+    assert len(client.opened) == 1
+    await over.settled()
+    assert [len(worker.requests) for worker in over.workers] == attempts
+    assert [view.in_flight for view in over.registry.views()] == [0] * len(over.registry.views())
+    assert over.registry.counts().suspect <= len(attempts)
+
+
+async def test_unbroken_stream() -> None:
+    async with harness(Script(), Script()) as over:
+        await check_text(over, [1, 0])
+
+
+async def test_crash_before_open_starts_again_elsewhere() -> None:
+    async with harness(Script(close_before_open=True), Script()) as over:
+        await check_text(over, [1, 1])
+        assert over.workers[1].requests[0].resume is None
+        assert over.registry.counts().suspect == 1
+
+
+async def test_worker_that_refuses_connections() -> None:
+    async with harness(Script(), Script()) as over:
+        endpoints = over.registry.endpoints
+        over.registry.update([dataclasses.replace(endpoints[0], admin_url="http://127.0.0.1:9"), endpoints[1]])
+        await check_text(over, [0, 1])
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 19])
+async def test_crash_after_open_continues_from_the_journal(at: int) -> None:
+    async with harness(Script(close_at=at), Script()) as over:
+        await check_text(over, [1, 1])
+        resume = over.workers[1].requests[0].resume
+        assert resume is not None
+        assert len(resume.choices[0].ids) == at
+        assert resume.choices[0].counters.cached_tokens == max(at - 1, 0)
+        assert over.metric("resumes_total", reason="connection", outcome="resumed") == 1
+
+
+async def test_crash_inside_of_a_frame() -> None:
+    async with harness(Script(cut_frame_at=6), Script()) as over:
+        await check_text(over, [1, 1])
+
+
+async def test_steps_of_several_tokens_continue_at_any_token() -> None:
+    async with harness(Script(close_at=7, per_step=1), Script(per_step=4)) as over:
+        await check_text(over, [1, 1])
+
+
+async def test_repeated_steps_reach_the_client_once() -> None:
+    async with harness(Script(repeat_steps=True)) as over:
+        await check_text(over, [1])
+
+
+async def test_a_missing_step_is_a_failure() -> None:
+    async with harness(Script(skip_at=5), Script()) as over:
+        await check_text(over, [1, 1])
+
+
+async def test_moved_continues_at_once_and_the_worker_gets_no_new_requests() -> None:
+    async with harness(Script(move_at=9), Script()) as over:
+        await check_text(over, [1, 1])
+        assert [view.endpoint.name for view in over.registry.views()] == ["w1"]
+        assert over.metric("resumes_total", reason="moved", outcome="resumed") == 1
+
+
+async def test_two_choices_continue_each_from_its_own_token() -> None:
+    body = chat(n=2)
+    async with harness(Script(close_at=5), Script()) as over:
+        client = await over.run(body)
+        assert [client.text(choice) for choice in (0, 1)] == [text_of(body, 20, choice) for choice in (0, 1)]
+
+
+async def test_whole_body_is_tried_again() -> None:
+    body = chat(stream=False)
+    async with harness(Script(close_at=5), Script()) as over:
+        client = await over.run(body)
+        assert client.body is not None
+        assert json.loads(client.body)["texts"] == [text_of(body, 20)]
+        assert client.events == []
+
+
+async def test_retryable_refusal_goes_to_the_next_worker() -> None:
+    async with harness(Script(refuse=error_frame(503, "loading", retryable=True)), Script()) as over:
+        await check_text(over, [1, 1])
+
+
+async def test_refusals_are_bounded_and_the_last_one_is_the_answer() -> None:
+    full = Script(refuse=error_frame(429, "rate_limit_exceeded", retryable=True))
+    async with harness(full, full, full, full) as over:
+        with pytest.raises(RefusedByWorker) as refused:
+            await over.run(BODY)
+        assert refused.value.error.status == 429
+        assert sum(len(worker.requests) for worker in over.workers) == 3
+
+
+async def test_other_errors_go_to_the_client() -> None:
+    async with harness(Script(refuse=error_frame(400, "invalid_value", retryable=False)), Script()) as over:
+        with pytest.raises(RefusedByWorker) as refused:
+            await over.run(BODY)
+        assert refused.value.error.body == error_frame(400, "invalid_value", retryable=False).body
+        assert not over.workers[1].requests
+
+
+async def test_error_in_the_middle_goes_to_the_client() -> None:
+    script = Script(refuse=error_frame(504, "deadline_exceeded", retryable=False), refuse_at=5)
+    async with harness(script, Script()) as over:
+        with pytest.raises(RefusedByWorker):
+            await over.run(BODY)
+        assert over.client.text() == text_of(BODY, 5)
+        assert not over.workers[1].requests
+
+
+async def test_engine_that_is_gone_in_the_middle_continues_elsewhere() -> None:
+    script = Script(refuse=error_frame(500, "engine_error", retryable=True), refuse_at=5)
+    async with harness(script, Script()) as over:
+        await check_text(over, [1, 1])
+
+
+async def test_two_crashes_end_the_request() -> None:
+    gone = Script(refuse=error_frame(500, "engine_error", retryable=True), refuse_at=9)
+    async with harness(Script(close_at=5), gone, Script()) as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert failed.value.status == 500
+        assert "2 workers failed" in failed.value.message
+        assert not over.workers[2].requests
+
+
+async def test_another_key_never_continues_the_text() -> None:
+    async with harness(Script(close_at=5), Script(key="key-2")) as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert (failed.value.status, failed.value.headers["Retry-After"]) == (503, "1")
+        assert "same text" in failed.value.message
+        assert over.metric("resumes_total", reason="connection", outcome="failed") == 1
+        assert over.client.text() == text_of(BODY, 5)
+
+
+async def test_no_worker_within_the_bound() -> None:
+    async with harness() as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert failed.value.status == 503
+
+
+async def test_a_worker_that_comes_in_time_continues() -> None:
+    async with harness(Script(close_at=5), Script()) as over:
+        both = over.registry.endpoints
+        over.registry.update(both[:1])
+        asyncio.get_running_loop().call_later(0.3, over.registry.update, both)
+        await check_text(over, [1, 1])
+
+
+async def test_deadline_passes_at_a_worker_that_says_nothing() -> None:
+    async with harness(Script(silent_at=3)) as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY, seconds=0.2)
+        assert (failed.value.status, failed.value.headers["X-Should-Retry"]) == (504, "false")
+        assert 0 < (over.workers[0].requests[0].timeout_seconds or 0) <= 0.2
+
+
+async def cancelled_streams(worker: StandInWorker) -> int:
+    """Return how many streams of a worker were cancelled, once there is one."""
+    async with asyncio.timeout(2):
+        while not worker.cancelled:
+            await asyncio.sleep(0.01)
+    return worker.cancelled
+
+
+async def test_client_that_goes_cancels_at_the_worker() -> None:
+    async with harness(Script(tokens=100_000)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        while not over.client.events:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await cancelled_streams(over.workers[0]) == 1
+
+
+async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with harness(Script(tokens=100_000)) as over:
+
+        async def gone(events: bytes) -> None:
+            raise ClientGone("gone")
+
+        monkeypatch.setattr(over.client, "write", gone)
+        with pytest.raises(ClientGone):
+            await over.run(BODY)
+        assert await cancelled_streams(over.workers[0]) == 1
+
+
+async def test_trace_headers_and_identity_reach_every_attempt() -> None:
+    async with harness(Script(close_at=5), Script()) as over:
+        await over.run(BODY)
+        first, second = (worker.requests[0] for worker in over.workers)
+        assert (first.request_id, first.body) == (second.request_id, second.body) == ("r1", BODY)
