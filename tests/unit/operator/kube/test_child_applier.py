@@ -296,3 +296,28 @@ async def test_newer_knowledge_is_not_overwritten(world: World) -> None:
     assert world.applier.digests(KEY, ["x-plan"]) == newer != digests
     world.applier.forget("ns", "x-plan")
     assert world.applier.digests(KEY, ["x-plan"]) == {}
+
+
+async def test_children_are_settled_while_the_informer_shows_what_was_applied(world: World) -> None:
+    names = ["x", "x-plan"]
+    assert world.applier.is_settled(KEY, names), "nothing was applied"
+    await world.send(a="1")
+    assert not world.applier.is_settled(KEY, names), "the informer lags"
+    world.catch_up()
+    assert world.applier.is_settled(KEY, names)
+    assert world.retry_seconds() is None, "the informer has confirmed the apply"
+    drift(world)
+    world.catch_up()
+    assert not world.applier.is_settled(KEY, names)
+
+
+async def test_a_deleted_or_a_refused_child_is_not_settled(world: World) -> None:
+    await world.send()
+    world.catch_up()
+    world.seen.clear()
+    assert not world.applier.is_settled(KEY, ["x-plan"])
+    world.catch_up()
+    world.error = Refused("no")
+    await world.send(a="2")
+    assert not world.applier.is_settled(KEY, ["x-plan"])
+    assert world.applier.is_settled(KEY, ["x"]), "another child"
