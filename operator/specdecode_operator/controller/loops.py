@@ -10,7 +10,7 @@ from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.planner import Planner
 from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.workqueue import WorkQueue
-from specdecode_operator.kube.apply import ChildApplier
+from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
@@ -70,6 +70,7 @@ class Loops:
                 tokens=self._tokens,
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
+                unconfirmed=self._check_later,
                 gone=self._gone,
             )
         )
@@ -101,6 +102,10 @@ class Loops:
         if key not in self._unchecked:
             self._unchecked.add(key)
             asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_children, key)
+
+    def _check_later(self, key: Key) -> None:
+        """Check the children once the informers should show what was just applied, in case no event comes."""
+        asyncio.get_running_loop().call_later(CACHE_LAG_SECONDS, self._check_children, key)
 
     def _check_children(self, key: Key) -> None:
         self._unchecked.discard(key)

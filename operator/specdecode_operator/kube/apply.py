@@ -158,8 +158,16 @@ class ChildApplier:
         self._applied.pop((namespace, name), None)
         self._failed.pop((namespace, name), None)
 
+    def is_confirmed(self, manifests: Iterable[Manifest]) -> bool:
+        """Return whether the informers have shown the result of the last apply of each of these manifests."""
+        applied = (self._last_apply(child_of(manifest)) for manifest in manifests)
+        return all(last is None or last.confirmed for last in applied)
+
     def retry_seconds(self, manifests: Iterable[Manifest]) -> float | None:
-        """Return in how many seconds these manifests should be applied again although nothing changed, or None."""
+        """Return in how many seconds these manifests should be applied again although nothing changed, or None.
+
+        Those that are not confirmed are not meant: an event of the watch, or a check after CACHE_LAG_SECONDS, does.
+        """
         times = [time for manifest in manifests if (time := self._retry_at(child_of(manifest))) is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
@@ -167,9 +175,7 @@ class ChildApplier:
         failed, applied = self._failure(child), self._last_apply(child)
         if failed:
             return failed.retry_at
-        if applied is None or (applied.confirmed and not applied.drifted):
-            return None
-        return applied.repair_at if applied.drifted else applied.at + CACHE_LAG_SECONDS
+        return applied.repair_at if applied is not None and applied.drifted else None
 
     def _is_up_to_date(self, child: Child, text: str, record: ChildRecord | None) -> bool:
         """Return whether nothing needs to be sent: the child is as it was applied, or it is too early to say."""

@@ -24,6 +24,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
+        monkeypatch.setattr(module, "CACHE_LAG_SECONDS", 0.01)
         unused: Any = SimpleNamespace(guard=None, timeout_seconds=1.0, record=lambda child: None)
         self.table = StateTable()
         self.table.put(KEY, DeploymentState(resource=Packed.of({}), generation=1))
@@ -87,3 +88,10 @@ async def test_each_cache_reports_to_its_own_queue(bench: Bench) -> None:
     process._child_changed(KEY)
     await asyncio.sleep(0.05)
     assert bench.queued == (1, 1)
+
+
+async def test_an_apply_without_an_event_is_checked(bench: Bench) -> None:
+    bench.settled = False
+    bench.loops._check_later(KEY)
+    await asyncio.sleep(0.05)
+    assert bench.queued == (0, 1)

@@ -66,7 +66,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(401, b"gated")
         revision = self.path.removeprefix("/api/models/org/model/revision/")
         if revision in ("main", COMMIT, NEWER_COMMIT):
-            listing = {"sha": hub.head if revision == "main" else revision, "siblings": [{"rfilename": name} for name in hub.files]}
+            listing = {
+                "sha": hub.head if revision == "main" else revision,
+                "siblings": [{"rfilename": name} for name in hub.files],
+            }
             return self._answer(200, json.dumps(listing).encode())
         name = self.path.rpartition("/")[2]
         if name not in hub.files or not (COMMIT in self.path or NEWER_COMMIT in self.path):

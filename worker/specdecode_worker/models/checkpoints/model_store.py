@@ -122,7 +122,7 @@ def commit_in(folder: Path) -> str:
 
 
 def folder_with(model: HubModel, commit: str, cache: Path) -> Path | None:
-    """Return the complete folder that has this commit, under the name of its branch or of the commit. None if absent."""
+    """Return the complete folder that has this commit, under the name of its branch or of the commit, or None."""
     folders = (model.folder(cache), model.at(commit).folder(cache))
     return next((folder for folder in folders if commit_in(folder) == commit), None)
 
