@@ -98,18 +98,21 @@ class AdminTokens:
         legacy = self._legacy.get(key)
         return (*self._keys.tokens(key, "operator"), *([legacy] if legacy else []))
 
-    async def ensure(self, deployment: Deployment, *, suspicious: bool) -> None:
+    async def ensure(self, deployment: Deployment, *, suspicious: bool, mounted: bool = False) -> None:
         """Create the Secret of a deployment if it may be missing.
 
         Args:
             deployment: The deployment.
             suspicious: True if a pod does not start, for which a missing Secret may be the reason.
+            mounted: True if pods run that have mounted the Secret, so that it need not be created.
 
         Raises:
             ClusterError: The API server refused the Secret.
         """
         last = self._ensured.get(deployment.uid)
         suspicious = suspicious or deployment.uid in self._suspected
+        if last is None and mounted and not suspicious:
+            return
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
         tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in SCOPES}

@@ -34,7 +34,22 @@ class WorkloadRecord(NamedTuple):
 class Caches:
     """Informers of all kinds. They run on every replica of the operator, so that caches of a new leader are full."""
 
-    def __init__(self, client: KubeClient, namespaces: Sequence[str], on_change: Callable[[Key], None]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        namespaces: Sequence[str],
+        on_change: Callable[[Key], None],
+        on_child: Callable[[Key], None],
+    ) -> None:
+        """Prepare the informers.
+
+        Args:
+            client: Client of the API server.
+            namespaces: Namespaces to watch; none of them means all.
+            on_change: Called with the key of a deployment whose pods or workload changed.
+            on_child: Called with the key of a deployment of which another child changed.
+        """
+
         def informers(kind: Any, labels: str, project: Callable[[dict[str, Any]], Any], *, metadata_only: bool) -> Any:
             return InformerSet(
                 client,
@@ -43,7 +58,7 @@ class Caches:
                 labels=labels,
                 project=project,
                 metadata_only=metadata_only,
-                on_change=on_change,
+                on_change=on_child if metadata_only else on_change,
             )
 
         self._workloads: InformerSet[WorkloadRecord] = informers(

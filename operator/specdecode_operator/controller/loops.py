@@ -10,7 +10,7 @@ from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.planner import Planner
 from specdecode_operator.controller.reconciler import Parts, Reconciler
 from specdecode_operator.controller.workqueue import WorkQueue
-from specdecode_operator.kube.apply import ChildApplier
+from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.deployment_state import DeploymentState, StateTable
@@ -20,6 +20,9 @@ from specdecode_operator.telemetry.scraper import RoundTimes, Scraper
 from specdecode_operator.telemetry.worker_client import WorkerClient
 from specdecode_operator.telemetry.worker_poll import Target
 from specdecode_operator.types import Defaults, Key
+
+CHECK_SECONDS = 0.3
+"""Time from a watch event of a child to its check. A write is answered within some 10 ms; a repair waits for it."""
 
 
 class Loops:
@@ -38,6 +41,8 @@ class Loops:
             worker_image=settings.worker_image, worker_image_pull_policy=settings.worker_image_pull_policy
         )
         self._table, self._caches = table, caches
+        self._unchecked: set[Key] = set()
+        """Deployments of which a child changed less than CHECK_SECONDS ago."""
         self._tokens = AdminTokens(client, keys)
         self._applier = ChildApplier(client, caches.record)
         self._store = StateStore(client, self._applier)
@@ -65,6 +70,7 @@ class Loops:
                 tokens=self._tokens,
                 plan=lambda key: self.planning.add(key, changed=True),
                 published=self._scraper.nudge,
+                unconfirmed=self._check_later,
                 gone=self._gone,
             )
         )
@@ -83,9 +89,28 @@ class Loops:
         """Queue a deployment that a user changed. It goes before other events."""
         self.planning.add(key, changed=True)
 
-    def child_changed(self, key: Key) -> None:
-        """Queue a deployment of which a child or a pod changed."""
+    def workers_changed(self, key: Key) -> None:
+        """Queue a deployment whose pods or workload changed."""
         self.planning.add(key)
+
+    def child_changed(self, key: Key) -> None:
+        """Queue a deployment of which another child changed, unless the change is the operator's own.
+
+        No decision depends on these children. The check waits for the answer to the operator's write, because the
+        watch event may come before it.
+        """
+        if key not in self._unchecked:
+            self._unchecked.add(key)
+            asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_children, key)
+
+    def _check_later(self, key: Key) -> None:
+        """Check the children once the informers should show what was just applied, in case no event comes."""
+        asyncio.get_running_loop().call_later(CACHE_LAG_SECONDS, self._check_children, key)
+
+    def _check_children(self, key: Key) -> None:
+        self._unchecked.discard(key)
+        if self._table.get(key) is not None and not self._applier.is_settled(key, manifests.child_names(key[1])):
+            self.reconciling.add(key)
 
     def forget(self, key: Key, uid: str) -> None:
         """Drop all records of a deleted deployment."""

@@ -53,7 +53,7 @@ class Process:
         )
         self._stack.push_async_callback(workers.close)
         self._client, self._workers = client, workers
-        self._caches = Caches(client, settings.watch_namespaces, self._child_changed)
+        self._caches = Caches(client, settings.watch_namespaces, self._workers_changed, self._child_changed)
         self._spawn(self._caches.run())
         for kind in self._caches.informers:
             metrics.WATCH_CONTACT_AGE.labels(kind).set_function(partial(self._caches.contact_age, kind))
@@ -92,6 +92,10 @@ class Process:
                 return  # The operator itself wrote the status.
         if self._loops is not None:
             self._loops.resource_changed(key)
+
+    def _workers_changed(self, key: Key) -> None:
+        if self._loops is not None and self._table.get(key) is not None:
+            self._loops.workers_changed(key)
 
     def _child_changed(self, key: Key) -> None:
         if self._loops is not None and self._table.get(key) is not None:

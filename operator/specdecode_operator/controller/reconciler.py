@@ -55,6 +55,8 @@ class Parts:
     """Function that requests a decision of the planner."""
     published: Callable[[Key], None]
     """Function that makes the telemetry loop push a published plan."""
+    unconfirmed: Callable[[Key], None]
+    """Function that checks the children a little later, when the informers should show what was applied."""
     gone: Callable[[Key], None]
     """Function that drops all records of a deleted deployment."""
     clock: Callable[[], float] = time.time
@@ -104,6 +106,8 @@ class Reconciler:
         decision = state.decision.value
         outcome = await self._carry_out(key, state, resource, decision)
         metrics.RECONCILES.labels("success").inc()
+        if not self._parts.applier.is_confirmed(decision.children):
+            self._parts.unconfirmed(key)
         retry = self._parts.applier.retry_seconds(decision.children)
         waits = [VERIFY_SECONDS, *([PROBLEM_SECONDS] if outcome.problems else []), *([retry] if retry else [])]
         return min(waits)
@@ -167,9 +171,10 @@ class Reconciler:
         return Outcome(problems=tuple(problems), is_saved=unsaved is None)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
-        suspicious = any(not worker.leaving and not worker.ready for worker in observed.workers)
+        workers = [worker for worker in observed.workers if not worker.leaving]
+        suspicious = any(not worker.ready for worker in workers)
         try:
-            await self._parts.tokens.ensure(deployment, suspicious=suspicious)
+            await self._parts.tokens.ensure(deployment, suspicious=suspicious, mounted=bool(workers) and not suspicious)
         except ClusterError as error:
             return _problem("Secret", manifests.tokens_name(deployment.name), error)
         return None

@@ -112,13 +112,19 @@ def _figures(
     buckets: Buckets,
     now: float,
 ) -> Figures | None:
-    """Return figures for status every half minute, and at once when synthetic knobs are turned on or off."""
+    """Return figures for status every half minute.
+
+    They are published at once when synthetic knobs are turned on or off, and when traffic has ended: otherwise a tick
+    that comes late would leave the figures of the last traffic in status until the poll after the next one.
+    """
     if not learnt.window:
         return None
     reports, shown = observed.reports, deployment.status.traffic
     synthetic = any(report.synthetic is not None for report in reports)
     turned = bool(reports) and shown is not None and synthetic != bool(shown.synthetic)
-    if now - observed.session.published_at < PUBLISH_SECONDS and not turned:
+    busy = shown is not None and (shown.running or shown.waiting or shown.tokens_per_second)
+    ended = busy and all(delta.idle for delta in learnt.window)
+    if now - observed.session.published_at < PUBLISH_SECONDS and not (turned or ended):
         return None
     depths = in_use.task_depths(deployment, planned.plan, learned, buckets)
     return planning.figures(

@@ -119,6 +119,19 @@ class ChildApplier:
             self._note_failure(child, text, state, problem)
         return problem
 
+    def is_settled(self, key: Key, names: Iterable[str]) -> bool:
+        """Return whether the informers show every applied child as it was applied last, so that no apply is due.
+
+        Args:
+            key: Key of the deployment.
+            names: Names of its children.
+        """
+        places = [(key[0], name) for name in names]
+        if any(place in self._failed for place in places):
+            return False
+        applied = [((kind, *place), last) for place in places for kind, last in self._applied.get(place, {}).items()]
+        return all(self._shows(last, self._records(child)) for child, last in applied)
+
     def digests(self, key: Key, names: Iterable[str]) -> dict[str, str]:
         """Return what was applied last to the children of a deployment, for ``recall`` after a restart.
 
@@ -145,8 +158,16 @@ class ChildApplier:
         self._applied.pop((namespace, name), None)
         self._failed.pop((namespace, name), None)
 
+    def is_confirmed(self, manifests: Iterable[Manifest]) -> bool:
+        """Return whether the informers have shown the result of the last apply of each of these manifests."""
+        applied = (self._last_apply(child_of(manifest)) for manifest in manifests)
+        return all(last is None or last.confirmed for last in applied)
+
     def retry_seconds(self, manifests: Iterable[Manifest]) -> float | None:
-        """Return in how many seconds these manifests should be applied again although nothing changed, or None."""
+        """Return in how many seconds these manifests should be applied again although nothing changed, or None.
+
+        Those that are not confirmed are not meant: an event of the watch, or a check after CACHE_LAG_SECONDS, does.
+        """
         times = [time for manifest in manifests if (time := self._retry_at(child_of(manifest))) is not None]
         return max(0.0, min(times) - self._clock()) if times else None
 
@@ -154,22 +175,26 @@ class ChildApplier:
         failed, applied = self._failure(child), self._last_apply(child)
         if failed:
             return failed.retry_at
-        if applied is None or (applied.confirmed and not applied.drifted):
-            return None
-        return applied.repair_at if applied.drifted else applied.at + CACHE_LAG_SECONDS
+        return applied.repair_at if applied is not None and applied.drifted else None
 
     def _is_up_to_date(self, child: Child, text: str, record: ChildRecord | None) -> bool:
         """Return whether nothing needs to be sent: the child is as it was applied, or it is too early to say."""
         applied, now = self._last_apply(child), self._clock()
         if applied is None or applied.text != text:
             return False
-        if record is not None and record.ours_digest == applied.ours and not record.deleting:
-            applied.confirmed, applied.drifted = True, False
+        if self._shows(applied, record):
             return True
         if not applied.confirmed and record == applied.before and now - applied.at < CACHE_LAG_SECONDS:
             return True
         applied.drifted = True
         return now < applied.repair_at
+
+    def _shows(self, applied: LastApply, record: ChildRecord | None) -> bool:
+        """Return whether an informer's record is the result of the last apply, and note that it is."""
+        if record is None or record.ours_digest != applied.ours or record.deleting:
+            return False
+        applied.confirmed, applied.drifted = True, False
+        return True
 
     async def _attempt(
         self, child: Child, manifest: Manifest, owner_uid: str, record: ChildRecord | None, text: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,12 +36,14 @@ class Baseline:
 
     @classmethod
     def of(cls, report: Report, tag: str = "") -> Baseline:
-        return cls(zlib.compress(report.model_dump_json().encode(), 1), report.clock_seconds, tag)
+        baseline = cls(zlib.compress(report.model_dump_json().encode(), 1), report.clock_seconds, tag)
+        _reports.put(baseline.packed, report)
+        return baseline
 
     @property
     def report(self) -> Report:
         """The report, with the time of ``clock_seconds``."""
-        report = _unpack_report(self.packed)
+        report = _reports.get(self.packed)
         if report.clock_seconds == self.clock_seconds:
             return report
         return report.model_copy(update={"clock_seconds": self.clock_seconds})
@@ -50,10 +53,31 @@ class Baseline:
         return replace(self, clock_seconds=clock_seconds)
 
 
-@lru_cache(maxsize=64)
-def _unpack_report(packed: bytes) -> Report:
-    """Decompress a report. The result is cached, because one decision reads it several times."""
-    return Report.model_validate_json(zlib.decompress(packed))
+class _ReportCache:
+    """The reports that were read last, unpacked: between a poll and its decision and status each is read several times.
+
+    A report takes some 150 KiB when it is unpacked, so there are few.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._reports: OrderedDict[bytes, Report] = OrderedDict()
+
+    def get(self, packed: bytes) -> Report:
+        report = self._reports.get(packed)
+        if report is None:
+            report = Report.model_validate_json(zlib.decompress(packed))
+        self.put(packed, report)
+        return report
+
+    def put(self, packed: bytes, report: Report) -> None:
+        self._reports[packed] = report
+        self._reports.move_to_end(packed)
+        while len(self._reports) > self._size:
+            self._reports.popitem(last=False)
+
+
+_reports = _ReportCache(size=40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specdecode_operator.telemetry.counters import (
     CellKey,
@@ -104,13 +105,28 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
     )
 
 
-def went_backwards(before: Report, after: Report) -> str | None:
+class Totals(NamedTuple):
+    """Counters of a report that never fall within one boot, apart from those of its cells."""
+
+    boot_id: str
+    clock_seconds: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    plain_steps: int
+    running_request_seconds: float
+
+    @classmethod
+    def of(cls, report: Report) -> Totals:
+        return cls(*(getattr(report, name) for name in cls._fields))
+
+
+def went_backwards(before: Report | Totals, after: Report) -> str | None:
     """Return the name of the first counter that fell, or None. The readings must be of the same boot."""
-    names = ("clock_seconds", "drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds")
-    return next((name for name in names if getattr(after, name) < getattr(before, name)), None)
+    return next((name for name in Totals._fields[1:] if getattr(after, name) < getattr(before, name)), None)
 
 
-def regression(before: Report | None, after: Report) -> str | None:
+def regression(before: Report | Totals | None, after: Report) -> str | None:
     """Return why ``after`` cannot be believed: a counter fell within one boot, which counters never do.
 
     ``before`` stays the baseline until all counters have passed it or the worker starts again.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import PAUSED_ANNOTATION
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SYNC_SECONDS = 0.5
 """Time between two comparisons of the state table with the running tasks. It delays the first round of a deployment."""
 MIN_GAP_SECONDS = 0.2
-"""Least time between the starts of two rounds of one deployment, however often it is nudged."""
+"""Least time between the starts of two rounds or pushes of one deployment, however often it is nudged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,10 @@ class Scraper:
             await self._stop(tuple(self._tasks))
 
     def nudge(self, key: Key) -> None:
-        """Start a round of the deployment at once, or right after the one that runs."""
+        """Push the published plans of the deployment at once, or right after the round that runs.
+
+        Reports are read only if there are none yet: the round that led to the plans has just read them.
+        """
         if key in self._nudged:
             self._nudged[key].set()
 
@@ -148,7 +151,10 @@ class Scraper:
             await asyncio.sleep(started + MIN_GAP_SECONDS - self._clock())
             self._nudged[key].clear()
             started = self._clock()
-            await self._survive_round(key)
+            if started < due and self._has_reports(key):
+                await self._survive(key, self._push_again(key))
+                continue
+            await self._survive(key, self._round(key))
             times = RoundTimes(max(0.0, started - due), self._clock() - started)
             self._record(key, times)
             due = due + self._period if due <= started else due
@@ -163,9 +169,10 @@ class Scraper:
         except TimeoutError:
             return
 
-    async def _survive_round(self, key: Key) -> None:
+    async def _survive(self, key: Key, work: Awaitable[None]) -> None:
+        """Wait for a round or a push of a deployment, and log its errors."""
         try:
-            await self._round(key)
+            await work
         except OperatorError as error:
             self.counters.rounds_failed += 1
             log.warning("%s/%s: a round of reports failed: %s", *key, error)
@@ -197,6 +204,15 @@ class Scraper:
             self._on_unauthorized(key)
         await self._push(key, state, polls, access)
 
+    async def _push_again(self, key: Key) -> None:
+        """Push plans to the workers that need them after their last reports."""
+        state = self._table.get(key)
+        if state is not None:
+            await self._push(key, state, tuple(self._polls[key].values()), self._access(state))
+
+    def _has_reports(self, key: Key) -> bool:
+        return any(poll.has_report for poll in self._polls.get(key, {}).values())
+
     def _follow(self, key: Key) -> list[WorkerPoll]:
         """Return the state of every pod that can be asked, and forget the pods that are gone."""
         known = self._polls.get(key, {})
@@ -219,7 +235,7 @@ class Scraper:
         return self._table.update(key, readings=readings)
 
     async def _push(self, key: Key, state: DeploymentState, polls: Sequence[WorkerPoll], access: WorkerAccess) -> None:
-        """Push plans to workers whose report of this round shows that they need them."""
+        """Push plans to workers whose last report shows that they need them."""
         published = state.published
         if published is None:
             return

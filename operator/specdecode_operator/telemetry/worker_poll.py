@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
 from specdecode_operator.state.deployment_state import WorkerReading
 from specdecode_operator.state.session import Baseline
-from specdecode_operator.telemetry.deltas import regression
+from specdecode_operator.telemetry.deltas import Totals, regression
 from specdecode_operator.telemetry.plan_push import RunningPlan
 from specdecode_operator.telemetry.worker_client import Reading, Unchanged
 
@@ -35,6 +35,8 @@ class WorkerPoll:
     target: Target
     baseline: Baseline | None = None
     """Last report that was read and believed. The next report is compared with it."""
+    totals: Totals | None = None
+    """Counters of that report, so that it need not be unpacked for the comparison."""
     running: RunningPlan | None = None
     """Plan in the last believed report."""
     reading: WorkerReading | None = None
@@ -75,11 +77,19 @@ class WorkerPoll:
             assert self.baseline is not None, "an ETag is sent only with a known report"
             baseline, running = self.baseline.at(answer.clock_seconds), self.running
         else:
-            problem = regression(self.baseline.report if self.baseline else None, answer.report)
+            problem = regression(self._known_totals, answer.report)
             if problem is not None:
                 return replace(asked, reading=WorkerReading(at=at, problem=problem))
             baseline, running = Baseline.of(answer.report, answer.tag), RunningPlan.of(answer.report)
+            asked = replace(asked, totals=Totals.of(answer.report))
         return replace(asked, baseline=baseline, running=running, reading=WorkerReading(at=at, baseline=baseline))
+
+    @property
+    def _known_totals(self) -> Totals | None:
+        """Totals at the last contact: an unchanged report has the totals of the one before, at a later clock."""
+        if self.totals is None or self.baseline is None:
+            return None
+        return self.totals._replace(clock_seconds=self.baseline.clock_seconds)
 
     def failed(self, error: Exception, *, started: float, at: float, period: float) -> WorkerPoll:
         """Return the state after a failed call. ``period`` is the time between rounds, in seconds."""

@@ -1,22 +1,26 @@
 """Command ``pull``: fetch models into the cache and verify them.
 
 The init container of a worker pod runs it without URIs. It then takes target and draft from the configuration of the
-pod.
+pod. In a pod, the commits of models whose URI names none become the termination message, which the operator reads, and
+commits that the operator knows already are fetched instead of newer ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from specdecode_worker.contract import Env, WorkerConfig
+from specdecode_worker.contract import Env, Revisions, WorkerConfig
 from specdecode_worker.models.checkpoints import hub, model_store
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.termination import write_termination_message
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -36,8 +40,15 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if config is None:
         cache = Path(args.cache_dir) if args.cache_dir else model_store.default_cache_dir()
-        return max([_pull(uri, cache) for uri in args.uris])
-    return _pull_for_pod(config, Path(args.cache_dir or config.cache_dir))
+        code = max([_pull(uri, cache) for uri in args.uris])
+        uris = args.uris
+    else:
+        cache = Path(args.cache_dir or config.cache_dir)
+        code = _pull_for_pod(config, cache)
+        uris = [uri for uri in (config.model.uri, config.draft.uri) if uri is not None]
+    if code == 0:
+        _report_revisions(uris, cache)
+    return code
 
 
 def _pod_config() -> WorkerConfig:
@@ -79,11 +90,33 @@ def _pull(uri: str, cache: Path) -> int:
 def _hub_pull(uri: str, cache: Path) -> Path:
     """Fetch a model from the Hugging Face Hub and return its folder."""
     model = model_store.hub_model(uri)
+    commit = model_store.resolved_commit(uri)
+    if commit:
+        folder = model_store.folder_with(model, commit, cache)
+        if folder is not None:
+            return folder
+        model = model.at(commit)
     server = hub.Hub.from_environment()
     try:
         return server.pull(model, cache, ProgressLines(), _print_progress)
     finally:
         server.close()
+
+
+def _report_revisions(uris: Sequence[str], cache: Path) -> None:
+    """Write the commits of the models whose URI names none as the termination message of the container."""
+    commits: dict[str, str] = {}
+    for uri in uris:
+        with contextlib.suppress(ModelError):  # a draft that is not required
+            if uri.startswith("hf://") and not model_store.hub_model(uri).is_pinned:
+                commits[uri] = model_store.commit_in(model_store.resolve(uri, cache))
+    try:
+        message = Revisions(revisions={uri: commit for uri, commit in commits.items() if commit})
+    except ValidationError as error:
+        _print_progress(f"the hub names commits that are none: {error}")
+        return
+    if message.revisions:
+        write_termination_message(message.model_dump_json())
 
 
 class ProgressLines:

@@ -37,6 +37,7 @@ from specdecode_worker.contract.report import (
     TaskCell,
     TrafficCell,
 )
+from specdecode_worker.contract.revisions import Revisions
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
 from specdecode_worker.contract.verdict import MAX_VERDICT_BYTES, CheckVerdict
@@ -101,6 +102,7 @@ __all__ = [
     "Received",
     "Report",
     "RequestCell",
+    "Revisions",
     "Route",
     "Sampler",
     "ServerConfig",

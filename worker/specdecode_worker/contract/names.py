@@ -36,6 +36,8 @@ class Env:
     admin_token = "SPECDECODE_ADMIN_TOKEN"
     """Token of the admin port with the scope operator. Unset, the worker makes one. A blank value is refused."""
     plan_path = "SPECDECODE_PLAN_PATH"
+    revisions_path = "SPECDECODE_REVISIONS_PATH"
+    """File with the Revisions of models whose URI names no commit. It need not exist."""
     pod_name = "POD_NAME"
     synthetic = "SPECDECODE_SYNTHETIC"
     """SyntheticKnobs as JSON, active from the first step. Set in tests only."""

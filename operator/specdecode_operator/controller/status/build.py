@@ -21,6 +21,9 @@ from specdecode_operator.types import Decision, Deployment, Observation, Outcome
 
 WITH_MEASUREMENTS = (ConditionType.scaling_limited, ConditionType.workers_healthy)
 """Conditions whose messages contain measurements. These change with every poll."""
+WITHOUT_REPORT_REASONS = ("NotLoadedYet", "NotCheckedYet")
+"""Reasons of conditions that wait for the first report. An operator that has just started has read none, though workers
+serve; the conditions then stay as they are until the first round of reports."""
 ALTERNATING_REASONS = ("ImageNotPulled",)
 """Reasons whose message alternates: the kubelet reports the error of a pull, then its back-off, and so on."""
 MAX_REASON, MAX_MESSAGE = 1024, 4096
@@ -49,7 +52,7 @@ def status_of(
     before, workload = deployment.status, observed.workload
     past = _past(before, now)
     states = [
-        _steady(before, state, published=decision.figures is not None)
+        _steady(before, state, published=decision.figures is not None, asked=observed.round > 0)
         for state in conditions(deployment, observed, decision, outcome, past=past)
     ]
     generation = _observed_generation(deployment)
@@ -134,15 +137,20 @@ def _past(before: Status, now: float) -> Past:
     return Past(max(0.0, now - since), frozenset(named_pods(blocked.message) if blocked and crashed else ()))
 
 
-def _steady(before: Status, state: ConditionState, *, published: bool) -> ConditionState:
+def _steady(before: Status, state: ConditionState, *, published: bool, asked: bool) -> ConditionState:
     """Return ``state`` with its previous message where only a measurement or the phase of a retry changed in it.
+
+    A condition that waits for reports is returned as it was until workers were asked for them.
 
     Args:
         before: The previous status.
         state: The new state.
         published: Whether new measurements are published now.
+        asked: Whether this process has asked the workers for reports.
     """
     known = _known(before, state.type)
+    if known is not None and state.reason in WITHOUT_REPORT_REASONS and not asked:
+        return ConditionState(state.type, known.status, known.reason, known.message, known.status == "False")
     if known is None or (known.status, known.reason) != (state.status, state.reason):
         return state
     measured = state.type in WITH_MEASUREMENTS and not published

@@ -80,6 +80,16 @@ async def test_a_secret_is_created_once_and_again_only_on_suspicion() -> None:
     assert api.created[0] == api.created[2], "the same tokens are written again"
 
 
+async def test_a_secret_that_running_pods_have_mounted_is_not_created_after_a_restart() -> None:
+    api, clock, deployment = Secrets(), Clock(), deployment_with()
+    tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)
+    await tokens.ensure(deployment, suspicious=False, mounted=True)
+    assert not api.created
+    tokens.suspect(deployment.uid)
+    await tokens.ensure(deployment, suspicious=False, mounted=True)
+    assert len(api.created) == 1, "a worker accepts none of the tokens"
+
+
 async def test_a_refused_secret_is_reported_and_tried_again() -> None:
     api, deployment = Secrets(), deployment_with()
     tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), Clock())

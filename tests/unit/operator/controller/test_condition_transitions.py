@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fleet import deployment_with, workload_with
+from fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 from statuses import conditions, kstatus, pod, states, status_with
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.controller.status import failed_status
+from specdecode_operator.controller.status import failed_status, status_of
+from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
-from specdecode_operator.types import Observation, Worker, Workload
+from specdecode_operator.types import Observation, Outcome, Worker, Workload
 
 CRASH = "pull: CrashLoopBackOff: hf://org/gated needs a token: set model.tokenSecretRef"
 
@@ -136,3 +137,19 @@ def test_a_spec_that_is_repaired_is_ready_again() -> None:
     status = status_with(workload_with(), deployment=deployment, now=3000)
     assert states(status)["Ready"][0] == "True"
     assert "Stalled" not in states(status)
+
+
+def test_a_restart_of_the_operator_changes_no_condition_before_the_first_reports() -> None:
+    report = SimulatedWorker(Truth()).report()
+    served = status_with(workload_with(), pod(ready=True, report=report), now=1000)
+    assert states(served)["DraftCompatible"] == ("True", "DraftLoaded")
+
+    def observed_in(round: int) -> Status:
+        deployment = deployment_with(served)
+        observed = Observation(workload=workload_with(), workers=(pod(ready=True),), session=Session(), round=round)
+        decision, _ = decide(deployment, observed, DEFAULTS, now=1060)
+        return status_of(deployment, observed, decision, Outcome(), now=1060)
+
+    restarted = observed_in(round=0)
+    assert conditions(restarted)["DraftCompatible"] == conditions(served)["DraftCompatible"]
+    assert states(observed_in(round=1))["DraftCompatible"] == ("Unknown", "NotLoadedYet"), "no worker answered"

@@ -94,7 +94,8 @@ async def test_an_informer_that_lags_behind_causes_no_second_apply(world: World)
     await world.send()
     assert await world.send() is None
     assert len(world.requests) == 2
-    assert world.retry_seconds() == 3
+    assert world.retry_seconds() is None
+    assert not world.applier.is_confirmed([config_map("ns", "x-plan")]), "the reconciler asks for a check"
     world.now += 3
     await world.send()
     assert world.requests[2:] == ["get", "apply"], "an informer that stays behind is not believed for ever"
@@ -296,3 +297,28 @@ async def test_newer_knowledge_is_not_overwritten(world: World) -> None:
     assert world.applier.digests(KEY, ["x-plan"]) == newer != digests
     world.applier.forget("ns", "x-plan")
     assert world.applier.digests(KEY, ["x-plan"]) == {}
+
+
+async def test_children_are_settled_while_the_informer_shows_what_was_applied(world: World) -> None:
+    names = ["x", "x-plan"]
+    assert world.applier.is_settled(KEY, names), "nothing was applied"
+    await world.send(a="1")
+    assert not world.applier.is_settled(KEY, names), "the informer lags"
+    world.catch_up()
+    assert world.applier.is_settled(KEY, names)
+    assert world.applier.is_confirmed([config_map("ns", "x-plan")])
+    drift(world)
+    world.catch_up()
+    assert not world.applier.is_settled(KEY, names)
+
+
+async def test_a_deleted_or_a_refused_child_is_not_settled(world: World) -> None:
+    await world.send()
+    world.catch_up()
+    world.seen.clear()
+    assert not world.applier.is_settled(KEY, ["x-plan"])
+    world.catch_up()
+    world.error = Refused("no")
+    await world.send(a="2")
+    assert not world.applier.is_settled(KEY, ["x-plan"])
+    assert world.applier.is_settled(KEY, ["x"]), "another child"

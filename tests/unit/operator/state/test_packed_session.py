@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crowd import Crowd
-from fleet import loop_over
+from fleet import SimulatedWorker, Truth, loop_over
 
+from specdecode_operator.state import session as session_module
 from specdecode_operator.state.learned import LearnedState, TemplateState
-from specdecode_operator.state.session import PackedSession
+from specdecode_operator.state.session import Baseline, PackedSession
 
 
 def test_a_packed_session_is_small_and_unpacks_as_it_was() -> None:
@@ -30,3 +31,13 @@ def test_unchanged_parked_estimates_are_not_packed_again() -> None:
     assert PackedSession.of(later, first).parked is first.parked
     changed = later.learned.model_copy(update={"parked": (Crowd(2).parked("d2"),)})
     assert PackedSession.of(replace(later, learned=changed), first).session.learned == changed
+
+
+def test_reports_are_equal_after_they_left_the_cache() -> None:
+    report = SimulatedWorker(Truth()).report()
+    reports = [report.model_copy(update={"clock_seconds": float(number)}) for number in range(100)]
+    baselines = [Baseline.of(report, "tag") for report in reports]
+    assert [baseline.report for baseline in baselines] == reports
+    assert baselines[-1].report is baselines[-1].report, "a decision reads it several times"
+    assert baselines[0].at(7.0).report.clock_seconds == 7.0
+    assert len(session_module._reports._reports) <= 40

@@ -117,14 +117,32 @@ async def test_a_nudge_starts_a_round_at_once() -> None:
         bench.scraper.nudge(("ns", "unknown"))
 
 
-async def test_nudges_without_end_leave_a_gap_between_rounds() -> None:
+async def test_nudges_without_end_leave_a_gap_between_pushes() -> None:
     async with bench_of(period=30.0) as bench:
-        await bench.add(GoodWorker())
+        worker = GoodWorker()
+        await bench.add(worker)
         ends = time.monotonic() + 1.5
+        version = 0
         while time.monotonic() < ends:
+            publish(bench, version := version + 1)
             bench.scraper.nudge(KEY)
             await asyncio.sleep(0.01)
-        assert 2 <= bench.readings().round <= 6
+        assert 2 <= len(worker.plans) <= 7
+
+
+async def test_a_nudge_after_a_round_pushes_without_reading_reports_again() -> None:
+    async with bench_of(period=30.0) as bench:
+        worker, silent = GoodWorker(), GoodWorker(tokens={"other"})
+        await bench.add(worker, silent)
+        await asyncio.sleep(1)
+        bench.scraper.nudge(KEY)
+        await bench.rounds(1)
+        publish(bench, 3)
+        bench.scraper.nudge(KEY)
+        await bench.until(lambda: bool(worker.plans))
+        assert worker.requests == ["GET", "PUT"]
+        assert len(silent.asked) == 1, "no report says which plan this worker runs"
+        assert bench.readings().round == 1
 
 
 # --- errors of the operator itself ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 COMMIT = "c0ffee" * 6 + "beef"
+NEWER_COMMIT = "decade" * 6 + "beef"
 LARGE = ".safetensors"
 
 
@@ -27,6 +28,8 @@ class Repository:
     """Name of a file to send with content that differs from its announced hash."""
     busy: int = 0
     """Number of initial requests to answer with 503."""
+    head: str = COMMIT
+    """Commit that the branch main has."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """(method, path, Range) of every request received."""
 
@@ -61,11 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(503, b"busy")
         if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}" and "/storage/" not in self.path:
             return self._answer(401, b"gated")
-        if self.path == "/api/models/org/model/revision/main":
-            listing = {"sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
+        revision = self.path.removeprefix("/api/models/org/model/revision/")
+        if revision in ("main", COMMIT, NEWER_COMMIT):
+            listing = {
+                "sha": hub.head if revision == "main" else revision,
+                "siblings": [{"rfilename": name} for name in hub.files],
+            }
             return self._answer(200, json.dumps(listing).encode())
         name = self.path.rpartition("/")[2]
-        if name not in hub.files or COMMIT not in self.path:
+        if name not in hub.files or not (COMMIT in self.path or NEWER_COMMIT in self.path):
             return self._answer(404, b"no such file")
         if self.path.startswith("/storage/"):
             # Large files are served by another host, which must never receive the token.

@@ -1,6 +1,7 @@
 """Resolution of model URIs to local folders. `checkpoints.hub` does the downloads.
 
-hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it
+hf://org/name[@revision]   <cache>/hf/org/name/<revision>, after `pull` has completed it. A revision that is no commit
+                           may be resolved already ($SPECDECODE_REVISIONS_PATH); then it is that commit
 pvc://claim/path           /mnt/pvc/claim/path, where the operator mounts claims
 file:///path               the folder itself
 embedded://name            a model that comes with the package
@@ -8,12 +9,17 @@ embedded://name            a model that comes with the package
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from pydantic import ValidationError
+
 from specdecode_worker import embedded
+from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import BadUri, NotPresent
 
@@ -22,6 +28,7 @@ MANIFEST = "specdecode-manifest.json"
 CLAIMS = Path("/mnt/pvc")
 FORMS = "hf://org/name[@revision], pvc://claim/path, file:///path or embedded://name"
 
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _HUB_NAME = re.compile(r"(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -42,6 +49,15 @@ class HubModel:
     def uri(self) -> str:
         """The hf:// URI with the revision."""
         return f"hf://{self.id}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the revision is a commit. A branch or a tag may move."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, commit: str) -> HubModel:
+        """Return the model at a commit."""
+        return replace(self, revision=commit)
 
     def folder(self, cache_dir: Path) -> Path:
         """Return the folder of this model in the cache."""
@@ -65,7 +81,7 @@ def resolve(uri: str, cache_dir: Path | None = None) -> Path:
     scheme, _, rest = uri.partition("://")
     match scheme:
         case "hf":
-            return _pulled(hub_model(uri), cache)
+            return _pulled(hub_model(uri), cache, resolved_commit(uri))
         case "pvc":
             return _existing(uri, CLAIMS / _inside(uri, rest))
         case "file" if rest.startswith("/"):
@@ -85,7 +101,36 @@ def hub_model(uri: str) -> HubModel:
     return HubModel(name_match["org"], name_match["name"], name_match["revision"] or "main")
 
 
-def _pulled(model: HubModel, cache: Path) -> Path:
+def resolved_commit(uri: str) -> str:
+    """Return the commit that an hf:// URI was resolved to in other pods, or "" if it was not resolved or is pinned."""
+    path = os.environ.get(Env.revisions_path)
+    if not path or hub_model(uri).is_pinned or not Path(path).is_file():
+        return ""
+    try:
+        return Revisions.model_validate_json(Path(path).read_bytes()).revisions.get(uri, "")
+    except (OSError, ValidationError) as error:
+        print(f"specdecode-worker: {path} is ignored: {error}", file=sys.stderr)
+        return ""
+
+
+def commit_in(folder: Path) -> str:
+    """Return the commit that `pull` put into a folder, or "" if the folder is not complete."""
+    try:
+        return str(json.loads((folder / MANIFEST).read_bytes())["commit"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def folder_with(model: HubModel, commit: str, cache: Path) -> Path | None:
+    """Return the complete folder that has this commit, under the name of its branch or of the commit, or None."""
+    folders = (model.folder(cache), model.at(commit).folder(cache))
+    return next((folder for folder in folders if commit_in(folder) == commit), None)
+
+
+def _pulled(model: HubModel, cache: Path, commit: str) -> Path:
+    resolved = folder_with(model, commit, cache) if commit else None
+    if resolved is not None:
+        return resolved
     folder = model.folder(cache)
     if not (folder / MANIFEST).is_file():
         raise NotPresent(
