@@ -45,9 +45,7 @@ class SuspicionSpec(Api):
 class RouterResourcesSpec(Api):
     """CPU, memory and other resources of the router's container. A router is one process on one core."""
 
-    limits: Amounts = Field(
-        default={"memory": "1Gi"}, description="Largest amounts.", examples=[{"memory": "1Gi"}]
-    )
+    limits: Amounts = Field(default={"memory": "1Gi"}, description="Largest amounts.", examples=[{"memory": "1Gi"}])
     requests: Amounts = Field(
         default={"cpu": "250m", "memory": "256Mi"},
         description="Amounts that are reserved on the node. An autoscaler by CPU needs the CPU here.",
