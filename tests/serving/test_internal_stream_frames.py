@@ -83,7 +83,8 @@ async def test_parallel_calls_continue_at_every_token(admin: httpx.AsyncClient, 
     assert len(calls) == 2
     ids = [one["ids"][0] if stream else one["id"] for one in calls]
     assert len(set(ids)) == 2, "calls have ids of their own"
-    assert (start := whole.start) is not None
+    start = whole.start
+    assert start is not None
     tokens, scored = whole.ids(), [one for step in whole.steps for one in step.logprobs]
     places = asyncio.Semaphore(6)
 
@@ -265,6 +266,14 @@ async def test_continued_request_is_counted_once(admin: httpx.AsyncClient, servi
     assert after.traffic[0].finished == before.traffic[0].finished + 1
     assert sum(service.counts.prompt_tokens.counts) == 2, "each worker that ends a request counts its size"
     assert service.counts.generation_tokens.sum == 2 * 24
+
+
+async def test_continued_request_keeps_the_time_of_its_start(admin: httpx.AsyncClient) -> None:
+    journal = await Journal(opened()).follow(admin)
+    assert journal.start is not None
+    journal.start = msgspec.structs.replace(journal.start, created=1234)
+    continued = await journal.cut(2).follow(admin, resume=True)
+    assert json.loads(continued.end.body)["created"] == 1234
 
 
 async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient, service: Service) -> None:
