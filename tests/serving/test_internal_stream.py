@@ -9,31 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import small_model
-from internal_client import Journal, answer_of
+from internal_client import Journal
+from stream_workers import StreamWorker, check_cuts, start_worker
 from worker_process import worker_config
 
-from specdecode_worker.contract import DraftConfig, Plan, SyntheticKnobs, TreeShape, WorkerConfig
+from specdecode_worker.contract import DraftConfig
 from specdecode_worker.contract.internal_stream import Error, OpenStream
-from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.server.access.reloaded_secrets import ReloadedSecrets
-from specdecode_worker.server.access.scopes import Scope
-from specdecode_worker.server.lifecycle import Lifecycle, Shutdown
-from specdecode_worker.server.routes.admin import admin_app
-from specdecode_worker.server.served_model import Model
-from specdecode_worker.server.service import Service
-from specdecode_worker.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKEN = "token-of-the-tests"
 TOKENS = 14
 AT_ONCE = 32
 END = str(small_model.END_ID)
@@ -81,33 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Worker:
-    """A worker in this process with an engine process of its own."""
-
-    service: Service
-    client: httpx.AsyncClient
-
-
-async def _start(config: WorkerConfig, folder: Path, shape: str) -> Worker:
-    plan = Plan(uid="uid-1", version=1, initial=TreeShape.parse(shape), max_depth=4, explore=0, guard=False)
-    knobs = SyntheticKnobs(acceptance=(0.8, 0.7)) if shape != "none" else None
-    engine = EngineClient(config, plan, knobs)
-    service = Service(config, engine, Lifecycle(), plan)
-    service.model_loaded(Model(Tokenizer.from_folder(folder), await engine.loaded))
-    shutdown = Shutdown(service.lifecycle, config.server, lambda: engine.in_flight, asyncio.Event())
-    app = admin_app(service, shutdown, ReloadedSecrets("admin tokens", {Scope.router: TOKEN}))
-    client = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app),
-        base_url="http://127.0.0.1:8001",
-        headers={"Authorization": f"Bearer {TOKEN}"},
-        timeout=60,
-    )
-    return Worker(service, client)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Worker, Worker]]:
+async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
     small_model.write_varied_target(folder)
@@ -120,8 +85,8 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     )
     draft = DraftConfig(method="draft-model", uri=f"file://{folder}", required=True)
     started = await asyncio.gather(
-        _start(config, folder, "none"),
-        _start(config.model_copy(update={"draft": draft}), folder, "tree:2,1,1"),
+        start_worker(config, folder, "none"),
+        start_worker(config.model_copy(update={"draft": draft}), folder, "tree:2,1,1"),
     )
     yield started[0], started[1]
     await asyncio.gather(*(worker.service.engine.close() for worker in started))
@@ -139,77 +104,30 @@ def request_of(name: str, *, stream: bool) -> OpenStream:
     return OpenStream(route=route, body=json.dumps(body).encode(), request_id=f"id-{name.replace(' ', '-')}")
 
 
-def same(answer: Any, expected: Any) -> bool:
-    """Return whether two answers are equal. Log-probabilities are rounded by the shape of a batch."""
-    if isinstance(expected, float):
-        return isinstance(answer, float) and abs(answer - expected) < 1e-3
-    if isinstance(expected, dict):
-        return isinstance(answer, dict) and answer.keys() == expected.keys() and all(
-            same(answer[key], value) for key, value in expected.items()
-        )  # fmt: skip
-    if isinstance(expected, list | tuple):
-        return len(answer) == len(expected) and all(map(same, answer, expected))
-    return bool(answer == expected)
-
-
-async def check_all_cuts(name: str, first: Worker, others: tuple[Worker, ...], *, stream: bool) -> int:
-    """Run a request on the first worker, and continue it after each of its steps on each other one."""
-    whole = await Journal(request_of(name, stream=stream)).follow(first.client)
-    expected, usage = answer_of(whole.body, stream=stream), whole.end
-    places = asyncio.Semaphore(AT_ONCE // 2)
-
-    async def check(steps: int, worker: Worker) -> None:
-        async with places:
-            journal = await whole.cut(steps).follow(worker.client, resume=True)
-        assert journal.start is not None
-        where = f"{name}, stream={stream}, {steps} of {len(whole.steps)} steps"
-        for choice in range(len(journal.start.choices)):
-            assert journal.ids(choice) == whole.ids(choice), where
-        assert (journal.end.prompt_tokens, journal.end.completion_tokens) == (
-            usage.prompt_tokens, usage.completion_tokens,
-        ), where  # fmt: skip
-        answer, wanted = answer_of(journal.body, stream=stream), expected
-        if any(not whole.cut(steps).length(choice) for choice in range(len(journal.start.choices))):
-            answer, wanted = _without_cached(answer), _without_cached(wanted)
-        assert same(answer, wanted), f"{where}:\n{answer}\n{wanted}"
-
-    cuts = [(steps, worker) for steps in range(len(whole.steps) + 1) for worker in others]
-    await asyncio.gather(*(check(*cut) for cut in cuts))
-    return len(cuts)
-
-
-def _without_cached(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without its cached tokens. Those of a choice without output depend on the worker."""
-    usage = answer["usage"]
-    usages = [usage] if isinstance(usage, dict) else usage
-    bare = [{name: value for name, value in one.items() if name != "prompt_tokens_details"} for one in usages]
-    return {**answer, "usage": bare}
-
-
 @pytest.mark.parametrize("name", CASES)
-async def test_continued_answer_equals_the_unbroken_one(workers: tuple[Worker, Worker], name: str) -> None:
+async def test_continued_answer_equals_the_unbroken_one(workers: tuple[StreamWorker, StreamWorker], name: str) -> None:
     plain, drafting = workers
     streams = (False,) if "best_of" in CASES[name] else (True, False)
     for stream in streams:
-        cuts = await check_all_cuts(name, plain, (plain, drafting), stream=stream)
-        cuts += await check_all_cuts(name, drafting, (plain,) if stream else (drafting,), stream=stream)
+        request = request_of(name, stream=stream)
+        cuts = await check_cuts(request, plain, (plain, drafting))
+        cuts += await check_cuts(request, drafting, (plain,) if stream else (drafting,))
         assert cuts > 2
 
 
-async def test_the_drafting_worker_drafts(workers: tuple[Worker, Worker]) -> None:
+async def test_the_drafting_worker_drafts(workers: tuple[StreamWorker, StreamWorker]) -> None:
     journal = await Journal(request_of("sampled", stream=True)).follow(workers[1].client)
     assert max(len(step.ids) for step in journal.steps) > 1
     assert {len(step.ids) for step in journal.steps} != {1}
 
 
-async def test_other_key_is_refused_for_another_worker(workers: tuple[Worker, Worker]) -> None:
+async def test_other_key_is_refused_for_another_worker(workers: tuple[StreamWorker, StreamWorker]) -> None:
     plain, drafting = workers
     assert plain.service.compatibility_key == drafting.service.compatibility_key
     assert len(plain.service.compatibility_key) == 32
     journal = await Journal(request_of("greedy", stream=True)).follow(plain.client)
-    journal.start = type(journal.start)(  # type: ignore[misc]
-        **{**{f: getattr(journal.start, f) for f in journal.start.__struct_fields__}, "compatibility_key": "other"}  # type: ignore[union-attr]
-    )
+    assert journal.start is not None
+    journal.start = msgspec.structs.replace(journal.start, compatibility_key="other")
     refused = await journal.cut(3).follow(plain.client, resume=True)
     assert isinstance(refused.last, Error)
     assert (refused.last.status, refused.last.retryable) == (409, True)

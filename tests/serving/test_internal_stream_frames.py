@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import fake_engine
 import httpx
 import msgspec
 import pytest
-from internal_client import Journal, answer_of, frames
+from internal_client import Journal, all_of, answer_of, frames
 from worker_process import WorkerProcess, fake, worker_config
 
 from specdecode_worker.contract import Report, Route
@@ -29,6 +30,7 @@ from specdecode_worker.contract.internal_stream import (
     OpenStream,
     Resume,
     Step,
+    encode_request,
 )
 from specdecode_worker.engine.ipc.engine_client import EngineClient
 from specdecode_worker.engine.ipc.heartbeat import Heartbeat, Phase
@@ -83,7 +85,8 @@ async def test_parallel_calls_continue_at_every_token(admin: httpx.AsyncClient, 
     assert len(calls) == 2
     ids = [one["ids"][0] if stream else one["id"] for one in calls]
     assert len(set(ids)) == 2, "calls have ids of their own"
-    assert (start := whole.start) is not None
+    start = whole.start
+    assert start is not None
     tokens, scored = whole.ids(), [one for step in whole.steps for one in step.logprobs]
     places = asyncio.Semaphore(6)
 
@@ -103,7 +106,7 @@ async def test_parallel_calls_continue_at_every_token(admin: httpx.AsyncClient, 
             second = b"".join(one.events for one in rest if isinstance(one, Step))
             assert answer_of(start.opening + first + second + end.body, stream=True) == expected, count
 
-    await asyncio.gather(*map(check, range(len(tokens) + 1)))
+    await all_of(map(check, range(len(tokens) + 1)))
 
 
 async def test_call_ids_follow_from_the_request_id(client: httpx.AsyncClient) -> None:
@@ -267,6 +270,14 @@ async def test_continued_request_is_counted_once(admin: httpx.AsyncClient, servi
     assert service.counts.generation_tokens.sum == 2 * 24
 
 
+async def test_continued_request_keeps_the_time_of_its_start(admin: httpx.AsyncClient) -> None:
+    journal = await Journal(opened()).follow(admin)
+    assert journal.start is not None
+    journal.start = msgspec.structs.replace(journal.start, created=1234)
+    continued = await journal.cut(2).follow(admin, resume=True)
+    assert json.loads(continued.end.body)["created"] == 1234
+
+
 async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient, service: Service) -> None:
     journal = await Journal(opened()).follow(admin)
     assert isinstance(journal.start, Open)
@@ -320,6 +331,27 @@ async def test_hang_up_cancels_the_request_at_once(worker: WorkerProcess) -> Non
         assert worker.call_admin(Route.report).json()["running"] == 1
         await stream.aclose()
     worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+
+
+def test_router_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    config = worker_config(model_folder)
+    config = config.model_copy(update={"server": config.server.model_copy(update={"write_timeout_seconds": 1})})
+    request = opened(prompt="SAY:" + "x" * 200, max_tokens=200, logprobs=20, n=8, stream=True)
+    with fake(config.model_dump_json(), tmp_path / "log") as worker:
+        worker.wait_ready()
+        token, url = worker.admin_token, httpx.URL(worker.admin)
+        body = encode_request(request)
+        head = (
+            f"POST {INTERNAL_STREAMS} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((url.host, url.port)) as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.sendall(head.encode() + body)
+            worker.wait_until(lambda: "does not read its answer" in worker.log)
+            worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+            worker.terminate()
+            assert worker.exit_code(3) == 0, "its unread answers delay no drain"
 
 
 async def test_killed_engine_is_a_retryable_error(worker: WorkerProcess) -> None:

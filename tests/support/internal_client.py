@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,13 @@ class Journal:
             prompt_logprobs=tuple(one for step in steps for one in step.prompt_logprobs),
             counters=steps[-1].counters if steps else Counters(),
         )
+
+
+async def all_of(works: Iterable[Awaitable[None]]) -> None:
+    """Wait for all works, also after a failure, and raise the first error."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for error in filter(None, results):
+        raise error
 
 
 def answer_of(body: bytes, *, stream: bool) -> dict[str, Any]:
