@@ -20,6 +20,9 @@ class Settings(BaseModel):
     worker_image: str = Field(default="localhost/specdecode-worker:dev", min_length=1)
     """Image of workers whose spec has none."""
     worker_image_pull_policy: str = Field(default="IfNotPresent", pattern="^(Always|IfNotPresent|Never)$")
+    router_image: str = Field(default="localhost/specdecode-operator:dev", min_length=1)
+    """Image of routers whose spec has none: the operator's own."""
+    router_image_pull_policy: str = Field(default="IfNotPresent", pattern="^(Always|IfNotPresent|Never)$")
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces to serve. Empty serves all of them."""
     poll_seconds: float = Field(default=5, ge=0.5, le=60)

@@ -10,6 +10,7 @@ from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.state.session import Baseline, Session
 from specdecode_worker.contract import CheckVerdict, Plan, Report
+from specdecode_worker.contract.demand import HeldRequests
 
 Manifest = Mapping[str, Any]
 Key = tuple[str, str]
@@ -22,6 +23,8 @@ class Defaults:
 
     worker_image: str
     worker_image_pull_policy: str
+    router_image: str = "localhost/specdecode-operator:dev"
+    router_image_pull_policy: str = "IfNotPresent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,8 @@ class Workload:
     @property
     def settled(self) -> bool:
         """True if no rollout and no change of the replicas is under way."""
-        return (
-            self.observed_generation >= self.generation
-            and self.updated == self.replicas == self.wanted == self.available
-        )
+        is_observed = self.observed_generation >= self.generation
+        return is_observed and self.updated == self.replicas == self.wanted == self.available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,10 @@ class Observation:
     session: Session
     round: int = 0
     """Number of the telemetry round that the reports are from. With 0, each observation counts as a round."""
+    routers: Workload | None = None
+    """The Deployment of the routers. None if there is none."""
+    demand: Mapping[str, HeldRequests] = field(default_factory=dict)
+    """Requests that routers hold because no worker is ready, by router."""
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -283,8 +288,8 @@ class ChildProblem:
     kind: str
     name: str
     reason: Literal["NotOwned", "Refused", "Unavailable"]
-    """NotOwned: an object of this name belongs to another controller or user. Refused: the API server rejected the
-    request; it is repeated with back-off. Unavailable: the API server or a webhook did not answer."""
+    """NotOwned: the object belongs to another controller or user. Refused: the API server rejected the request; it is
+    repeated with back-off. Unavailable: the API server or a webhook did not answer."""
     message: str
 
     def __str__(self) -> str:

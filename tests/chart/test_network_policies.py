@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.manifests.identity import selector
+from specdecode_operator.manifests.identity import router_labels, selector
 from specdecode_worker.contract import Port
 
 OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"})
 STRANGER = ("team-a", {"app": "shell"})
 PROMETHEUS = ("monitoring", {"app": "prometheus"})
 WORKER = selector("llama")
+ROUTER = router_labels("llama")
 ON: dict[str, Any] = {"networkPolicy": {"enabled": True}, "watchNamespaces": ["team-a"]}
 FROM_MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -48,6 +49,12 @@ def worker_policies(rendered: Any) -> Iterator[dict[str, Any]]:
             yield policy
 
 
+def router_policies(rendered: Any) -> Iterator[dict[str, Any]]:
+    for policy in rendered.of("NetworkPolicy"):
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= ROUTER.items():
+            yield policy
+
+
 def operator_policy(rendered: Any) -> dict[str, Any]:
     (policy,) = [p for p in rendered.of("NetworkPolicy") if "namespace" not in p["metadata"]]
     return policy  # type: ignore[no-any-return]
@@ -57,7 +64,7 @@ def test_policies_are_off_by_default(chart: Any) -> None:
     assert not chart.template().of("NetworkPolicy")
 
 
-def test_only_the_operator_reaches_the_admin_port(chart: Any) -> None:
+def test_only_operator_and_routers_reach_the_admin_port(chart: Any) -> None:
     (policy,) = worker_policies(chart.template(ON))
     assert policy["metadata"]["namespace"] == "team-a"
     assert allows(policy, OPERATOR, Port.admin)
@@ -65,6 +72,23 @@ def test_only_the_operator_reaches_the_admin_port(chart: Any) -> None:
     neighbour = ("sys", {"app": "shell"})
     for source in (STRANGER, PROMETHEUS, impostor, neighbour, ("team-a", WORKER)):
         assert not allows(policy, source, Port.admin), source
+
+
+def test_routers_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) -> None:
+    (policy,) = worker_policies(chart.template(ON))
+    assert allows(policy, ("team-a", ROUTER), Port.admin)
+    assert not allows(policy, ("team-b", ROUTER), Port.admin)
+
+
+def test_clients_reach_routers_as_they_reach_workers(chart: Any) -> None:
+    (policy,) = router_policies(chart.template(ON))
+    assert policy["metadata"]["namespace"] == "team-a"
+    assert allows(policy, STRANGER, Port.http)
+    assert not allows(policy, STRANGER, Port.admin)
+    values = {**ON, "networkPolicy": {"enabled": True, "workers": {"clientsFrom": FROM_MONITORING}}}
+    (policy,) = router_policies(chart.template(values))
+    assert allows(policy, PROMETHEUS, Port.http)
+    assert not allows(policy, STRANGER, Port.http)
 
 
 def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> None:

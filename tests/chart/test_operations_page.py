@@ -58,7 +58,7 @@ def test_our_resources_match_the_models(page: str) -> None:
 def test_values_of_the_page_are_accepted_by_the_chart(chart: Any, page: str) -> None:
     (values,) = [document for document in documents(page) if "kind" not in document]
     policies = chart.template(values).of("NetworkPolicy")
-    assert len(policies) == 2
+    assert len(policies) == 3
 
 
 def test_flags_of_the_page_are_accepted_by_the_chart(chart: Any, page: str) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
+from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, Spec, Status
 
+SPEC = Spec.model_validate({"model": {"uri": "embedded://t"}, "router": {"replicas": 2}})
 Rights = dict[tuple[str, str], set[str]]
 """Verbs by API group and resource."""
 
@@ -21,6 +22,10 @@ SERVED: Rights = {
     ("", "services"): CHILD,
     ("", "configmaps"): CHILD,
     ("policy", "poddisruptionbudgets"): CHILD,
+    ("", "serviceaccounts"): CHILD,
+    ("rbac.authorization.k8s.io", "roles"): CHILD,
+    ("rbac.authorization.k8s.io", "rolebindings"): CHILD,
+    ("discovery.k8s.io", "endpointslices"): {"list", "watch"},
     ("", "secrets"): {"create"},
     ("", "pods"): {"list", "watch", "patch"},
     ("", "pods/eviction"): {"create"},
@@ -83,6 +88,19 @@ def test_rights_equal_those_that_the_code_declares() -> None:
 def test_secrets_of_users_are_read_only_on_request(chart: Any, namespaces: list[str]) -> None:
     values = {"watchNamespaces": namespaces, "rbac": {"readWorkerSecrets": True}}
     assert granted_rights(served_rules(chart, values)) == {**SERVED, ("", "secrets"): {"create", "get"}}
+
+
+@pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
+def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, namespaces: list[str]) -> None:
+    """Kubernetes refuses a role with more rights than its author has, unless the author may escalate."""
+    manifests = pytest.importorskip("specdecode_operator.manifests")
+    deployment = pytest.importorskip("specdecode_operator.types").Deployment(
+        namespace="team-a", name="llama", uid="u", generation=1, spec=SPEC, status=Status()
+    )
+    held = granted_rights(served_rules(chart, {"watchNamespaces": namespaces}))
+    for target, verbs in granted_rights(manifests.router_role(deployment)["rules"]).items():
+        assert verbs <= held[target], target
+    assert not {"escalate", "bind"} & {verb for verbs in held.values() for verb in verbs}
 
 
 def test_no_right_is_a_wildcard(chart: Any) -> None:

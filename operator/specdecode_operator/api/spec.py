@@ -7,11 +7,17 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from specdecode_operator.api.engine import EngineSpec
+from specdecode_operator.api.router import RouterSpec
 from specdecode_operator.api.schema import URI_FORMS, Api, ModelUri, Name, rule, rules
 from specdecode_operator.api.speculation import SpeculationSpec
 from specdecode_operator.api.workers import WorkersSpec
 from specdecode_worker.contract import TargetQuantization
 
+_NEEDS_ROUTERS = "scaling.minReplicas 0 needs router.replicas above 0: routers hold requests until a worker is ready"
+_HAS_ROUTERS = (
+    "!has(self.scaling) || self.scaling.owner == 'External' || self.scaling.minReplicas > 0"
+    " || (has(self.router) && has(self.router.replicas) && self.router.replicas > 0)"
+)
 _ONE_DEVICE = "model.quantization needs workers.tensorParallelSize 1"
 _RANKS = (
     "(has(self.workers.tensorParallelSize) ? self.workers.tensorParallelSize"
@@ -72,10 +78,22 @@ class ScalingSpec(Api):
         default="Operator",
         description="Operator: the number of workers follows demand. External: kubectl scale, an HPA or KEDA sets it.",
     )
-    min_replicas: int = Field(default=1, ge=1, le=1000, description="Least number of workers.")
+    min_replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1000,
+        description="Least number of workers. 0: without requests for idleSeconds no worker runs, and routers hold the "
+        "next requests while one starts. It needs router.replicas above 0.",
+    )
     max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
     scale_down_window_seconds: int = Field(
         default=300, ge=0, le=86400, description="Time for which demand must stay low before a worker is removed."
+    )
+    idle_seconds: int = Field(
+        default=300,
+        ge=10,
+        le=604800,
+        description="Time without requests after which the last workers are removed, where minReplicas is 0.",
     )
 
     @model_validator(mode="after")
@@ -164,6 +182,7 @@ class Spec(Api):
                 "fieldPath": ".replicas",
             },
             rule(f"!has(self.model.quantization) || {_RANKS} <= 1", _ONE_DEVICE),
+            rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
         )
     )
 
@@ -191,6 +210,11 @@ class Spec(Api):
         default=EngineSpec(), description="Settings of the inference engine. A change replaces the workers."
     )
     workers: WorkersSpec = Field(default=WorkersSpec(), description="Pods that serve the model.")
+    router: RouterSpec = Field(
+        default=RouterSpec(),
+        description="Routers before the workers: one endpoint whose streams survive their worker.",
+        examples=[{"replicas": 2}],
+    )
     tls: TlsSpec | None = Field(
         default=None,
         description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
@@ -204,4 +228,11 @@ class Spec(Api):
     def _splits_whole_weights_only(self) -> Self:
         if self.model.quantization and self.workers.ranks > 1:
             raise ValueError(_ONE_DEVICE)
+        return self
+
+    @model_validator(mode="after")
+    def _holds_requests_while_no_worker_runs(self) -> Self:
+        scaling = self.scaling
+        if scaling and scaling.owner == "Operator" and not scaling.min_replicas and not self.router.replicas:
+            raise ValueError(_NEEDS_ROUTERS)
         return self

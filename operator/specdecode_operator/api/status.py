@@ -31,6 +31,7 @@ class ConditionType(StrEnum):
     | SpeculationEffective | speculation is measured faster than plain decoding |
     | ScalingLimited | the number of workers cannot follow the demand |
     | ReportsFresh | all ready workers send reports |
+    | RoutersReady | all wanted routers serve; only while spec.router.replicas is above 0 |
     | WorkersHealthy | no worker differs from its past and its peers |
     | Pinned | a shape is pinned by annotation |
     """
@@ -45,6 +46,7 @@ class ConditionType(StrEnum):
     speculation_effective = "SpeculationEffective"
     scaling_limited = "ScalingLimited"
     reports_fresh = "ReportsFresh"
+    routers_ready = "RoutersReady"
     workers_healthy = "WorkersHealthy"
     pinned = "Pinned"
 
@@ -151,6 +153,14 @@ class DraftStatus(Api):
     uri: Text | None = Field(default=None, description="URI of the draft.")
 
 
+class RouterStatus(Api):
+    """Routers of the deployment."""
+
+    replicas: int = Field(default=0, description="Number of routers.")
+    ready_replicas: int = Field(default=0, description="Number of routers that are ready.")
+    ready: Text | None = Field(default=None, description="Ready over wanted routers, for the ROUTERS column.")
+
+
 class MemoryStatus(Api):
     """Memory of one worker's device, computed before anything is loaded."""
 
@@ -226,4 +236,5 @@ class Status(Api):
     draft: DraftStatus | None = Field(default=None, description="Draft that the workers run.")
     traffic: TrafficStatus | None = Field(default=None, description="Demand of the last minute.")
     capacity: CapacityStatus | None = Field(default=None, description="Basis of the number of workers.")
+    router: RouterStatus | None = Field(default=None, description="Routers. Absent: the deployment has none.")
     memory: MemoryStatus | None = Field(default=None, description="Memory of one worker's device.")

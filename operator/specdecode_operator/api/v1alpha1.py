@@ -10,6 +10,7 @@ from typing import Any
 
 from specdecode_operator.api.devices import AcceleratorSpec, ResourceClaimSpec, ResourcesSpec
 from specdecode_operator.api.engine import OPERATOR_FLAGS, EngineSpec
+from specdecode_operator.api.router import RouterSpec, SuspicionSpec
 from specdecode_operator.api.schema import (
     GROUP,
     KIND,
@@ -61,6 +62,7 @@ from specdecode_operator.api.status import (
     DraftStatus,
     MemoryStatus,
     ModelStatus,
+    RouterStatus,
     SpeculationStatus,
     Status,
     TaskStatus,
@@ -109,6 +111,8 @@ __all__ = [
     "ResourceClaimSpec",
     "ResourcesSpec",
     "RolloutSpec",
+    "RouterSpec",
+    "RouterStatus",
     "ScalingSpec",
     "SecretKeyRef",
     "Spec",
@@ -117,6 +121,7 @@ __all__ = [
     "SpeculationStatus",
     "Status",
     "StorageSpec",
+    "SuspicionSpec",
     "TaskDepthSpec",
     "TaskSpec",
     "TaskStatus",
@@ -149,6 +154,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     {"name": "Draft", "type": "string", "jsonPath": ".status.draft.hash", "priority": 1},
     {"name": "URL", "type": "string", "jsonPath": ".status.url", "priority": 1},
+    {"name": "Routers", "type": "string", "jsonPath": ".status.router.ready", "priority": 1},
     {"name": "Reason", "type": "string", "jsonPath": ".status.reason", "priority": 1},
 )
 """Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,14 +14,32 @@ from specdecode_operator.controller.pod_status import worker_of, workload_of
 from specdecode_operator.kube.children import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer_set import InformerSet
-from specdecode_operator.kube.kinds import BUDGETS, CONFIG_MAPS, PODS, SERVICES, WORKLOADS, Child
+from specdecode_operator.kube.kinds import (
+    BUDGETS,
+    CONFIG_MAPS,
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    WORKLOADS,
+    Child,
+)
+from specdecode_operator.manifests import ROLE_LABEL, Role
 from specdecode_operator.types import Key, Worker, Workload
+from specdecode_worker.contract.demand import HeldRequests, read_demand
 
 CHILD_LABELS = f"{GROUP}/name"
 """Label selector of all children: each has the label with the name of its deployment."""
 POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
-"""Label selector of worker pods and their workloads."""
-METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS)
+"""Label selector of worker pods."""
+WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,router)"
+"""Label selector of the Deployments of workers and routers."""
+ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
+"""Label selector of the ConfigMaps in which routers report held requests."""
+DEMAND = "Demand"
+"""Name of the informer of these ConfigMaps, with their data."""
+METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
 """Kinds of which only the metadata is cached."""
 
 
@@ -29,6 +48,8 @@ class WorkloadRecord(NamedTuple):
 
     child: ChildRecord
     workload: Workload
+    role: str
+    """Role of its pods."""
 
 
 class Caches:
@@ -47,15 +68,19 @@ class Caches:
             )
 
         self._workloads: InformerSet[WorkloadRecord] = informers(
-            WORKLOADS, POD_LABELS, _project_workload, metadata_only=False
+            WORKLOADS, WORKLOAD_LABELS, _project_workload, metadata_only=False
         )
         self._pods: InformerSet[Worker] = informers(PODS, POD_LABELS, worker_of, metadata_only=False)
+        self._demand: InformerSet[Mapping[str, HeldRequests]] = informers(
+            CONFIG_MAPS, ROUTER_LABELS, _project_demand, metadata_only=False
+        )
         self._children: Mapping[str, InformerSet[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }
         self.informers: Mapping[str, InformerSet[Any]] = {
             WORKLOADS.kind: self._workloads,
             PODS.kind: self._pods,
+            DEMAND: self._demand,
             **self._children,
         }
 
@@ -79,8 +104,19 @@ class Caches:
         return tuple(sorted(self._pods.of(key), key=lambda worker: worker.name))
 
     def workload(self, key: Key) -> Workload | None:
-        """Return the child Deployment without its pod template."""
-        return next((record.workload for record in self._workloads.of(key)), None)
+        """Return the Deployment of the workers without its pod template."""
+        return self._workload(key, Role.worker)
+
+    def routers(self, key: Key) -> Workload | None:
+        """Return the Deployment of the routers without its pod template."""
+        return self._workload(key, Role.router)
+
+    def demand(self, key: Key) -> Mapping[str, HeldRequests]:
+        """Return the requests that routers reported as held, by router."""
+        return next(iter(self._demand.of(key)), {})
+
+    def _workload(self, key: Key, role: Role) -> Workload | None:
+        return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
     def record(self, child: Child) -> ChildRecord | None:
         """Return the ownership of a child, or None if the cache has no such object."""
@@ -93,4 +129,10 @@ class Caches:
 
 def _project_workload(deployment: dict[str, Any]) -> WorkloadRecord:
     # 1000 pod templates would be most of the memory. Only a loss of state needs one; it is then read from the server.
-    return WorkloadRecord(project_child(WORKLOADS)(deployment), replace(workload_of(deployment), template={}))
+    role = deployment["metadata"]["labels"][ROLE_LABEL]
+    workload = replace(workload_of(deployment), template={})
+    return WorkloadRecord(project_child(WORKLOADS)(deployment), workload, sys.intern(role))
+
+
+def _project_demand(config_map: dict[str, Any]) -> Mapping[str, HeldRequests]:
+    return read_demand(config_map.get("data") or {})

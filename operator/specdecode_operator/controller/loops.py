@@ -35,7 +35,10 @@ class Loops:
         keys: TokenKeys,
     ) -> None:
         defaults = Defaults(
-            worker_image=settings.worker_image, worker_image_pull_policy=settings.worker_image_pull_policy
+            worker_image=settings.worker_image,
+            worker_image_pull_policy=settings.worker_image_pull_policy,
+            router_image=settings.router_image,
+            router_image_pull_policy=settings.router_image_pull_policy,
         )
         self._table, self._caches = table, caches
         self._tokens = AdminTokens(client, keys)

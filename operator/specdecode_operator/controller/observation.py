@@ -13,7 +13,14 @@ from specdecode_operator.types import Key, Observation, Worker
 def observe(key: Key, caches: Caches, readings: Readings, session: Session) -> Observation:
     """Return the observation of a deployment. A worker without a report has the reason in ``report_problem``."""
     workers = tuple(with_reading(worker, readings.by_uid.get(worker.uid)) for worker in caches.workers(key))
-    return Observation(workload=caches.workload(key), workers=workers, session=session, round=readings.round)
+    return Observation(
+        workload=caches.workload(key),
+        workers=workers,
+        session=session,
+        round=readings.round,
+        routers=caches.routers(key),
+        demand=caches.demand(key),
+    )
 
 
 def with_reading(worker: Worker, reading: WorkerReading | None) -> Worker:

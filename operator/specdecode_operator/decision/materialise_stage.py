@@ -26,12 +26,35 @@ def materialise(
     template = _template(deployment, observed, defaults)
     children = (
         manifests.plan_config_map(deployment, plan),
-        manifests.service(deployment),
+        manifests.service(deployment, to_routers=_are_routers_serving(deployment, observed)),
         manifests.headless_service(deployment),
         manifests.budget(deployment),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
+        *_router_children(deployment, observed, defaults),
     )
     return Materialised(template=template, children=children)
+
+
+def _are_routers_serving(deployment: Deployment, observed: Observation) -> bool:
+    """Return whether the public Service selects the routers.
+
+    Not before one of them is ready, and no more before they are taken away: they serve until no endpoint lists them.
+    """
+    return deployment.spec.router.replicas > 0 and observed.routers is not None and observed.routers.ready > 0
+
+
+def _router_children(deployment: Deployment, observed: Observation, defaults: Defaults) -> tuple[Manifest, ...]:
+    """Return the children that routers need. Those that are no longer wanted have no replicas: nothing is deleted."""
+    if not deployment.spec.router.replicas:
+        return (manifests.router_workload(deployment, defaults),) if observed.routers is not None else ()
+    return (
+        manifests.demand_config_map(deployment),
+        manifests.router_account(deployment),
+        manifests.router_role(deployment),
+        manifests.router_role_binding(deployment),
+        manifests.router_budget(deployment),
+        manifests.router_workload(deployment, defaults),
+    )
 
 
 def _template(deployment: Deployment, observed: Observation, defaults: Defaults) -> TemplateState:

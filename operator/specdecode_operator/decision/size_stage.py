@@ -14,6 +14,7 @@ from specdecode_operator.state.learned import ForecastState, LearnedState, Scali
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit, Worker, Workload
+from specdecode_worker.contract.demand import held_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class SizeInputs:
     """Differences of the reports since the previous poll. None if no worker has a new reading."""
     window: tuple[Delta, ...] = ()
     """Differences of the last minute, oldest first."""
+    held: int = 0
+    """Requests that routers hold because no worker is ready."""
     capacity: CapacityInputs | None = None
     """None while requests or step times are unknown."""
     state: ScalingState = field(default_factory=ScalingState)
@@ -123,6 +126,7 @@ def size_inputs(
         max_num_seqs=max_num_seqs(deployment, observed),
         delta=delta,
         window=session.window,
+        held=held_requests(observed.demand, now),
         capacity=_capacity_inputs(deployment, observed, learned) if is_scaling_known else None,
         state=learned.scaling,
         forecast=learned.forecast,
@@ -231,10 +235,11 @@ def _follow_demand(
     is_owner = spec.owner == "Operator"
     follows = is_owner and not inputs.is_advisory
     placement = scaling.placement_of(inputs.workload, inputs.workers)
-    result = scaling.scale(
+    result = scaling.scale_to_activity(
         spec,
         state,
         _demand(inputs, load),
+        _activity(inputs),
         now=inputs.now,
         placement=placement if follows and not inputs.is_paused else None,
     )
@@ -257,6 +262,12 @@ def _follow_demand(
         reason=result.reason,
     )
     return decision, result.state.model_copy(update={"replicas": replicas})
+
+
+def _activity(inputs: SizeInputs) -> scaling.Activity:
+    if inputs.is_paused:
+        return scaling.Activity()
+    return scaling.activity_of(inputs.workers, inputs.delta, inputs.held)
 
 
 def _demand(inputs: SizeInputs, load: scaling.ServiceLoad | None) -> scaling.Demand:

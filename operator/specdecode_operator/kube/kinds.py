@@ -36,12 +36,17 @@ CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
 SECRETS = Kind("v1", "Secret", "secrets")
 EVENTS = Kind("v1", "Event", "events")
 BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+SERVICE_ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
+ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
 EVICTION = "eviction"
 """Subresource of a pod."""
 
-APPLIED = {kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS)}
+APPLIED = {
+    kind.kind: kind for kind in (WORKLOADS, SERVICES, CONFIG_MAPS, BUDGETS, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
+}
 """Kinds that are applied from manifests."""
 
 _CHILD_VERBS = frozenset({"get", "list", "watch", "create", "patch"})
@@ -53,6 +58,11 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     ("", "services"): _CHILD_VERBS,
     ("", "configmaps"): _CHILD_VERBS,
     ("policy", "poddisruptionbudgets"): _CHILD_VERBS,
+    ("", "serviceaccounts"): _CHILD_VERBS,
+    ("rbac.authorization.k8s.io", "roles"): _CHILD_VERBS,
+    ("rbac.authorization.k8s.io", "rolebindings"): _CHILD_VERBS,
+    # Not used by the operator: a right can be granted to routers only by an account that holds it.
+    ("discovery.k8s.io", "endpointslices"): frozenset({"list", "watch"}),
     ("", "pods"): frozenset({"list", "watch", "patch"}),
     ("", f"pods/{EVICTION}"): frozenset({"create"}),
     ("", "events"): frozenset({"create", "list"}),

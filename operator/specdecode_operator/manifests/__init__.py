@@ -13,8 +13,11 @@ from specdecode_operator.manifests.identity import (
     TokenScope,
     admin_secret_name,
     child_names,
+    demand_name,
     headless_name,
     plan_name,
+    router_labels,
+    router_name,
     selector,
     service_url,
     state_name,
@@ -28,6 +31,13 @@ from specdecode_operator.manifests.objects import (
     service,
     state_config_map,
     tokens_secret,
+)
+from specdecode_operator.manifests.router import router_budget, router_workload
+from specdecode_operator.manifests.router_access import (
+    demand_config_map,
+    router_account,
+    router_role,
+    router_role_binding,
 )
 from specdecode_operator.manifests.template import pod_template, rolling_hash
 from specdecode_operator.manifests.workload import resolved_image, workload
@@ -45,6 +55,8 @@ __all__ = [
     "admin_secret_name",
     "budget",
     "child_names",
+    "demand_config_map",
+    "demand_name",
     "headless_name",
     "headless_service",
     "plan_config_map",
@@ -52,6 +64,13 @@ __all__ = [
     "pod_template",
     "resolved_image",
     "rolling_hash",
+    "router_account",
+    "router_budget",
+    "router_labels",
+    "router_name",
+    "router_role",
+    "router_role_binding",
+    "router_workload",
     "selector",
     "service",
     "service_url",

@@ -2,9 +2,9 @@
 
 | role (label specdecode.io/role) | pods | in the public Service |
 |---|---|---|
-| worker | serve requests: prompts and decoding | yes |
+| worker | serve requests: prompts and decoding | yes, unless routers are ready |
 | prefill | compute prompts only, and pass the KV cache on | no |
-| router | accept requests and choose a worker for each | no |
+| router | accept requests and choose a worker for each | yes, once one is ready |
 | job | train or evaluate drafts; they end by themselves | no |
 
 Selectors are immutable, so a later version may add roles and must not change these.
@@ -79,9 +79,20 @@ def admin_secret_name(name: str) -> str:
     return f"{name}-admin"
 
 
+def router_name(name: str) -> str:
+    """Return the name of the routers' Deployment, PodDisruptionBudget, ServiceAccount, Role and RoleBinding."""
+    return f"{name}-router"
+
+
+def demand_name(name: str) -> str:
+    """Return the name of the ConfigMap in which routers report held requests."""
+    return f"{name}-demand"
+
+
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
-    return name, worker_name(name), headless_name(name), plan_name(name), state_name(name), tokens_name(name)
+    makers = (worker_name, headless_name, plan_name, state_name, tokens_name, router_name, demand_name)
+    return name, *(make(name) for make in makers)
 
 
 def service_url(namespace: str, name: str, *, tls: bool = False) -> str:
@@ -90,8 +101,13 @@ def service_url(namespace: str, name: str, *, tls: bool = False) -> str:
 
 
 def service_labels(name: str) -> dict[str, str]:
-    """Return the labels that the Services select: every variant that accepts requests."""
+    """Return the labels of the workers that the Services select: every variant that accepts requests."""
     return {NAME_LABEL: name, ROLE_LABEL: Role.worker.value}
+
+
+def router_labels(name: str) -> dict[str, str]:
+    """Return the labels by which routers are selected; immutable once applied."""
+    return {NAME_LABEL: name, ROLE_LABEL: Role.router.value}
 
 
 def selector(name: str) -> dict[str, str]:
@@ -122,3 +138,11 @@ def metadata(deployment: Deployment, name: str, **more: Any) -> dict[str, Any]:
         ],
         **more,
     }
+
+
+def router_metadata(deployment: Deployment, name: str) -> dict[str, Any]:
+    """Return the metadata of a child that belongs to the routers."""
+    made = metadata(deployment, name)
+    others = {key: value for key, value in made["labels"].items() if key not in (ROLE_LABEL, VARIANT_LABEL)}
+    labels = {**others, **router_labels(deployment.name), "app.kubernetes.io/name": "specdecode-router"}
+    return {**made, "labels": labels}

@@ -10,6 +10,7 @@ from specdecode_operator.manifests.identity import (
     headless_name,
     metadata,
     plan_name,
+    router_labels,
     selector,
     service_labels,
     state_name,
@@ -20,18 +21,24 @@ from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.contract import Plan, Port
 
 
-def service(deployment: Deployment) -> Manifest:
-    """Return the endpoint of the OpenAI API. The admin port is not part of it."""
+def service(deployment: Deployment, *, to_routers: bool = False) -> Manifest:
+    """Return the endpoint of the OpenAI API. The admin port is not part of it.
+
+    Args:
+        deployment: Owner of the Service.
+        to_routers: Select the routers instead of the workers.
+    """
     tls = deployment.spec.tls is not None
     port = {"name": "https", "port": 443} if tls else {"name": "http", "port": 80}
     ports = [{**port, "targetPort": "http", "protocol": "TCP"}]
-    return _service(deployment, deployment.name, {"type": "ClusterIP", "ports": ports})
+    selected = {"selector": router_labels(deployment.name)} if to_routers else {}
+    return _service(deployment, deployment.name, {"type": "ClusterIP", "ports": ports, **selected})
 
 
 def headless_service(deployment: Deployment) -> Manifest:
     """Return the Service whose DNS name has the addresses of all ready workers, with both ports.
 
-    Routers and certificates (``*.<name>-workers.<namespace>.svc``) use it.
+    Routers (by its EndpointSlices) and certificates (``*.<name>-workers.<namespace>.svc``) use it.
     """
     name = "https" if deployment.spec.tls is not None else "http"
     ports = [

@@ -93,16 +93,17 @@ def claim_volume(claim: str) -> str:
 
 def _secrets(spec: Spec, name: str) -> list[tuple[dict[str, Any], str]]:
     """Return the mounted Secrets as volumes, with their folders."""
-    secrets = [(_secret("tokens", tokens_name(name)), TOKENS_DIR)]
+    secrets = [(secret_volume("tokens", tokens_name(name)), TOKENS_DIR)]
     if spec.workers.api_keys_secret_ref:
         reference = spec.workers.api_keys_secret_ref
-        secrets.append((_secret("api-keys", reference.name, reference.key), API_KEYS_DIR))
+        secrets.append((secret_volume("api-keys", reference.name, reference.key), API_KEYS_DIR))
     if spec.tls:
-        secrets.append((_secret("tls", spec.tls.secret_name), TLS_DIR))
+        secrets.append((secret_volume("tls", spec.tls.secret_name), TLS_DIR))
     return secrets
 
 
-def _secret(volume: str, name: str, key: str | None = None) -> dict[str, Any]:
+def secret_volume(volume: str, name: str, key: str | None = None) -> dict[str, Any]:
+    """Return the volume of a Secret, or of one of its entries."""
     items = {"items": [{"key": key, "path": key}]} if key else {}
     return {"name": volume, "secret": {"secretName": name, "defaultMode": SECRET_MODE, **items}}
 

@@ -3,6 +3,7 @@
 from specdecode_operator.scaling.capacity import Limits, Mix, StepEstimate, StepModel, capacity
 from specdecode_operator.scaling.demand import arrival_rate, arrivals
 from specdecode_operator.scaling.forecast import forecast_rate, update_forecast
+from specdecode_operator.scaling.idleness import Activity, activity_of, scale_to_activity
 from specdecode_operator.scaling.limits import deletion_costs, placement_problem, scaling_limit
 from specdecode_operator.scaling.ownership import take_over
 from specdecode_operator.scaling.placement import Placement, is_complete, placement_of, withdrawal_message
@@ -12,6 +13,7 @@ from specdecode_operator.scaling.tuning import TUNING, Tuning
 
 __all__ = [
     "TUNING",
+    "Activity",
     "Demand",
     "Limits",
     "Mix",
@@ -21,6 +23,7 @@ __all__ = [
     "StepEstimate",
     "StepModel",
     "Tuning",
+    "activity_of",
     "arrival_rate",
     "arrivals",
     "capacity",
@@ -30,6 +33,7 @@ __all__ = [
     "placement_of",
     "placement_problem",
     "scale",
+    "scale_to_activity",
     "scaling_limit",
     "take_over",
     "update_forecast",

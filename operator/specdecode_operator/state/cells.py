@@ -184,6 +184,8 @@ class ScalingState(Stored):
     """Time at which more workers are tried again."""
     withdrawals: int = 0
     """Consecutive withdrawals; each doubles the time until the next try."""
+    idle_since: float | None = None
+    """Start of the present period without requests, where minReplicas is 0."""
 
 
 class ForecastState(Stored):

@@ -70,6 +70,7 @@ def status_of(
         draft=sections.draft_section(deployment, observed),
         traffic=sections.traffic_section(before.traffic, decision.figures),
         capacity=sections.capacity_section(before.capacity, decision),
+        router=sections.router_section(deployment, observed),
         memory=sections.memory_section(before.memory, observed),
     )
 
@@ -114,7 +115,8 @@ def failed_status(
 def _availability(before: Status, observed: Observation | None) -> list[ConditionState]:
     """Return Available of workers that an earlier spec started. Without an observation it stays as it was."""
     if observed is not None and observed.workload is not None:
-        return [available(observed.workload, observed.workload.wanted, next(troubles(observed), None))]
+        trouble = next(troubles(observed), None)
+        return [available(observed.workload, observed.workload.wanted, trouble, at_zero="no worker is wanted")]
     if any(condition.type == ConditionType.available for condition in before.conditions):
         return []
     return [ConditionState(ConditionType.available, "False", "NoWorkers", "no worker was started")]

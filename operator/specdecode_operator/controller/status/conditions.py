@@ -19,6 +19,7 @@ from specdecode_operator.controller.status.progress import (
     find_worker_blocker,
     troubles,
 )
+from specdecode_operator.controller.status.router_progress import find_router_blocker, find_router_motion
 from specdecode_operator.controller.status.text import enumerated, rounded
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome, Workload
 
@@ -52,7 +53,7 @@ def conditions(
     """
     states = [
         *_summary(deployment, observed, decision, outcome, past),
-        available(observed.workload, decision.replicas, next(troubles(observed), None)),
+        available(observed.workload, decision.replicas, next(troubles(observed), None), at_zero=at_zero(deployment)),
         progressing(deployment, observed, decision, past),
         memory_fits(observed),
     ]
@@ -63,6 +64,8 @@ def conditions(
         states.append(speculation_effective(deployment, decision))
     if deployment.spec.scaling is not None and deployment.spec.scaling.owner == "Operator":
         states.append(scaling_limited(decision))
+    if deployment.spec.router.replicas:
+        states.append(routers_ready(deployment, observed))
     if decision.pinned or decision.pin_problem:
         states.append(pinned(decision))
     states.append(reports_fresh(observed, decision))
@@ -77,13 +80,28 @@ def not_ready(finding: Finding) -> ConditionState:
     return ConditionState(ConditionType.ready, "False", *finding, bad=True)
 
 
-def available(workload: Workload | None, wanted: int, trouble: str | None) -> ConditionState:
-    """Return whether at least one worker serves requests. It says nothing about the spec or about speed."""
+def at_zero(deployment: Deployment) -> str:
+    """Return what to tell while no worker is wanted."""
+    scaling = deployment.spec.scaling
+    if scaling is None or scaling.owner == "External" or scaling.min_replicas:
+        return "spec.replicas is 0"
+    return f"no request came for {scaling.idle_seconds} s; routers hold the next one while a worker starts"
+
+
+def available(workload: Workload | None, wanted: int, trouble: str | None, *, at_zero: str) -> ConditionState:
+    """Return whether at least one worker serves requests. It says nothing about the spec or about speed.
+
+    Args:
+        workload: Deployment of the workers.
+        wanted: Workers that are wanted.
+        trouble: What keeps workers from starting.
+        at_zero: Message while no worker is wanted.
+    """
     kind = ConditionType.available
     if workload and workload.available > 0:
         return ConditionState(kind, "True", "WorkerAvailable", "at least one worker serves requests")
     if wanted == 0:
-        return ConditionState(kind, "False", "ScaledToZero", "spec.replicas is 0")
+        return ConditionState(kind, "False", "ScaledToZero", at_zero)
     if trouble:
         return ConditionState(kind, "False", "WorkerFailing", trouble, True)
     return ConditionState(kind, "False", "WorkersStarting", "no worker serves requests yet", True)
@@ -173,6 +191,16 @@ def workers_healthy(decision: Decision) -> ConditionState:
     return ConditionState(kind, "False", decision.suspects[0].reason, message, True)
 
 
+def routers_ready(deployment: Deployment, observed: Observation) -> ConditionState:
+    """Return whether all routers serve. While none is ready, the Service selects the workers."""
+    kind = ConditionType.routers_ready
+    finding = find_router_blocker(deployment, observed) or find_router_motion(deployment, observed)
+    if finding is None:
+        return ConditionState(kind, "True", "AllRoutersReady", "all routers serve requests")
+    serving = observed.routers is not None and observed.routers.ready > 0
+    return ConditionState(kind, "False", *finding, bad=not serving)
+
+
 def pinned(decision: Decision) -> ConditionState:
     """Return whether the annotation specdecode.io/pin is in force. It exists while the annotation does."""
     kind = ConditionType.pinned
@@ -198,15 +226,17 @@ def _summary(
     deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome, past: Past
 ) -> list[ConditionState]:
     """Return Ready, and Stalled or Reconciling if one of them is True."""
-    blocker = find_blocker(observed, decision, outcome, past=past)
+    blocker = find_blocker(observed, decision, outcome, past=past) or find_router_blocker(deployment, observed)
     if blocker:
         return [stalled(blocker), not_ready(blocker)]
     waiting = _paused(deployment, observed) if deployment.paused else None
     if waiting:
         return [not_ready(waiting)]
-    motion = find_motion(observed, decision, outcome, paused=deployment.paused)
+    motion = find_motion(observed, decision, outcome, paused=deployment.paused) or find_router_motion(
+        deployment, observed
+    )
     if motion is None:
-        return [_ready(observed, decision)]
+        return [_ready(deployment, observed, decision)]
     if deployment.paused:
         return [not_ready(motion)]
     return [ConditionState(ConditionType.reconciling, "True", *motion), not_ready(motion)]
@@ -221,10 +251,11 @@ def _paused(deployment: Deployment, observed: Observation) -> Finding | None:
     return None
 
 
-def _ready(observed: Observation, decision: Decision) -> ConditionState:
+def _ready(deployment: Deployment, observed: Observation, decision: Decision) -> ConditionState:
+    """Return Ready. A deployment without workers is as its spec wants it, as a Deployment of Kubernetes would be."""
     kind = ConditionType.ready
     if decision.replicas == 0:
-        return ConditionState(kind, "True", "ScaledToZero", "spec.replicas is 0 and no worker runs")
+        return ConditionState(kind, "True", "ScaledToZero", at_zero(deployment))
     count = observed.workload.available if observed.workload else 0
     message = "the worker is available" if count == 1 else f"all {count} workers are available"
     return ConditionState(kind, "True", "AllWorkersAvailable", message)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.controller.status.text import enumerated
-from specdecode_operator.types import ChildProblem, Decision, Observation, Outcome, Worker, Workload
+from specdecode_operator.types import ChildProblem, Decision, Manifest, Observation, Outcome, Worker, Workload
 
 CRASH_SECONDS = 300.0
 """Time without readiness after which a crash loop counts as blocked. A worker recovers by itself from shorter ones, for
@@ -127,10 +127,15 @@ def _motion_reason(workload: Workload, trouble: str | None) -> str:
 
 def _is_outdated(workload: Workload, decision: Decision) -> bool:
     """Return whether the workload was read before the desired pod template was applied."""
-    desired = next((child for child in decision.children if child["kind"] == "Deployment"), None)
+    desired = next(_workloads(decision), None)
     annotations = (desired or {}).get("metadata", {}).get("annotations") or {}
     spec_hash = annotations.get(SPEC_HASH_ANNOTATION)
     return bool(workload.spec_hash and spec_hash and workload.spec_hash != spec_hash)
+
+
+def _workloads(decision: Decision) -> Iterator[Manifest]:
+    """Yield the Deployments of the decision, that of the workers first."""
+    return (child for child in decision.children if child["kind"] == "Deployment")
 
 
 def _children(problems: Iterable[ChildProblem]) -> Finding | None:
@@ -158,7 +163,7 @@ def _refusal(observed: Observation) -> Finding | None:
 def _not_created(workload: Workload | None, decision: Decision) -> Finding | None:
     if workload is None or not workload.replica_failure:
         return None
-    names = (child["metadata"]["name"] for child in decision.children if child["kind"] == "Deployment")
+    names = (child["metadata"]["name"] for child in _workloads(decision))
     return Finding("PodsNotCreated", f"Deployment {next(names, 'of the workers')}: {workload.replica_failure}")
 
 

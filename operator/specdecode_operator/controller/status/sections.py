@@ -14,6 +14,7 @@ from specdecode_operator.api.v1alpha1 import (
     DraftStatus,
     MemoryStatus,
     ModelStatus,
+    RouterStatus,
     SpeculationSpec,
     SpeculationStatus,
     TaskStatus,
@@ -74,6 +75,18 @@ def draft_section(deployment: Deployment, observed: Observation) -> DraftStatus 
     before = deployment.status.draft
     known = next(_hashes(observed), before.hash if before else None)
     return DraftStatus(hash=known, uri=deployment.spec.speculation.draft.uri)
+
+
+def router_section(deployment: Deployment, observed: Observation) -> RouterStatus | None:
+    """Return the counts of the routers, or None for a deployment without routers."""
+    wanted, routers = deployment.spec.router.replicas, observed.routers
+    if not wanted:
+        return None
+    if routers is None:
+        return RouterStatus(ready=f"0/{wanted}")
+    if deployment.spec.router.autoscaled:
+        wanted = routers.wanted
+    return RouterStatus(replicas=routers.replicas, ready_replicas=routers.ready, ready=f"{routers.ready}/{wanted}")
 
 
 def memory_section(before: MemoryStatus | None, observed: Observation) -> MemoryStatus | None:

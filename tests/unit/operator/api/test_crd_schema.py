@@ -129,7 +129,7 @@ def test_printer_columns_refer_to_existing_fields() -> None:
     narrow = [column["name"].upper() for column in COLUMNS if not column.get("priority")]
     wide = [column["name"].upper() for column in COLUMNS if column.get("priority")]
     assert narrow == ["READY", "REPLICAS", "MODEL", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE"]
-    assert wide == ["DRAFT", "URL", "REASON"]
+    assert wide == ["DRAFT", "URL", "ROUTERS", "REASON"]
 
 
 @pytest.mark.cluster

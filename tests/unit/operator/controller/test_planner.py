@@ -35,6 +35,12 @@ class OneWorker:
     def workload(self, key: Key) -> None:
         return None
 
+    def routers(self, key: Key) -> None:
+        return None
+
+    def demand(self, key: Key) -> dict[str, Any]:
+        return {}
+
 
 def resource(generation: int = 1, **spec: Any) -> dict[str, Any]:
     metadata = {"namespace": "ns", "name": "n", "uid": "u1", "generation": generation}

@@ -248,6 +248,8 @@ def test_child_names_are_those_of_all_children() -> None:
         manifests.workload(deployment, {}, "h", 1),
         manifests.state_config_map(deployment, {}),
         manifests.tokens_secret(deployment, {}),
+        manifests.router_workload(deployment, DEFAULTS),
+        manifests.demand_config_map(deployment),
     ]
     names = {child["metadata"]["name"] for child in children} | {manifests.plan_name("demo")}
     assert names == set(manifests.child_names("demo"))

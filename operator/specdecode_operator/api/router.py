@@ -1,0 +1,105 @@
+"""Routers before the workers of a deployment: ``spec.router``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from specdecode_operator.api.devices import Amounts
+from specdecode_operator.api.schema import Anything, Api, Name, rule, rules
+
+_SUSPICION_MESSAGE = "router.suspicion needs minSeconds <= maxSeconds"
+_Objects = Annotated[tuple[Anything, ...], Field(max_length=32)]
+
+
+class SuspicionSpec(Api):
+    """Bounds of the silence after which a router asks a second worker for the rest of a request."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.minSeconds) || !has(self.maxSeconds) || self.minSeconds <= self.maxSeconds",
+                _SUSPICION_MESSAGE,
+            )
+        )
+    )
+
+    min_seconds: float = Field(
+        default=1, ge=0.25, le=600, description="Least silence of a worker that is suspected, in seconds."
+    )
+    max_seconds: float = Field(
+        default=10,
+        ge=0.25,
+        le=600,
+        description="Longest silence that is tolerated, in seconds, however long the worker's steps take.",
+    )
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Self:
+        if self.min_seconds > self.max_seconds:
+            raise ValueError(_SUSPICION_MESSAGE)
+        return self
+
+
+class RouterResourcesSpec(Api):
+    """CPU, memory and other resources of the router's container. A router is one process on one core."""
+
+    limits: Amounts = Field(default={"memory": "1Gi"}, description="Largest amounts.", examples=[{"memory": "1Gi"}])
+    requests: Amounts = Field(
+        default={"cpu": "250m", "memory": "256Mi"},
+        description="Amounts that are reserved on the node. An autoscaler by CPU needs the CPU here.",
+        examples=[{"cpu": "250m", "memory": "256Mi"}],
+    )
+
+
+class RouterSpec(Api):
+    """Routers: one endpoint before all workers, whose streams survive their worker. Changes replace no worker."""
+
+    replicas: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Number of routers. 0: the Service selects the workers, and clients reach them directly.",
+    )
+    autoscaled: bool = Field(
+        default=False,
+        description="true: an autoscaler sets the number of routers on the Deployment NAME-router. replicas then only "
+        "says whether there are routers.",
+    )
+    image: Annotated[str, Field(max_length=512)] | None = Field(
+        default=None,
+        description="Image of the routers. Absent: the operator's own image.",
+        examples=["registry.example.com/specdecode-operator:0.1.0"],
+    )
+    resources: RouterResourcesSpec = Field(
+        default=RouterResourcesSpec(), description="CPU, memory and other resources of the router's container."
+    )
+    hold_seconds: int = Field(
+        default=600,
+        ge=1,
+        le=86400,
+        description="Longest time that a request waits while no worker is ready, in seconds. After scaling to zero, "
+        "the first worker must pull and load the model in this time.",
+    )
+    suspicion: SuspicionSpec = Field(
+        default=SuspicionSpec(),
+        description="Bounds of the silence after which a router asks a second worker for the rest of a request.",
+    )
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
+        default_factory=dict, description="Labels that a node must have.", examples=[{"pool": "cpu"}]
+    )
+    tolerations: _Objects = Field(
+        default=(),
+        description="Taints of nodes that the routers tolerate, as in a pod.",
+        examples=[[{"key": "dedicated", "operator": "Equal", "value": "serving", "effect": "NoSchedule"}]],
+    )
+    affinity: Anything | None = Field(
+        default=None,
+        description="Affinity to nodes and pods, as in a pod. Absent: the routers of a deployment prefer different "
+        "nodes.",
+        examples=[{"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": ["..."]}}}],
+    )
+    priority_class_name: Name | None = Field(
+        default=None, description="PriorityClass of the routers. Absent: the cluster's default.", examples=["serving"]
+    )

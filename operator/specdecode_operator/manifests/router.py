@@ -1,0 +1,197 @@
+"""Routers of a deployment: their pods, rollout and disruption budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdecode_operator.api.v1alpha1 import RouterSpec
+from specdecode_operator.manifests.config import API_KEYS_DIR, TLS_DIR, TOKENS_DIR
+from specdecode_operator.manifests.identity import (
+    TokenScope,
+    demand_name,
+    headless_name,
+    router_labels,
+    router_metadata,
+    router_name,
+    tokens_name,
+)
+from specdecode_operator.manifests.volumes import secret_volume
+from specdecode_operator.types import Defaults, Deployment, Manifest
+from specdecode_worker.contract import Env, Port
+
+USER = 65532
+"""User and group of the container."""
+EXIT_SECONDS = 10
+"""Time beyond the drain in which the process ends."""
+PROGRESS_SECONDS = 600
+"""Time in which a rollout must make progress; a router loads nothing and is ready within seconds."""
+TMP_LIMIT = "64Mi"
+
+
+def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
+    """Return the Deployment of the routers. A rollout adds a router before it takes one away.
+
+    The number of replicas is absent while an autoscaler sets it, so that it stays the autoscaler's field.
+    """
+    router = deployment.spec.router
+    replicas = {} if router.autoscaled and router.replicas else {"replicas": router.replicas}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": router_metadata(deployment, router_name(deployment.name)),
+        "spec": {
+            **replicas,
+            "revisionHistoryLimit": 2,
+            "progressDeadlineSeconds": PROGRESS_SECONDS,
+            "selector": {"matchLabels": router_labels(deployment.name)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {
+                "metadata": {"labels": metadata_labels(deployment)},
+                "spec": _pod(deployment, defaults),
+            },
+        },
+    }
+
+
+def router_budget(deployment: Deployment) -> Manifest:
+    """Return the PodDisruptionBudget: one router at a time may be evicted, and broken ones always."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": router_metadata(deployment, router_name(deployment.name)),
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": router_labels(deployment.name)},
+        },
+    }
+
+
+def metadata_labels(deployment: Deployment) -> dict[str, str]:
+    """Return the labels of a router pod."""
+    labels: dict[str, str] = router_metadata(deployment, router_name(deployment.name))["labels"]
+    return labels
+
+
+def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
+    spec = deployment.spec
+    router, drain = spec.router, spec.drain
+    pod: dict[str, Any] = {
+        "serviceAccountName": router_name(deployment.name),
+        # A router watches EndpointSlices and reports held requests.
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + EXIT_SECONDS,
+        "containers": [_container(deployment, defaults)],
+        "volumes": [*_secrets(deployment), {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}}],
+        **_scheduling(router, router_labels(deployment.name)),
+    }
+    if spec.workers.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in spec.workers.image_pull_secrets]
+    return pod
+
+
+def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
+    spec = deployment.spec
+    tls = spec.tls is not None
+    folders = {"tokens": TOKENS_DIR, "api-keys": API_KEYS_DIR, "tls": TLS_DIR}
+    return {
+        "name": "router",
+        "image": spec.router.image or defaults.router_image,
+        "imagePullPolicy": defaults.router_image_pull_policy,
+        "command": ["specdecode-router", "serve", *arguments(deployment)],
+        "env": [
+            {"name": "HOME", "value": "/tmp"},
+            {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
+        "ports": [{"name": "http", "containerPort": Port.http, "protocol": "TCP"}],
+        "resources": spec.router.resources.model_dump(mode="json"),
+        "startupProbe": _probe("/ready", tls=tls, period=1, failures=60),
+        "readinessProbe": _probe("/ready", tls=tls, period=2, failures=2),
+        "livenessProbe": _probe("/health", tls=tls, period=10, failures=3),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            *(
+                {"name": volume["name"], "mountPath": folders[volume["name"]], "readOnly": True}
+                for volume in _secrets(deployment)
+            ),
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def arguments(deployment: Deployment) -> list[str]:
+    """Return the flags of ``specdecode-router serve``."""
+    spec, name = deployment.spec, deployment.name
+    keys = spec.workers.api_keys_secret_ref
+    values: dict[str, object] = {
+        "host": "0.0.0.0",
+        "port": Port.http,
+        "namespace": deployment.namespace,
+        "service": headless_name(name),
+        "demand-config-map": demand_name(name),
+        "admin-token-file": f"{TOKENS_DIR}/{TokenScope.router.value}",
+        "hold-seconds": spec.router.hold_seconds,
+        "min-silence-seconds": f"{spec.router.suspicion.min_seconds:g}",
+        "max-silence-seconds": f"{spec.router.suspicion.max_seconds:g}",
+        "endpoint-delay-seconds": spec.drain.endpoint_delay_seconds,
+        "grace-period-seconds": spec.drain.grace_period_seconds,
+    }
+    if keys:
+        values["api-keys-path"] = f"{API_KEYS_DIR}/{keys.key or ''}".rstrip("/")
+    if spec.tls:
+        files = {"tls-cert-file": "tls.crt", "tls-key-file": "tls.key", "ca-file": "ca.crt"}
+        values |= {flag: f"{TLS_DIR}/{file}" for flag, file in files.items()}
+    return [f"--{flag}={value}" for flag, value in values.items()]
+
+
+def _secrets(deployment: Deployment) -> list[dict[str, Any]]:
+    """Return the mounted Secrets as volumes. Of the admin tokens only the routers' own is mounted."""
+    spec = deployment.spec
+    volumes = [secret_volume("tokens", tokens_name(deployment.name), TokenScope.router.value)]
+    if spec.workers.api_keys_secret_ref:
+        reference = spec.workers.api_keys_secret_ref
+        volumes.append(secret_volume("api-keys", reference.name, reference.key))
+    if spec.tls:
+        volumes.append(secret_volume("tls", spec.tls.secret_name))
+    return volumes
+
+
+def _scheduling(router: RouterSpec, labels: dict[str, str]) -> dict[str, Any]:
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels},
+    }
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
+    apart = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+    fields: dict[str, Any] = {
+        "nodeSelector": dict(router.node_selector),
+        "tolerations": [dict(toleration) for toleration in router.tolerations],
+        "affinity": dict(router.affinity) if router.affinity is not None else {"podAntiAffinity": apart},
+        "topologySpreadConstraints": [spread],
+        "priorityClassName": router.priority_class_name,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _probe(path: str, *, tls: bool, period: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": "http", **({"scheme": "HTTPS"} if tls else {})},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

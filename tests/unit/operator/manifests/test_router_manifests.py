@@ -1,0 +1,181 @@
+"""Tests of the routers' children, and of when the public Service selects routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fleet import DEFAULTS, deployment_with, workload_with
+
+from specdecode_operator import manifests
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.kube.kinds import APPLIED
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Manifest, Observation, Workload
+
+TWO = {"router": {"replicas": 2}}
+
+
+def children(routers: Workload | None = None, **spec: Any) -> dict[tuple[str, str], Manifest]:
+    """Return the children of a decision by kind and name."""
+    observed = Observation(workload=workload_with(), workers=(), session=Session(), routers=routers)
+    decision, _ = decide(deployment_with(**spec), observed, DEFAULTS, now=1000)
+    return {(child["kind"], child["metadata"]["name"]): child for child in decision.children}
+
+
+def pod(**spec: Any) -> dict[str, Any]:
+    workload = manifests.router_workload(deployment_with(**{**TWO, **spec}), DEFAULTS)
+    return workload["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def flags(**spec: Any) -> dict[str, str]:
+    """Return the flags of the router by name."""
+    command = pod(**spec)["containers"][0]["command"]
+    assert command[:2] == ["specdecode-router", "serve"]
+    return dict(word.removeprefix("--").split("=", 1) for word in command[2:])
+
+
+def selected_role(routers: Workload | None, **spec: Any) -> str:
+    return str(children(routers, **spec)["Service", "demo"]["spec"]["selector"]["specdecode.io/role"])
+
+
+def test_without_routers_the_children_are_those_of_direct_access() -> None:
+    assert [kind for kind, _ in children()] == ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
+    assert selected_role(None) == "worker"
+
+
+def test_routers_have_an_account_with_rights_on_endpoints_and_their_own_config_map_alone() -> None:
+    made = children(**TWO)
+    assert made["RoleBinding", "demo-router"]["subjects"][0]["name"] == "demo-router"
+    assert made["RoleBinding", "demo-router"]["roleRef"]["name"] == "demo-router"
+    assert pod()["serviceAccountName"] == made["ServiceAccount", "demo-router"]["metadata"]["name"]
+    assert made["Role", "demo-router"]["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["demo-demand"], "verbs": ["get", "patch"]},
+    ]
+
+
+def test_the_data_of_the_demand_are_left_to_the_routers() -> None:
+    assert "data" not in children(**TWO)["ConfigMap", "demo-demand"]
+
+
+def test_children_of_routers_are_owned_and_have_the_role_of_routers() -> None:
+    mine = [child for child in children(**TWO).values() if child["metadata"]["labels"]["specdecode.io/role"] == "router"]
+    assert {child["kind"] for child in mine} <= APPLIED.keys()
+    assert len(mine) == 6
+    for child in mine:
+        assert child["metadata"]["ownerReferences"][0]["uid"] == "u1"
+        assert child["metadata"]["labels"]["specdecode.io/name"] == "demo"
+        assert "specdecode.io/variant" not in child["metadata"]["labels"], "a variant is of workers"
+
+
+def test_workers_and_routers_are_selected_apart() -> None:
+    made = children(workload_with(2), **TWO)
+    workers = made["Deployment", "demo-worker"]["spec"]["selector"]["matchLabels"]
+    routers = made["Deployment", "demo-router"]["spec"]["selector"]["matchLabels"]
+    labels = made["Deployment", "demo-router"]["spec"]["template"]["metadata"]["labels"]
+    assert routers.items() <= labels.items()
+    assert not workers.items() <= labels.items()
+    assert made["PodDisruptionBudget", "demo-router"]["spec"]["selector"]["matchLabels"] == routers
+    assert made["Service", "demo-workers"]["spec"]["selector"]["specdecode.io/role"] == "worker"
+    assert list(made)[-1] == ("Deployment", "demo-router"), "after the rights that its pods need"
+
+
+@pytest.mark.parametrize(
+    ("routers", "role"),
+    [
+        (None, "worker"),
+        (workload_with(2, ready=0, available=0), "worker"),
+        (workload_with(2, ready=1, available=1), "router"),
+        (workload_with(2), "router"),
+    ],
+    ids=["none yet", "starting", "one ready", "all ready"],
+)
+def test_the_service_selects_routers_once_one_is_ready(routers: Workload | None, role: str) -> None:
+    assert selected_role(routers, **TWO) == role
+
+
+def test_routers_leave_after_the_service_selects_workers_again() -> None:
+    made = children(workload_with(2))
+    assert made["Service", "demo"]["spec"]["selector"]["specdecode.io/role"] == "worker"
+    assert made["Deployment", "demo-router"]["spec"]["replicas"] == 0
+    order = list(made)
+    assert order.index(("Service", "demo")) < order.index(("Deployment", "demo-router"))
+    assert ("Role", "demo-router") not in made
+
+
+def test_an_autoscaler_keeps_the_number_of_routers() -> None:
+    autoscaled = {"router": {"replicas": 2, "autoscaled": True}}
+    assert "replicas" not in children(**autoscaled)["Deployment", "demo-router"]["spec"]
+    off = {"router": {"replicas": 0, "autoscaled": True}}
+    assert children(workload_with(5), **off)["Deployment", "demo-router"]["spec"]["replicas"] == 0
+
+
+def test_flags_name_workers_demand_and_bounds() -> None:
+    spec = {
+        "router": {"replicas": 2, "holdSeconds": 900, "suspicion": {"minSeconds": 0.5, "maxSeconds": 4}},
+        "drain": {"endpointDelaySeconds": 7, "gracePeriodSeconds": 90},
+    }
+    assert flags(**spec) == {
+        "host": "0.0.0.0",
+        "port": "8000",
+        "namespace": "ns",
+        "service": "demo-workers",
+        "demand-config-map": "demo-demand",
+        "admin-token-file": "/etc/specdecode/tokens/router",
+        "hold-seconds": "900",
+        "min-silence-seconds": "0.5",
+        "max-silence-seconds": "4",
+        "endpoint-delay-seconds": "7",
+        "grace-period-seconds": "90",
+    }
+    assert pod(**spec)["terminationGracePeriodSeconds"] > 7 + 90
+
+
+def test_a_router_mounts_its_own_token_and_no_other() -> None:
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    assert volumes["tokens"]["secret"]["secretName"] == "demo-tokens"
+    assert volumes["tokens"]["secret"]["items"] == [{"key": "router", "path": "router"}]
+    mounts = {mount["mountPath"]: mount for mount in pod()["containers"][0]["volumeMounts"]}
+    assert mounts["/etc/specdecode/tokens"]["readOnly"]
+    assert "subPath" not in mounts["/etc/specdecode/tokens"], "a replaced token must arrive"
+
+
+def test_keys_and_certificates_of_workers_are_used_by_routers() -> None:
+    spec = {"workers": {"apiKeysSecretRef": {"name": "keys", "key": "all.txt"}}, "tls": {"secretName": "cert"}}
+    made = flags(**spec)
+    assert made["api-keys-path"] == "/etc/specdecode/api-keys/all.txt"
+    assert (made["tls-cert-file"], made["tls-key-file"], made["ca-file"]) == (
+        "/etc/specdecode/tls/tls.crt",
+        "/etc/specdecode/tls/tls.key",
+        "/etc/specdecode/tls/ca.crt",
+    )
+    container = pod(**spec)["containers"][0]
+    assert {probe["httpGet"]["scheme"] for probe in (container["readinessProbe"], container["livenessProbe"])} == {
+        "HTTPS"
+    }
+    assert {volume["name"] for volume in pod(**spec)["volumes"]} == {"tokens", "api-keys", "tls", "tmp"}
+
+
+def test_a_router_meets_the_restricted_security_profile() -> None:
+    rendered = pod()
+    security = rendered["containers"][0]["securityContext"]
+    assert (rendered["securityContext"]["runAsNonRoot"], security["allowPrivilegeEscalation"]) == (True, False)
+    assert rendered["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["readOnlyRootFilesystem"]
+
+
+def test_scheduling_fields_replace_the_defaults() -> None:
+    assert "podAntiAffinity" in pod()["affinity"]
+    router = {"replicas": 2, "affinity": {"nodeAffinity": {}}, "nodeSelector": {"pool": "cpu"}, "image": "mine:1"}
+    rendered = pod(router=router)
+    assert rendered["affinity"] == {"nodeAffinity": {}}
+    assert rendered["nodeSelector"] == {"pool": "cpu"}
+    assert rendered["containers"][0]["image"] == "mine:1"
+    assert pod()["containers"][0]["image"] == DEFAULTS.router_image
+
+
+def test_routers_replace_no_worker() -> None:
+    plain, routed = (manifests.rolling_hash(deployment_with(**spec).spec) for spec in ({}, TWO))
+    assert plain == routed
