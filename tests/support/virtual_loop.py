@@ -34,6 +34,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Return the virtual time in seconds."""
         return self._jumping.now
 
+    def timers(self) -> int:
+        """Return the number of timers that are set and not cancelled."""
+        return sum(not timer.cancelled() for timer in self._scheduled)
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a loop with virtual time and return its result."""

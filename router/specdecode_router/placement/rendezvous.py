@@ -22,11 +22,11 @@ def rendezvous_score(key: bytes, name: str, weight: float) -> float:
     """Return the score of a worker for a key. The worker with the highest score comes first.
 
     Args:
-        key: Digest of the affinity.
+        key: Digest of the affinity. All keys have the same length, so that no two keys and names are confused.
         name: Name of the worker.
         weight: Relative capacity of the worker, above 0.
     """
-    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), key=key, digest_size=8).digest()
+    digest = hashlib.blake2b(key + name.encode(errors="surrogatepass"), digest_size=8).digest()
     # Uniform in the open interval from 0 to 1: neither end has a finite, non-zero logarithm.
     uniform = ((int.from_bytes(digest, "big") >> (64 - _BITS)) + 0.5) / 2**_BITS
     return -weight / math.log(uniform)

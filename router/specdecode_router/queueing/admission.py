@@ -148,15 +148,28 @@ class Admission:
             raise
 
     def _check_bounds(self, tenant: Tenant) -> None:
-        """Raise Refused if one more request must not wait."""
+        """Raise Refused if one more request must not wait.
+
+        In a full queue the tenant with the most waiting requests makes room, so that it cannot shut out the others.
+        """
         mine, now = self._queue.length_of(tenant.name), self._clock()
         if tenant.name and mine >= self._limits.max_waiting_per_tenant:
             share = self._queue.share_of(tenant)
             raise refusals.tenant_is_full(mine, self._rate.retry_seconds(mine, now, share=share))
-        if self._capacity == 0 and self.held >= self._limits.max_held:
-            raise refusals.held_is_full(self.held)
-        if self._capacity > 0 and self.waiting >= self._limits.max_waiting:
-            raise refusals.queue_is_full(self.waiting, self._rate.retry_seconds(self.waiting, now))
+        limit = self._limits.max_waiting if self._capacity else self._limits.max_held
+        if len(self._waiters) < limit:
+            return
+        excess = self._queue.excess_over(tenant)
+        refused = self._full(now)
+        if excess is None:
+            raise refused
+        self._fail(excess, refused)
+
+    def _full(self, now: float) -> Refused:
+        """Return the error of a request for which the queue has no room."""
+        if self._capacity == 0:
+            return refusals.held_is_full(self.held)
+        return refusals.queue_is_full(self.waiting, self._rate.retry_seconds(self.waiting, now))
 
     def _add(self, tenant: Tenant, batch: bool, deadline_seconds: float | None) -> _Waiter:
         held = self.held

@@ -101,6 +101,11 @@ class FairQueue(Generic[Item]):
         line = self._lines.get(tenant)
         return len(line.items) if line else 0
 
+    def newest_of(self, tenant: str) -> Item | None:
+        """Return the last request in the line of a tenant; None if it has none."""
+        line = self._lines.get(tenant)
+        return next(reversed(line.items), None) if line else None
+
     def tenants(self) -> Iterator[Tenant]:
         """Yield the tenants that have waiting requests."""
         return (line.tenant for line in self._lines.values() if line.items)
@@ -166,6 +171,23 @@ class PriorityQueue(Generic[Item]):
 
     def share_of(self, tenant: Tenant) -> float:
         """Return the share of departures that a tenant gets while all that wait keep waiting, from 0 to 1."""
-        weights = {other.name: other.weight for queue in (self.interactive, self.batch) for other in queue.tenants()}
-        weights[tenant.name] = tenant.weight
+        weights = {name: other.weight for name, other in self._tenants().items()} | {tenant.name: tenant.weight}
         return tenant.weight / sum(weights.values())
+
+    def excess_over(self, tenant: Tenant) -> Item | None:
+        """Return the request that should make room for one more of a tenant in a full queue.
+
+        It is the newest one, batch first, of the tenant with the most waiting requests by weight. None if ``tenant``
+        would then be that tenant itself. It takes O(tenants).
+        """
+        waiting = self._tenants().values()
+        longest = max(waiting, key=lambda other: self.length_of(other.name) / other.weight, default=tenant)
+        length = self.length_of(longest.name) / longest.weight
+        if longest.name == tenant.name or length <= (self.length_of(tenant.name) + 1) / tenant.weight:
+            return None
+        newest = self.batch.newest_of(longest.name)
+        return newest if newest is not None else self.interactive.newest_of(longest.name)
+
+    def _tenants(self) -> dict[str, Tenant]:
+        """Return the tenants that have waiting requests, by name."""
+        return {tenant.name: tenant for queue in (self.interactive, self.batch) for tenant in queue.tenants()}

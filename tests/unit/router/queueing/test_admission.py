@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from virtual_loop import run_virtual
+from virtual_loop import VirtualLoop, run_virtual
 
 from specdecode_router.queueing.admission import Admission, Place, QueueLimits
 from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
@@ -31,6 +31,12 @@ def start(
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def timers() -> int:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.timers()
 
 
 async def refusal(awaitable: Awaitable[Place]) -> Refused:
@@ -99,6 +105,33 @@ async def test_a_tenant_has_a_bound_of_its_own_and_others_may_still_wait() -> No
 
 
 @virtual
+async def test_a_tenant_that_fills_the_queue_makes_room_for_others() -> None:
+    queue = admission(1, max_waiting=4)
+    await queue.acquire(A, 0, None)
+    flood = [start(queue, A, BATCH), *(start(queue) for _ in range(3))]
+    await settle()
+    few = [start(queue, B) for _ in range(2)]
+    await settle()
+    assert [task.done() for task in (*flood, *few)] == [True, False, False, True, False, False]
+    assert (await refusal(flood[3])).reason is RefusalReason.queue_full
+    assert queue.waiting == 4
+    for tenant in (A, B):  # both have two waiting requests now
+        assert (await refusal(queue.acquire(tenant, 0, None))).status == 429
+
+
+@virtual
+async def test_held_requests_of_one_tenant_make_room_for_others() -> None:
+    queue = admission(0, max_held=3)
+    flood = [start(queue) for _ in range(3)]
+    await settle()
+    other = start(queue, B)
+    await settle()
+    assert (await refusal(flood[2])).reason is RefusalReason.held_full
+    assert not other.done()
+    assert queue.held == 3
+
+
+@virtual
 async def test_clients_without_authentication_share_the_whole_queue() -> None:
     queue = admission(1, max_waiting_per_tenant=3, max_waiting=8)
     tasks = [start(queue, Tenant("")) for _ in range(9)]
@@ -144,6 +177,29 @@ async def test_a_cancelled_request_leaves_the_queue_at_once() -> None:
     await settle()
     assert next_one.done()
     assert (queue.running, queue.waiting) == (1, 0)
+
+
+@virtual
+async def test_a_cancelled_request_leaves_no_trace_while_all_places_are_taken() -> None:
+    queue = admission(1)
+    await queue.acquire(A, 0, None)
+    gone = start(queue, deadline=60)
+    await settle()
+    gone.cancel()
+    await settle()
+    assert (queue.running, queue.waiting) == (1, 0)
+    assert timers() == 0
+
+
+@virtual
+async def test_a_place_ends_the_timers_of_its_request() -> None:
+    queue = admission(0)
+    task = start(queue, deadline=60)
+    await settle()
+    assert timers() == 2
+    queue.set_capacity(1)
+    await task
+    assert timers() == 0
 
 
 @virtual
@@ -251,6 +307,21 @@ async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
     await settle()
     assert second.done()
     assert queue.running == 2
+
+
+@virtual
+async def test_a_tenant_that_was_passed_over_runs_again_after_its_own_request() -> None:
+    queue = admission(2)
+    limited = Tenant("a", max_in_flight=1)
+    first, other = await queue.acquire(limited, 0, None), await queue.acquire(B, 0, None)
+    second = start(queue, limited)
+    await settle()
+    other.release()  # a place is free, and the waiting request must not have it
+    await settle()
+    assert not second.done()
+    first.release()
+    await settle()
+    assert second.done()
 
 
 @virtual

@@ -127,3 +127,18 @@ def test_share_counts_each_waiting_tenant_once() -> None:
     queue.push(Tenant("b", weight=3), "2", batch=False)
     queue.push(Tenant("b", weight=3), "3", batch=True)
     assert queue.share_of(Tenant("a")) == 0.25
+
+
+def test_the_tenant_with_the_most_waiting_requests_by_weight_makes_room() -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    heavy, light, newcomer = Tenant("heavy", 4), Tenant("light"), Tenant("new")
+    assert queue.excess_over(newcomer) is None
+    for index in range(4):
+        queue.push(heavy, f"heavy{index}", batch=False)
+    for index in range(3):
+        queue.push(light, f"light{index}", batch=False)
+    assert queue.excess_over(newcomer) == "light2"
+    assert queue.excess_over(heavy) == "light2"
+    assert queue.excess_over(light) is None
+    queue.push(light, "batch", batch=True)
+    assert queue.excess_over(newcomer) == "batch"

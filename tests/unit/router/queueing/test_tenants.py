@@ -113,6 +113,15 @@ def test_settings_are_read_and_have_defaults(folder: Path) -> None:
     assert table.authenticate("Bearer b") == Tenant("bob", 1, 0, None)
 
 
+def test_the_example_of_the_documentation_is_valid(folder: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "tenants.md").read_text()
+    example = page[page.index('    {"tenants"') : page.index("    }}") + 6]
+    mount(folder, {"team-a": "a", "nightly": "n", "tenants.json": example})
+    table = TenantTable(folder)
+    assert table.authenticate("Bearer a") == Tenant("team-a", 3, 0, 64)
+    assert table.authenticate("Bearer n") == Tenant("nightly", 1, 1, None)
+
+
 def test_a_key_rotates_without_a_refused_request(folder: Path) -> None:
     table = TenantTable(folder)
     mount(folder, {"alice": "key-of-alice\nnew-key\n", "bob": "key-of-bob"})
