@@ -36,8 +36,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKEN = "token-of-the-tests"
 TOKENS = 14
 AT_ONCE = 32
+END = str(small_model.END_ID)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def bias(text: str, value: float, **more: float) -> dict[str, float]:
+    """Return a logit bias for the bytes of a text, and for further token ids."""
+    ids = small_model.byte_tokenizer().encode(text).ids
+    return {**{str(token): value for token in ids}, **{name.removeprefix("t"): one for name, one in more.items()}}
+
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -46,29 +54,30 @@ CASES: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.2, "min_p": 0.02},
     "penalties": {
         "temperature": 0.8, "presence_penalty": 0.9, "frequency_penalty": 1.1, "repetition_penalty": 1.3,
+        "logit_bias": bias("abc", 7),
     },
-    "greedy penalties": {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 1.5},
-    "logit_bias": {"logit_bias": {"65": 5.0, "66": 5.5, "195": 5.0, "169": 5.0}},
-    "min_tokens": {"logit_bias": {"257": 6.5}, "min_tokens": 7, "ignore_eos": False},
-    "end of text": {"logit_bias": {"257": 4.0}, "ignore_eos": False},
-    "stop strings": {"logit_bias": {"65": 9, "66": 9, "67": 8}, "stop": ["ABBA", "CAB"], "max_tokens": 24},
-    "shown stop": {
-        "logit_bias": {"65": 9, "66": 9}, "stop": ["BAAAB", "ABABA"], "include_stop_str_in_output": True,
+    "greedy penalties": {
+        "temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 1.5, "logit_bias": bias("abc", 9),
     },
-    "held to the end": {"logit_bias": {"65": 30}, "stop": ["A" * 40]},
-    "stop_token_ids": {"logit_bias": {"65": 9, "66": 8, "67": 6}, "stop_token_ids": [67]},
+    "logit_bias": {"logit_bias": bias("ab\u00e9\u20ac", 9)},
+    "min_tokens": {"logit_bias": {END: 14}, "min_tokens": 7, "ignore_eos": False},
+    "end of text": {"logit_bias": {END: 2.5}, "ignore_eos": False},
+    "stop strings": {"logit_bias": bias("AB", 14), "stop": ["BAAAAAAB", "BB"], "max_tokens": 24},
+    "shown stop": {"logit_bias": bias("AB", 14), "stop": ["BBAB", "ABBA"], "include_stop_str_in_output": True},
+    "held to the end": {"logit_bias": bias("A", 40), "stop": ["A" * 40]},
+    "stop_token_ids": {"logit_bias": bias("AB", 12, t34=8), "stop_token_ids": [34]},
     "tools": {"tools": TOOLS},
-    "tools with logprobs": {"tools": TOOLS, "logprobs": True, "top_logprobs": 2, "logit_bias": {"60": 6, "32": 6}},
-    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "tools with logprobs": {"tools": TOOLS, "logprobs": True, "top_logprobs": 2, "logit_bias": bias("< a", 14)},
+    "logprobs": {"logprobs": True, "top_logprobs": 3, "logit_bias": bias("\u00e9\u20aca", 9)},
     "two choices": {"n": 2},
-    "two choices with stops": {"n": 2, "logit_bias": {"65": 9, "66": 9}, "stop": ["ABB"]},
+    "two choices with stops": {"n": 2, "logit_bias": bias("AB", 14), "stop": ["ABB"]},
     "usage": {"n": 2, "stream_options": {"include_usage": True}},
     "completion": {"prompt": "once upon"},
     "prompts": {"prompt": ["first", "the second"], "n": 2, "max_tokens": 6},
     "echo": {"prompt": "gr\u00fc\u00dfe an", "echo": True, "logprobs": 2},
     "echo alone": {"prompt": "some text", "echo": True, "logprobs": 1, "max_tokens": 0},
     "best_of": {"prompt": "choose", "best_of": 3, "n": 2, "max_tokens": 6},
-    "special tokens": {"skip_special_tokens": False, "logit_bias": {"256": 8, "226": 8, "130": 8, "172": 8}},
+    "special tokens": {"skip_special_tokens": False, "logit_bias": bias("\u20ac", 9, t256=9)},
 }  # fmt: skip
 
 
@@ -101,7 +110,7 @@ async def _start(config: WorkerConfig, folder: Path, shape: str) -> Worker:
 async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Worker, Worker]]:
     """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
-    small_model.write_target(folder)
+    small_model.write_varied_target(folder)
     config = worker_config(folder, max_num_seqs=AT_ONCE, threads=1)
     config = config.model_copy(
         update={

@@ -37,11 +37,6 @@ class Output:
     tokens: Tokens
     piece: ChoicePiece
 
-    @property
-    def is_shown(self) -> bool:
-        """True if the part changes the response."""
-        return bool(self.piece.text or self.piece.scored or self.piece.finish_reason)
-
 
 class Generation:
     """One choice for one prompt. Call ``close`` in every case, because it frees the slot in the engine."""
@@ -114,7 +109,7 @@ class Generation:
     async def pieces(self) -> AsyncIterator[ChoicePiece]:
         """Yield the pieces that change the response, as they arrive. Raises the same errors as ``outputs``."""
         async for output in self.outputs():
-            if output.is_shown:
+            if output.piece.is_shown:
                 yield output.piece
 
     async def whole(self) -> Choice:

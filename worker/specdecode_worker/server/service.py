@@ -9,68 +9,36 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
-from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
-from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, RequestObserver
+from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.plan_store import PlanStore
 from specdecode_worker.server.request_capture import RequestCapture
 from specdecode_worker.server.request_sampling import (
     ModelLimits,
     check_ids,
-    logprobs_of,
-    sampling_of,
-    seeds_of,
-    token_limits,
 )
 from specdecode_worker.server.request_terms import RequestTerms
-from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
-from specdecode_worker.server.streams.choice_output import NO_COUNTS, ChoiceOutput, OutputOptions, Progress
 from specdecode_worker.server.streams.compatibility_key import compatibility_key
-from specdecode_worker.server.streams.earlier_attempt import EarlierChoice, sampling_of_rest
-from specdecode_worker.server.text.detokenizer import TextOptions
+from specdecode_worker.server.streams.generation_starter import GenerationStarter, Origin
+from specdecode_worker.server.streams.starting_choice import StartingChoice, new_choices
 from specdecode_worker.server.text.prompt_preparation import PromptPreparation
 from specdecode_worker.server.text.prompts import Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Facts that all generations of one request share."""
-
-    task: str
-    terms: RequestTerms
-    cache_salt: str
-    """Salt of the prefix cache."""
-    user: str | None
-    """Identifier of the end user, as the client names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One choice to start. With ``progress`` it continues an earlier attempt."""
-
-    prompt: Prompt
-    sampling: Sampling
-    options: OutputOptions
-    progress: Progress | None = None
 
 
 class Service:
@@ -93,6 +61,7 @@ class Service:
         )
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
+        self._starter = GenerationStarter(engine, self._queue, self.counts)
         self._model: Model | None = None
         self._compatibility_key = ""
         self._prompts: PromptPreparation | None = None
@@ -209,59 +178,35 @@ class Service:
         Raises:
             ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
         """
-        limits, made = self.model.limits, request.generated_choices
-        check_ids(request, limits)
-        most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
+        check_ids(request, self.model.limits)
+        choices = new_choices(self.model, request, prompts)
         self.lifecycle.check_accepting()
-        self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts), terms.client)
+        self._check_queue(self.engine.in_flight, len(choices), len(prompts), terms.client)
         if self._capture is not None and not capture:
             self._capture.opted_out()
-        choices = [
-            _Choice(prompt, sampling_of(request, limit, seed, limits), _output_options(request, choice))
-            for prompt, limit in zip(prompts, most_tokens, strict=True)
-            for choice, seed in enumerate(seeds_of(request.seed, made))
-        ]
-        return self._start_all(choices, self._origin(request, task, terms), capture=capture)
+        return self._starter.start(choices, self._origin(request, task, terms), self._capture if capture else None)
 
     def resume(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[Prompt],
-        task: str,
-        earlier: Sequence[EarlierChoice],
-        *,
-        terms: RequestTerms,
+        self, request: GenerationRequest, choices: Sequence[StartingChoice], task: str, *, terms: RequestTerms
     ) -> list[Generation]:
         """Continue all choices of a request that began on another worker. It is not captured.
 
         Args:
             request: The validated request body.
-            prompts: Tokenized prompts of the request.
+            choices: The choices with their replayed output.
             task: Task label of the request.
-            earlier: The choices as they began, with their progress, grouped by prompt in the order of ``prompts``.
             terms: Client and deadlines of the request.
 
         Raises:
-            ApiError: The progress is no output of the request, the queue is full, or the worker accepts no requests.
+            ApiError: The queue is full, or the worker accepts no requests.
         """
-        made = request.generated_choices
         self.lifecycle.check_accepting()
-        self._check_queue(self.engine.in_flight, len(earlier), len(prompts), terms.client)
-        choices = [
-            _Choice(prompts[index // made], one.sampling, _output_options(request, index % made), one.progress)
-            for index, one in enumerate(earlier)
-        ]
-        return self._start_all(choices, self._origin(request, task, terms), capture=False)
+        left = sum(choice.output.finish_reason is None for choice in choices)
+        self._check_queue(self.engine.in_flight, left, len(choices), terms.client)
+        return self._starter.start(choices, self._origin(request, task, terms), None)
 
-    def _start_all(self, choices: Sequence[_Choice], origin: _Origin, *, capture: bool) -> list[Generation]:
-        with contextlib.ExitStack() as started:
-            generations = []
-            for choice in choices:
-                generation = self._generation(choice, origin, capture)
-                started.callback(generation.close)
-                generations.append(generation)
-            started.pop_all()
-        return generations
+    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> Origin:
+        return Origin.of(request, task, terms, shared_prefix_cache=self.config.server.shared_prefix_cache)
 
     async def set_plan(self, plan: Plan) -> None:
         """Apply ``plan`` in the engine and make it the current plan.
@@ -318,71 +263,6 @@ class Service:
             report = await self._engine_report.result()
         own = {"draining": self.lifecycle.shutting_down, "compatibility_key": self._compatibility_key}
         return report.model_copy(update=own)
-
-    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> _Origin:
-        shared = self.config.server.shared_prefix_cache
-        salt = prefix_salt(terms.client, request.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
-        return _Origin(task, terms, salt, request.user)
-
-    def _generation(self, choice: _Choice, origin: _Origin, capture: bool) -> Generation:
-        prompt, progress = choice.prompt, choice.progress
-        output = ChoiceOutput(
-            self.model.tokenizer, prompt, choice.options, progress.counters if progress is not None else NO_COUNTS
-        )
-        rule = FinishRule.of(choice.sampling, self.model.loaded.eos_token_ids)
-        replayed = output.replay(progress, rule) if progress is not None else []
-        submit = Submit(
-            request_id=uuid.uuid4().hex,
-            prompt=tuple(prompt.ids),
-            sampling=choice.sampling if progress is None else sampling_of_rest(choice.sampling, progress),
-            emitted=None if progress is None else progress.ids,
-            task=origin.task,
-            arrival_seconds=time.monotonic(),
-            deadline_seconds=origin.terms.deadline_seconds,
-            queue_deadline_seconds=origin.terms.queue_deadline_seconds,
-            client=origin.terms.client,
-            cache_salt=origin.cache_salt,
-        )
-        if output.finish_reason is not None:
-            return Generation(None, output, choice.sampling, observers=(), on_end=lambda: None, replayed=replayed)
-        try:
-            stream = self.engine.submit(submit)
-        except EngineGone as error:
-            raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        self._queue.record_start(submit.client)
-        return Generation(
-            stream,
-            output,
-            choice.sampling,
-            observers=self._observers(prompt, submit, origin.user, capture and choice.options.generates),
-            on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
-            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
-            replayed=replayed,
-        )
-
-    def _observers(self, prompt: Prompt, submit: Submit, user: str | None, capture: bool) -> list[RequestObserver]:
-        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
-        observers: list[RequestObserver] = [
-            self.counts.request_counter(submit.task, len(prompt.ids), submit.client, earlier_tokens)
-        ]
-        if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, submit.sampling, submit.task, user)
-            observers += [observer] if observer is not None else []
-        return observers
-
-
-def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:
-    text_options = TextOptions(
-        stops=tuple(request.stop),
-        include_stop=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=request.min_tokens,
-        logprobs=request.top_logprobs_count is not None,
-    )
-    generates = not isinstance(request, CompletionRequest) or request.max_tokens != 0
-    return OutputOptions(
-        text_options, has_logprobs=logprobs_of(request) is not None, generates=generates, counts_prompt=choice == 0
-    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.responses import DONE, ChoicePiece, Json, ResponseWriter, event, usage
 
-# Scored tokens of one piece beyond which it is written in a thread: about ten milliseconds.
+# Scored tokens of one piece, or pieces, beyond which they are written in a thread: about ten milliseconds.
 _MANY_SCORED_TOKENS = 512
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -76,15 +76,23 @@ class EventEncoder:
             return await asyncio.to_thread(self._encode, index, piece)
         return self._encode(index, piece)
 
-    def skip(self, index: int, piece: ChoicePiece) -> None:
-        """Process a piece whose events another worker has sent."""
-        self._writer.chunks(index, piece)
+    async def skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        """Process pieces of a choice whose events another worker has sent."""
+        if len(pieces) > _MANY_SCORED_TOKENS:
+            await asyncio.to_thread(self._skip, index, pieces)
+        else:
+            self._skip(index, pieces)
 
     def closing(self) -> list[bytes]:
         """Return the events after the last text."""
         if not self._options.include_usage:
             return [DONE]
         return [event(self._writer.closing([generation.statistics for generation in self.generations])), DONE]
+
+    def _skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        for piece in pieces:
+            if piece.is_shown:
+                self._writer.chunks(index, piece)
 
     def _encode(self, index: int, piece: ChoicePiece) -> list[bytes]:
         return [self._encoded(chunk) for chunk in self._writer.chunks(index, piece)]

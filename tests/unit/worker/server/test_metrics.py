@@ -193,6 +193,29 @@ def test_requests_are_counted_by_api_key() -> None:
     assert values["specdecode_api_key_e2e_request_latency_seconds_count[bob]"] == 1
 
 
+def test_continued_request_is_counted_once_over_both_workers() -> None:
+    first, second = (ServerCounters(lambda: 0.0, api_keys=True) for _ in range(2))
+    moved = first.request_counter("t", 30, "ann")
+    moved.process(Tokens(request_id="r", tokens=(5, 6, 7)))
+    moved.end(moved=True)
+    rest = second.request_counter("t", 30, "ann", 3)
+    rest.process(Tokens(request_id="r", tokens=(8, 9), finish="stop"))
+    rest.end()
+    parts = samples(first), samples(second)
+    for name, expected in {
+        "requests_total": 1,
+        "request_success_total": 1,
+        "prompt_tokens_total": 30,
+        "generation_tokens_total": 5,
+        "time_to_first_token_seconds_count": 1,
+        "e2e_request_latency_seconds_count": 0,
+    }.items():
+        assert sum(values[f"specdecode_api_key_{name}[ann]"] for values in parts) == expected, name
+    sizes = [(sum(one.counts), one.sum) for one in (first.generation_tokens, second.generation_tokens)]
+    assert sizes == [(0, 0), (1, 5)]
+    assert sum(first.prompt_tokens.counts) + sum(second.prompt_tokens.counts) == 1
+
+
 def test_number_of_api_key_names_is_bounded() -> None:
     counts = ServerCounters(lambda: 0.0, api_keys=True)
     count_keys(counts, *(f"key{number}" for number in range(MAX_API_KEYS + 8)), "key0")

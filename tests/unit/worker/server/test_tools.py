@@ -20,10 +20,11 @@ ANN = '{"name": "Ann", "parameters": {}}'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
-def read(name: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text and the (function, arguments) of each call."""
+def read(name: ToolFormat, pieces: Iterable[str], *, ended: bool = True) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text and the (function, arguments) of each call; those that are certain if the text goes on."""
     parser = parser_for(name, FUNCTIONS)
-    deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)] + parser.end()
+    deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)]
+    deltas += parser.end() if ended else []
     content, calls = "", []
     for delta in deltas:
         match delta:
@@ -98,6 +99,15 @@ def test_parsing_does_not_depend_on_piece_boundaries(case: str, cuts: set[int]) 
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     assert read(name, pieces) == read(name, [text])
+
+
+@given(case=st.sampled_from(sorted(CASES)), cuts=st.sets(st.integers(1, 120)), length=st.integers(0, 150))
+def test_output_so_far_does_not_depend_on_piece_boundaries(case: str, cuts: set[int], length: int) -> None:
+    name, text, _, _ = CASES[case]
+    begin = text[:length]
+    edges = [0, *sorted(cut for cut in cuts if cut < len(begin)), len(begin)]
+    pieces = [begin[start:end] for start, end in itertools.pairwise(edges)]
+    assert read(name, pieces, ended=False) == read(name, begin, ended=False), "another worker replays letter by letter"
 
 
 @given(name=st.sampled_from(["hermes", "llama3_json", "pythonic"]), text=st.text(alphabet='<tool_ca/>{}[]":, n1'))

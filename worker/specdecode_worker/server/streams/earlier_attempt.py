@@ -57,9 +57,12 @@ def earlier_choices(
     ]
 
 
-def sampling_of_rest(sampling: Sampling, progress: Progress) -> Sampling:
-    """Return the sampling parameters for the rest of a choice. Log-probabilities of its prompt are known already."""
-    if progress.ids and sampling.prompt_logprobs is not None:
+def sampling_of_rest(sampling: Sampling, emitted: Sequence[int]) -> Sampling:
+    """Return the sampling parameters for the rest of a choice with these tokens.
+
+    The log-probabilities of its prompt came with its first token.
+    """
+    if emitted and sampling.prompt_logprobs is not None:
         return msgspec.structs.replace(sampling, prompt_logprobs=None)
     return sampling
 

@@ -108,13 +108,12 @@ class _ChoiceReader:
     async def run(self) -> None:
         """Put all steps on the channel. Raises ApiError."""
         if self._encoder is not None:
-            for piece in filter(_is_shown, self._generation.replayed):
-                self._encoder.skip(self._index, piece)
+            await self._encoder.skip(self._index, self._generation.replayed)
         async for output in self._generation.outputs(one_by_one=self._one_by_one):
             events = b""
-            if output.is_shown and self._encoder is not None:
+            if output.piece.is_shown and self._encoder is not None:
                 events = b"".join(await self._encoder.encode(self._index, output.piece))
-            elif output.is_shown:
+            elif output.piece.is_shown:
                 self.pieces.append(output.piece)
             if output.count:
                 await self._channel.put(self._step(output, events))
@@ -200,10 +199,6 @@ def _call_of(request: contract.OpenStream, service: Service) -> Call:
         ),
         resume=request.resume,
     )
-
-
-def _is_shown(piece: ChoicePiece) -> bool:
-    return bool(piece.text or piece.scored or piece.finish_reason)
 
 
 async def _wait(work: Awaitable[Result], /) -> Result:

@@ -29,7 +29,8 @@ from specdecode_worker.server.responses import (
     ToolCallOptions,
 )
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.streams.earlier_attempt import EarlierChoice, earlier_choices
+from specdecode_worker.server.streams.earlier_attempt import earlier_choices
+from specdecode_worker.server.streams.starting_choice import continued_choices
 from specdecode_worker.server.text.prompts import Prompt
 from specdecode_worker.server.tools.parser_choice import parser_for
 
@@ -165,11 +166,13 @@ async def _resume(
     writer: ResponseWriter,
     wait: Wait,
 ) -> StartedRequest:
-    earlier: list[EarlierChoice] = earlier_choices(body, resume, service.compatibility_key, service.model.limits)
+    earlier = earlier_choices(body, resume, service.compatibility_key, service.model.limits)
     with service.preparing(body, len(resume.open.prompts), call.terms.client) as preparation:
         prompts = await wait(preparation.resumed(body, resume.open.prompts))
+        work = partial(continued_choices, service.model, body, prompts, earlier)
+        choices = await wait(preparation.replay(sum(len(one.progress.ids) for one in earlier), work))
     task = service.plans.task(call.task, body.task, text)
-    generations = service.resume(body, prompts, task, earlier, terms=call.terms)
+    generations = service.resume(body, choices, task, terms=call.terms)
     return StartedRequest(body, prompts, generations, writer)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from specdecode_worker.server.errors import (
     BadRequest,
@@ -34,6 +34,8 @@ from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completio
 from specdecode_worker.server.text.template_pool import TemplatePool
 from specdecode_worker.server.text.text_threads import Lane, TextThreads, lane_of
 from specdecode_worker.server.text.tokenizer import Tokenizer
+
+Replayed = TypeVar("Replayed")
 
 # Characters of all texts that wait for a thread or are worked on, of up to four bytes each.
 _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
@@ -82,6 +84,11 @@ class PromptPreparation:
         work = partial(prompts_of_ids, self._tokenizer, body, prompts)
         with self._errors("prompt"):
             return await self._threads.run(lane_of(sum(map(len, prompts)) if body.echo else 0), work)
+
+    async def replay(self, tokens: int, work: Callable[[], Replayed]) -> Replayed:
+        """Return the result of ``work``, which detokenizes so many tokens of an earlier attempt."""
+        with self._errors("resume"):
+            return await self._threads.run(lane_of(tokens), lambda _stopped: work())
 
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""
