@@ -1,4 +1,4 @@
-"""Router process: start, the loops beside the requests, and the shutdown.
+"""Router process: start, the loops that run next to requests, and the shutdown.
 
 start:     listen -> find workers, read their reports -> ready at once; requests without a worker are held
 shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0

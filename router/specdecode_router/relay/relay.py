@@ -3,7 +3,7 @@
 choose a worker -> attempt -> End                                  the client has its answer
 -> Error, not retryable                 the client gets the error
 -> Moved, Error, failed connection      the next attempt continues from the journal
--> silence                              a second attempt runs besides; the first that
+-> silence                              a second attempt runs too; the first that
 delivers the next token wins
 """
 

@@ -1,4 +1,4 @@
-"""A silent worker gets a second attempt besides it; whichever delivers first wins, and no token comes twice."""
+"""A silent worker gets a second attempt next to it; whichever delivers first wins, and no token comes twice."""
 
 from __future__ import annotations
 
