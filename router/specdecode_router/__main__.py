@@ -77,6 +77,8 @@ _NUMBERS = {
     "max_held": "requests that are held while there is no worker; more get 503",
     "hold_seconds": "for which a request is held without a worker",
     "request_timeout_seconds": "longest time of a request; X-Request-Timeout lowers it",
+    "header_timeout_seconds": "for the headers of a connection's first request",
+    "max_connections": "beyond it, connections without a request are closed",
     "body_timeout_seconds": "for the body of a request",
     "write_timeout_seconds": "for a client to read output that is ready",
     "max_body_bytes": "of one request",

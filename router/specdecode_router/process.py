@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -26,6 +27,7 @@ from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
+from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
 _BACKLOG = 2048
+_OTHER_FILES = 256
 _FILE_CHECK_SECONDS = 5.0
 
 
@@ -59,6 +62,7 @@ async def serve(settings: RouterSettings) -> int:
     stop, stop_now = _signals()
     token = _token(settings)
     listener = _bind(settings)
+    _raise_file_limit(settings.max_connections)
     async with (
         _sources(settings) as (discovery, demand),
         running_router(settings, token, discovery, listener, demand) as state,
@@ -198,8 +202,10 @@ def _end_process_on_error(task: asyncio.Task[None]) -> None:
 async def _listening(
     state: RouterState, listener: socket.socket, certificate: ServerCertificate | None
 ) -> AsyncIterator[None]:
+    settings = state.settings
+    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
     runner = web.AppRunner(
-        build_application(state),
+        build_application(state, sweeper),
         handle_signals=False,
         access_log=None,
         handler_cancellation=True,
@@ -208,11 +214,16 @@ async def _listening(
         shutdown_timeout=2,
     )
     await runner.setup()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
     context = None if certificate is None else certificate.context
     await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=context).start()
+    assert runner.server is not None
+    sweeps = asyncio.create_task(sweeper.run(runner.server))
+    sweeps.add_done_callback(_end_process_on_error)
     try:
         yield
     finally:
+        sweeps.cancel()
         await runner.cleanup()
 
 
@@ -260,13 +271,24 @@ async def _report_held(admission: Admission, demand: DemandWriter) -> None:
         await asyncio.sleep(1)
 
 
+def _raise_file_limit(max_connections: int) -> None:
+    """Allow as many open files as clients and as many streams to workers need."""
+    needed = 2 * max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        log.warning("%d connections need %d open files, and the limit is %d (ulimit -n)", max_connections, needed, soft)
+
+
 def _bind(settings: RouterSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     scheme = "http" if settings.tls_cert_file is None else "https"
     log.info("router port: %s://%s:%d", scheme, *listener.getsockname()[:2])
     return listener

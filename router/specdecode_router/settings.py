@@ -38,6 +38,8 @@ class RouterSettings(BaseModel):
 
     request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
     """Longest time of a request; the header X-Request-Timeout lowers it."""
+    header_timeout_seconds: float = Field(default=10, gt=0)
+    max_connections: int = Field(default=8192, ge=1)
     body_timeout_seconds: float = Field(default=30, gt=0)
     write_timeout_seconds: float = Field(default=20, gt=0)
     """Time for a client to read output that is ready. Less than the worker's, which waits for the router meanwhile."""

@@ -117,8 +117,6 @@ class Relay:
             return now - attempt.started > self._silence_factor * self._limits.open_seconds
         return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
 
-    # Workers
-
     async def _wait_for_worker(self) -> Endpoint:
         """Return the worker of the next attempt.
 
@@ -142,7 +140,9 @@ class Relay:
         busy = {attempt.endpoint.name for attempt in self._running.values()}
         key = "" if self._journal is None else self._journal.open.compatibility_key
         exclude = frozenset(busy | self._history.excluded(now))
+        began = self._clock()
         view = self._chooser.choose(self._context.workers.views(), key, exclude)
+        self._context.metrics.observe_added_latency(Stage.place, self._clock() - began)
         return None if view is None else view.endpoint
 
     def _start(self, endpoint: Endpoint) -> Attempt:
