@@ -1,10 +1,12 @@
 """State machine of one request: attempts one after the other or two at a time, until the client has its answer.
 
-choose a worker -> attempt -> End                                  the client has its answer
--> Error, not retryable                 the client gets the error
--> Moved, Error, failed connection      the next attempt continues from the journal
--> silence                              a second attempt runs too; the first that
-delivers the next token wins
+An attempt ends with one of these, and the request goes on as follows:
+
+- End: the client has its answer.
+- Error that is not retryable: the client gets the error.
+- Moved, retryable Error, failed connection: the next attempt continues from the journal on another worker.
+
+While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins.
 """
 
 from __future__ import annotations
@@ -170,8 +172,6 @@ class Relay:
                 if self._journal is not None:
                     self._log.begin(ResumeReason.silence)
 
-    # Frames
-
     async def _take(self, attempt: Attempt, frame: Open | Step) -> None:
         """Use a frame of a running attempt: journal it, and send it to the client.
 
@@ -226,8 +226,6 @@ class Relay:
         attempt.is_suspected = False
         self._silence_factor *= 2
         self._context.workers.end_silence(attempt.endpoint.name)
-
-    # Ends of attempts
 
     async def _wait_for_event(self) -> None:
         await self._wake.wait()

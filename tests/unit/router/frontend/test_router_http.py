@@ -173,8 +173,8 @@ async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
         await wait_until(lambda: router.workers[0].ended, 20)
         await wait_until(lambda: not router.state.lifecycle.running, 3)
-        with pytest.raises(ConnectionResetError):
-            await asyncio.wait_for(reader.read(-1), 5)
+        received = await asyncio.wait_for(reader.read(-1), 5)
+        assert len(received) < len(text_of(content, 200_000)), "the connection was dropped in the middle"
         writer.close()
 
 
