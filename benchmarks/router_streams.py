@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import uvloop
 from stand_in_worker import TOKEN, text_of
@@ -30,8 +31,9 @@ from stand_in_worker import TOKEN, text_of
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS, OpenStream, encode_request
 
 _ROOT = Path(__file__).parents[1]
-_STAND_IN = _ROOT / "tests/support/stand_in_worker.py"
+_STAND_IN = Path(__file__).parent / "lean_stand_in.py"
 _EVENT = re.compile(rb'"content":"(\d+ )"\}\}\],"made":([\d.]+)')
+_BUCKET = re.compile(r'added_latency_seconds_bucket{le="([^"]+)",stage="write"} ([\d.e+]+)')
 _RAMP_SECONDS = 2.0
 """Time in which all streams are opened, so that their chunks are spread evenly."""
 
@@ -101,6 +103,12 @@ class Processes:
     def kill_worker(self) -> None:
         self._running[0].send_signal(signal.SIGKILL)
 
+    def write_stage(self) -> dict[str, float]:
+        """Return the share of frames that the router wrote to their client within a time of their receipt."""
+        text = urlopen(f"http://127.0.0.1:{self.ports[0]}/metrics").read().decode()
+        counts = {le: float(count) for le, count in _BUCKET.findall(text)}
+        return {f"within_{le}_s": round(counts[le] / counts["+Inf"], 5) for le in ("0.0005", "0.001", "0.01")}
+
     def router_usage(self) -> tuple[float, int]:
         """Return CPU seconds and resident bytes of the router."""
         stat = Path(f"/proc/{self._running[-1].pid}/stat").read_text().rpartition(")")[2].split()
@@ -165,6 +173,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             results[name] = summary(streams, tokens)
             if not direct:
                 chunks = results[name]["chunks"]
+                results[name]["router_write_stage"] = processes.write_stage()
                 results[name]["router_cpu_us_per_chunk"] = round(1e6 * (after - before) / chunks, 1)
                 results[name]["router_resident_mb"] = round(resident / 1e6, 1)
     return results

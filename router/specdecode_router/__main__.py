@@ -26,13 +26,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = RouterSettings.model_validate(given)
     except ValidationError as error:
-        fields = "; ".join(f"--{one['loc'][0]}: {one['msg']}".replace("_", "-") for one in error.errors())
-        return _refuse(fields, 2)
+        return _refuse("; ".join(_problem(*one["loc"], text=one["msg"]) for one in error.errors()), 2)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings))
     except CannotStart as error:
         return _refuse(str(error), 1)
+
+
+def _problem(*location: int | str, text: str) -> str:
+    """Return one error of the settings, with its flag if it is of one field."""
+    return f"--{location[0]}: {text}".replace("_", "-") if location else text
 
 
 def _refuse(message: str, code: int) -> int:
@@ -50,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=_DEFAULTS.port, help="0 takes a free one (default: %(default)s)")
     serve.add_argument("--worker", dest="workers", action="append", default=[], metavar="ADMIN_URL",
                        help="base URL of a worker's admin port; once for each worker")  # fmt: skip
+    serve.add_argument("--namespace", help="of --service")
+    serve.add_argument("--service", metavar="NAME", help="headless Service of the workers, instead of --worker")
+    serve.add_argument("--demand-config-map", metavar="NAME", help="reports held requests to the operator")
+    serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
+    serve.add_argument("--tls-key-file", metavar="FILE", help="its key, without a password")
     serve.add_argument("--admin-token-file", metavar="FILE", help="read again when it changes")
     serve.add_argument("--ca-file", metavar="FILE", help="certificates that sign those of the workers, as PEM")
     serve.add_argument("--api-keys-path", metavar="PATH",
@@ -68,6 +77,8 @@ _NUMBERS = {
     "max_held": "requests that are held while there is no worker; more get 503",
     "hold_seconds": "for which a request is held without a worker",
     "request_timeout_seconds": "longest time of a request; X-Request-Timeout lowers it",
+    "header_timeout_seconds": "for the headers of a connection's first request",
+    "max_connections": "beyond it, connections without a request are closed",
     "body_timeout_seconds": "for the body of a request",
     "write_timeout_seconds": "for a client to read output that is ready",
     "max_body_bytes": "of one request",

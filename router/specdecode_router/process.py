@@ -1,4 +1,4 @@
-"""Router process: start, the loops beside the requests, and the shutdown.
+"""Router process: start, the loops that run next to requests, and the shutdown.
 
 start:     listen -> find workers, read their reports -> ready at once; requests without a worker are held
 shutdown:  SIGTERM -> not ready, still serving -> new requests refused, running requests finish -> exit 0
@@ -10,21 +10,27 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
+from specdecode_router.discovery.api_server import ApiServer
+from specdecode_router.discovery.demand import DemandWriter
+from specdecode_router.discovery.endpoint_slices import Discovery, EndpointSliceDiscovery
 from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
+from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
+from specdecode_router.frontend.tls import ServerCertificate
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
@@ -36,7 +42,6 @@ from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.report_poller import ReportPoller
-from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
 
 log = logging.getLogger(__name__)
@@ -44,14 +49,8 @@ log = logging.getLogger(__name__)
 _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
 _BACKLOG = 2048
-_TOKEN_CHECK_SECONDS = 5.0
-
-
-class Discovery(Protocol):
-    """Source of worker addresses."""
-
-    async def run(self, update: Callable[[Sequence[Endpoint]], None]) -> None:
-        """Call ``update`` with all workers whenever they change, until cancelled."""
+_OTHER_FILES = 256
+_FILE_CHECK_SECONDS = 5.0
 
 
 async def serve(settings: RouterSettings) -> int:
@@ -63,34 +62,75 @@ async def serve(settings: RouterSettings) -> int:
     stop, stop_now = _signals()
     token = _token(settings)
     listener = _bind(settings)
-    async with running_router(settings, token, StaticDiscovery(settings.workers), listener) as state:
+    _raise_file_limit(settings.max_connections)
+    async with (
+        _sources(settings) as (discovery, demand),
+        running_router(settings, token, discovery, listener, demand) as state,
+    ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
         return await _shut_down(state, stop_now)
 
 
 @contextlib.asynccontextmanager
+async def _sources(settings: RouterSettings) -> AsyncIterator[tuple[Discovery, DemandWriter | None]]:
+    """Yield the source of workers, and the writer of held requests where there is an operator.
+
+    Raises:
+        CannotStart: The API server is not known.
+    """
+    if settings.namespace is None or settings.service is None:
+        yield StaticDiscovery(settings.workers), None
+        return
+    api = await ApiServer.connect()
+    try:
+        demand = None
+        if settings.demand_config_map is not None:
+            name = os.environ.get(Env.pod_name) or socket.gethostname()
+            demand = DemandWriter(api, settings.namespace, settings.demand_config_map, name)
+        yield EndpointSliceDiscovery(api, settings.namespace, settings.service), demand
+    finally:
+        await api.close()
+
+
+@contextlib.asynccontextmanager
 async def running_router(
-    settings: RouterSettings, token: Callable[[], str], discovery: Discovery, listener: socket.socket
+    settings: RouterSettings,
+    token: Callable[[], str],
+    discovery: Discovery,
+    listener: socket.socket,
+    demand: DemandWriter | None = None,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
+
+    Args:
+        settings: Settings of the router.
+        token: Returns the admin token.
+        discovery: Source of workers.
+        listener: Socket of the port.
+        demand: Writer of held requests; None without an operator.
 
     Raises:
         CannotStart: A file of certificates is unusable.
     """
     registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds)
     client = WorkerClient(token, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
+    certificate = None
+    if settings.tls_cert_file is not None and settings.tls_key_file is not None:
+        certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
     state = _state(settings, registry, client)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
         discovery.run(registry.update),
         ReportPoller(registry, client, settings.report_seconds).run(),
         state.relay.monitor.run(),
-        _reload_token(token),
+        _refresh([one for one in (token, certificate) if isinstance(one, TokenFile | ServerCertificate)]),
     ]
+    if demand is not None:
+        loops += [demand.run(), _report_held(state.admission, demand)]
     try:
         with state.tenants.watching():
-            async with _running(loops), _listening(state, listener):
+            async with _running(loops), _listening(state, listener, certificate):
                 yield state
     finally:
         await client.close()
@@ -159,9 +199,13 @@ def _end_process_on_error(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listening(state: RouterState, listener: socket.socket) -> AsyncIterator[None]:
+async def _listening(
+    state: RouterState, listener: socket.socket, certificate: ServerCertificate | None
+) -> AsyncIterator[None]:
+    settings = state.settings
+    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
     runner = web.AppRunner(
-        build_application(state),
+        build_application(state, sweeper),
         handle_signals=False,
         access_log=None,
         handler_cancellation=True,
@@ -170,10 +214,16 @@ async def _listening(state: RouterState, listener: socket.socket) -> AsyncIterat
         shutdown_timeout=2,
     )
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
+    context = None if certificate is None else certificate.context
+    await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=context).start()
+    assert runner.server is not None
+    sweeps = asyncio.create_task(sweeper.run(runner.server))
+    sweeps.add_done_callback(_end_process_on_error)
     try:
         yield
     finally:
+        sweeps.cancel()
         await runner.cleanup()
 
 
@@ -198,13 +248,39 @@ def _token(settings: RouterSettings) -> Callable[[], str]:
     return lambda: fixed
 
 
-async def _reload_token(token: Callable[[], str]) -> None:
-    while isinstance(token, TokenFile):
-        await asyncio.sleep(_TOKEN_CHECK_SECONDS)
-        try:
-            await asyncio.to_thread(token.refresh)
-        except OSError as error:
-            log.error("admin token: %s; the last one stays in use", error)
+async def _refresh(files: Sequence[TokenFile | ServerCertificate]) -> None:
+    """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
+    while files:
+        await asyncio.sleep(_FILE_CHECK_SECONDS)
+        for one in files:
+            try:
+                await asyncio.to_thread(one.refresh)
+            except OSError as error:
+                log.error("a file cannot be read again: %s; the last content stays in use", error)
+
+
+async def _report_held(admission: Admission, demand: DemandWriter) -> None:
+    """Pass the number of held requests on: at once when it changes, and once a second for their age."""
+
+    def report() -> None:
+        demand.set_held(admission.held, admission.oldest_held_seconds)
+
+    admission.on_held_change = report
+    while True:
+        report()
+        await asyncio.sleep(1)
+
+
+def _raise_file_limit(max_connections: int) -> None:
+    """Allow as many open files as clients and as many streams to workers need."""
+    needed = 2 * max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        log.warning("%d connections need %d open files, and the limit is %d (ulimit -n)", max_connections, needed, soft)
 
 
 def _bind(settings: RouterSettings) -> socket.socket:
@@ -213,6 +289,6 @@ def _bind(settings: RouterSettings) -> socket.socket:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    log.info("router port: http://%s:%d", *listener.getsockname()[:2])
+    scheme = "http" if settings.tls_cert_file is None else "https"
+    log.info("router port: %s://%s:%d", scheme, *listener.getsockname()[:2])
     return listener

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RouterSettings(BaseModel):
@@ -14,8 +16,15 @@ class RouterSettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)
     workers: tuple[str, ...] = ()
     """Base URLs of the workers' admin ports, where no API server lists them."""
+    namespace: str | None = None
+    service: str | None = None
+    """Headless Service of the workers, whose EndpointSlices list them; instead of ``workers``."""
+    demand_config_map: str | None = None
+    """ConfigMap in which held requests are reported to the operator."""
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
     admin_token_file: str | None = None
-    """File with a token of the scope router; read again for every new connection attempt after a change."""
+    """File with a token of the scope router; read again when it changes."""
     ca_file: str | None = None
     """Certificates that sign those of the workers, as PEM; None for the system's."""
 
@@ -29,6 +38,8 @@ class RouterSettings(BaseModel):
 
     request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
     """Longest time of a request; the header X-Request-Timeout lowers it."""
+    header_timeout_seconds: float = Field(default=10, gt=0)
+    max_connections: int = Field(default=8192, ge=1)
     body_timeout_seconds: float = Field(default=30, gt=0)
     write_timeout_seconds: float = Field(default=20, gt=0)
     """Time for a client to read output that is ready. Less than the worker's, which waits for the router meanwhile."""
@@ -58,3 +69,15 @@ class RouterSettings(BaseModel):
     """Time for which a worker is avoided after a failed connection."""
     report_seconds: float = Field(default=2, gt=0)
     """Interval at which the workers' reports are read, and the deadline for each of them."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if bool(self.namespace) != bool(self.service):
+            raise ValueError("--namespace and --service are used together")
+        if self.service and self.workers:
+            raise ValueError("--worker is not used with --service")
+        if self.demand_config_map and not self.service:
+            raise ValueError("--demand-config-map needs --service")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("--tls-cert-file and --tls-key-file are used together")
+        return self

@@ -1,7 +1,7 @@
 """Stand-in for a worker's admin port: internal streams with a scripted text, and faults on request.
 
 Token i of choice c is ``token_id(body, c, i)``, so every stand-in continues a request with the same text. As a program
-(``python stand_in_worker.py PORT INTERVAL TOKENS``) it serves a benchmark.
+(``python stand_in_worker.py PORT INTERVAL TOKENS``) it is a worker to try a router with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import socket
 import sys
-import time
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -65,8 +64,6 @@ class Script:
     interval_seconds: float = 0.002
     key: str = "key-1"
     max_num_seqs: int = 64
-    stamped: bool = False
-    """True for events that have the time at which they were made, on the monotonic clock of this machine."""
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
@@ -237,8 +234,7 @@ class _Stream:
     def _step_frame(self, choice: int, index: int, count: int) -> Step:
         ids = tuple(token_id(self._asked.body, choice, index + offset) for offset in range(count))
         text = "".join(f"{one} " for one in ids)
-        fields: dict[str, Any] = {"choices": [{"index": choice, "delta": {"content": text}}]}
-        event = msgspec.json.encode(fields | ({"made": time.monotonic()} if self._script.stamped else {}))
+        event = msgspec.json.encode({"choices": [{"index": choice, "delta": {"content": text}}]})
         event = event.ljust(self._script.event_bytes)
         return Step(
             choice=choice,
@@ -288,7 +284,7 @@ async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandIn
 
 
 async def main(port: int, interval_seconds: float, tokens: int) -> None:
-    script = Script(tokens=tokens, interval_seconds=interval_seconds, stamped=True, max_num_seqs=1024)
+    script = Script(tokens=tokens, interval_seconds=interval_seconds, max_num_seqs=1024)
     async with running(StandInWorker(script), port):
         await asyncio.Event().wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import cast
 
 from aiohttp import web
@@ -70,8 +71,7 @@ class ClientResponse:
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body."""
         if self.response is None:
-            headers = {REQUEST_ID_HEADER: self._request_id}
-            self.response = web.Response(body=body, headers=headers, content_type="application/json")
+            await self._send_whole(200, body, {REQUEST_ID_HEADER: self._request_id})
             return
         if body:
             await self.write(body)
@@ -81,10 +81,26 @@ class ClientResponse:
         """Send an error: as the response, or as the last event if the response has begun."""
         status, body, headers = error_parts(error)
         if self.response is None:
-            self.response = web.Response(status=status, body=body, headers=headers, content_type="application/json")
+            await self._send_whole(status, body, headers)
             return
         await self.write(b"data: " + body + b"\n\n")
         await self._finish()
+
+    async def _send_whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        response = web.Response(status=status, body=body, headers=headers, content_type="application/json")
+        self.response = response
+        try:
+            async with asyncio.timeout(self._write_seconds):
+                await response.prepare(self._request)
+                await response.write_eof()
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+            raise ClientGone("the client read too little for too long") from None
+        except ConnectionError:
+            raise ClientGone("the client disconnected") from None
+        if self._transport is not None:
+            await self._wait_until_unsent(0)
 
     async def _finish(self) -> None:
         await self._wait_until_unsent(0)

@@ -17,7 +17,6 @@ from specdecode_router.frontend.request_headers import (
     timeout_seconds,
 )
 from specdecode_router.frontend.state import RouterState
-from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.tenants import Tenant
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
@@ -49,7 +48,7 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
     deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
     body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
     received = state.clock()
-    stream, choice = _understand(request, body, tenant, state.prefixes)
+    stream, choice = _understand(request, body, tenant, state)
     response = ClientResponse(
         request,
         stream.request_id,
@@ -86,7 +85,7 @@ async def _fail(response: ClientResponse, error: ApiError | RefusedByWorker, sta
 
 
 def _understand(
-    request: web.Request, body: bytes, tenant: Tenant, prefixes: PrefixTable
+    request: web.Request, body: bytes, tenant: Tenant, state: RouterState
 ) -> tuple[OpenStream, WorkerChoice]:
     """Return the request for a worker, and the choice of the worker."""
     fields = _fields(body)
@@ -100,7 +99,9 @@ def _understand(
         priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )
-    return stream, WorkerChoice(prefixes, request.path, fields, tenant=tenant.name, task=stream.task)
+    return stream, WorkerChoice(
+        state.prefixes, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
+    )
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the routes of one router share."""
+"""Parts of one router that its routes share."""
 
 from __future__ import annotations
 

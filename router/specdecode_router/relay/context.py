@@ -1,4 +1,4 @@
-"""What all requests of a router share: workers, limits and metrics."""
+"""Parts of a router that all requests share: workers, limits and metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RelayLimits:
 
 @dataclass(frozen=True, slots=True)
 class RelayContext:
-    """What all requests of a router share."""
+    """Parts of a router that all requests share."""
 
     workers: WorkerRegistry
     client: WorkerClient

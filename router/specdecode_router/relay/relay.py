@@ -1,10 +1,12 @@
 """State machine of one request: attempts one after the other or two at a time, until the client has its answer.
 
-choose a worker -> attempt -> End                                  the client has its answer
--> Error, not retryable                 the client gets the error
--> Moved, Error, failed connection      the next attempt continues from the journal
--> silence                              a second attempt runs besides; the first that
-delivers the next token wins
+An attempt ends with one of these, and the request goes on as follows:
+
+- End: the client has its answer.
+- Error that is not retryable: the client gets the error.
+- Moved, retryable Error, failed connection: the next attempt continues from the journal on another worker.
+
+While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins.
 """
 
 from __future__ import annotations
@@ -117,8 +119,6 @@ class Relay:
             return now - attempt.started > self._silence_factor * self._limits.open_seconds
         return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
 
-    # Workers
-
     async def _wait_for_worker(self) -> Endpoint:
         """Return the worker of the next attempt.
 
@@ -142,7 +142,9 @@ class Relay:
         busy = {attempt.endpoint.name for attempt in self._running.values()}
         key = "" if self._journal is None else self._journal.open.compatibility_key
         exclude = frozenset(busy | self._history.excluded(now))
+        began = self._clock()
         view = self._chooser.choose(self._context.workers.views(), key, exclude)
+        self._context.metrics.observe_added_latency(Stage.place, self._clock() - began)
         return None if view is None else view.endpoint
 
     def _start(self, endpoint: Endpoint) -> Attempt:
@@ -169,8 +171,6 @@ class Relay:
                 self._log.begin_hedge(self._start(endpoint))
                 if self._journal is not None:
                     self._log.begin(ResumeReason.silence)
-
-    # Frames
 
     async def _take(self, attempt: Attempt, frame: Open | Step) -> None:
         """Use a frame of a running attempt: journal it, and send it to the client.
@@ -226,8 +226,6 @@ class Relay:
         attempt.is_suspected = False
         self._silence_factor *= 2
         self._context.workers.end_silence(attempt.endpoint.name)
-
-    # Ends of attempts
 
     async def _wait_for_event(self) -> None:
         await self._wake.wait()

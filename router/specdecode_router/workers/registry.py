@@ -21,7 +21,7 @@ _LEAST_PREPARED = 2
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the router knows of one worker."""
+    """State of one worker, as far as the router knows it."""
 
     endpoint: Endpoint
     in_flight: int = 0

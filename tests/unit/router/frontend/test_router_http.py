@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,34 @@ async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
         await wait_until(lambda: not router.state.lifecycle.running, 3)
         assert len([worker for worker in busy if worker.requests]) == 1, "a slow client is no failed worker"
         writer.close()
+
+
+async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
+    async with router_over(Script(tokens=200_000, per_step=200_000), write_timeout_seconds=0.5) as router:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", router.port))
+        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
+        content = body(stream=False)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        await wait_until(lambda: router.workers[0].ended, 20)
+        await wait_until(lambda: not router.state.lifecycle.running, 3)
+        received = await asyncio.wait_for(reader.read(-1), 5)
+        assert len(received) < len(text_of(content, 200_000)), "the connection was dropped in the middle"
+        writer.close()
+
+
+async def test_connections_without_a_request_are_closed() -> None:
+    async with router_over(Script(), header_timeout_seconds=0.3, max_connections=3) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(b"GET /ready HT")
+        assert await asyncio.wait_for(reader.read(), 3) == b""
+        writer.close()
+        many = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(8)]
+        await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in many)), 3)
+        for _, writer in many:
+            writer.close()
+        assert (await router.get("/ready"))[0] == 200
 
 
 async def test_keys_of_tenants(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A silent worker gets a second attempt besides it; whichever delivers first wins, and no token comes twice."""
+"""A silent worker gets a second attempt next to it; whichever delivers first wins, and no token comes twice."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ async def test_silent_worker_loses() -> None:
             while over.workers[0].running:
                 await asyncio.sleep(0.01)
         assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
+
+
+async def test_loser_is_cancelled_while_the_winner_runs() -> None:
+    async with harness(Script(silent_at=5), Script(tokens=10_000, interval_seconds=0.01)) as over:
+        over.scripts[0].tokens = 10_000
+        task = asyncio.create_task(over.run(BODY))
+        async with asyncio.timeout(5):
+            while not over.workers[0].cancelled:
+                await asyncio.sleep(0.01)
+        assert over.workers[1].running
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_false_suspicion_changes_nothing() -> None:

@@ -1,0 +1,70 @@
+"""Journal: every token once and in order, and all that another worker needs."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from specdecode_router.errors import WorkerFailed
+from specdecode_router.relay import journal as module
+from specdecode_router.relay.journal import Journal
+from specdecode_worker.contract.internal_stream import ChoiceProgress, ChoiceStart, Counters, Open, OpenStream, Step
+
+OPEN = Open(
+    compatibility_key="k",
+    prompts=((1, 2),),
+    choices=(ChoiceStart(prompt=0, sampling=b"a"), ChoiceStart(prompt=0, sampling=b"b")),
+    created=1,
+    stream=True,
+    opening=b"o",
+)
+
+
+def step(index: int, *ids: int, choice: int = 0, **fields: object) -> Step:
+    return msgspec.convert({"choice": choice, "index": index, "ids": ids, "counters": [0, 0, 0, 0], **fields}, Step)
+
+
+def test_only_the_next_token_is_taken() -> None:
+    journal = Journal(OPEN)
+    assert journal.add(step(0, 5, 6))
+    assert not journal.add(step(0, 5, 6))
+    assert not journal.add(step(1, 6, 7))
+    assert journal.add(step(2, 7))
+    assert journal.add(step(0, 9, choice=1)), "choices have indices of their own"
+    assert [choice.ids for choice in journal.resume().choices] == [(5, 6, 7), (9,)]
+    assert journal.tokens == 4
+
+
+@pytest.mark.parametrize("bad", [step(1, 5), step(0, 5, choice=2), step(0, 5, choice=-1), step(0, -1), step(0, 2**32)])
+def test_steps_that_break_the_contract(bad: Step) -> None:
+    journal = Journal(OPEN)
+    with pytest.raises(WorkerFailed):
+        journal.add(bad)
+
+
+def test_progress_has_log_probabilities_and_the_last_counters() -> None:
+    journal = Journal(OPEN)
+    one, two = (-0.5, 1, (3,), (-0.5,)), (-0.25, 2, (4,), (-0.1,))
+    journal.add(step(0, 3, logprobs=[one], prompt_logprobs=[two], counters=[8, 1, 2, 1]))
+    journal.add(step(1, 4, logprobs=[two], counters=[8, 2, 4, 3]))
+    assert journal.resume().choices[0] == ChoiceProgress(
+        ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=Counters(8, 2, 4, 3)
+    )
+    assert journal.resume().open == OPEN
+
+
+def test_resume_survives_the_wire() -> None:
+    journal = Journal(OPEN)
+    journal.add(step(0, 3))
+    request = OpenStream(route="/r", body=b"", request_id="i", resume=journal.resume())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=OpenStream) == request
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOKENS", 10)
+    journal = Journal(OPEN)
+    for index in range(10):
+        assert journal.add(step(index, 1))
+    with pytest.raises(WorkerFailed):
+        journal.add(step(10, 1))
+    assert len(journal.resume().choices[0].ids) == 10
