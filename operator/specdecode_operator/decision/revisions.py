@@ -24,13 +24,13 @@ def settle_revisions(
     """
     oldest_first = sorted(workers, key=lambda worker: (worker.created_at or 0, worker.name))
     shown = _shown(deployment.spec, deployment.status)
-    found = {}
+    revisions = {}
     for uri in unpinned_uris(deployment.spec):
         reported = (worker.revisions[uri] for worker in oldest_first if uri in worker.revisions)
         commit = known.get(uri) or shown.get(uri) or next(reported, None)
         if commit:
-            found[uri] = commit
-    return found
+            revisions[uri] = commit
+    return revisions
 
 
 def _shown(spec: Spec, status: Status) -> Mapping[str, str]:

@@ -41,7 +41,7 @@ def test_the_oldest_pod_decides_and_what_is_known_stays() -> None:
     assert settle_revisions(deployment(), known, ()) == known
 
 
-def test_another_uri_is_resolved_anew_and_a_pinned_one_never() -> None:
+def test_another_uri_is_resolved_again_and_a_pinned_one_never() -> None:
     known, workers = {URI: FIRST, DRAFT: FIRST}, (pod("a", model=FIRST, draft=FIRST),)
     assert settle_revisions(deployment("hf://org/other"), known, workers) == {DRAFT: FIRST}
     pinned = deployment(f"{URI}@{SECOND}", "embedded://d")
@@ -52,12 +52,14 @@ def test_another_uri_is_resolved_anew_and_a_pinned_one_never() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "revision", "found"),
+    ("uri", "revision", "expected"),
     [(URI, FIRST, {URI: FIRST}), (URI, "main", {}), (URI, None, {}), ("hf://org/old", FIRST, {})],
 )
-def test_a_lost_state_takes_the_commit_of_the_status(uri: str, revision: str | None, found: Mapping[str, str]) -> None:
+def test_a_lost_state_takes_the_commit_of_the_status(
+    uri: str, revision: str | None, expected: Mapping[str, str]
+) -> None:
     status = Status(model=ModelStatus(uri=uri, revision=revision))
-    assert settle_revisions(deployment(status=status), {}, ()) == found
+    assert settle_revisions(deployment(status=status), {}, ()) == expected
 
 
 class Ticks:
@@ -115,9 +117,9 @@ def test_another_model_resets_the_revision() -> None:
 
 
 def container(spec: Mapping[str, Any], group: str) -> tuple[dict[str, str], set[str]]:
-    found = spec["spec"][group][0]
-    env = {item["name"]: item.get("value", "") for item in found["env"]}
-    return env, {mount["mountPath"] for mount in found["volumeMounts"]}
+    first = spec["spec"][group][0]
+    env = {item["name"]: item.get("value", "") for item in first["env"]}
+    return env, {mount["mountPath"] for mount in first["volumeMounts"]}
 
 
 def test_both_containers_read_the_mounted_commits_of_unpinned_models_only() -> None:
@@ -131,7 +133,7 @@ def test_both_containers_read_the_mounted_commits_of_unpinned_models_only() -> N
 
 
 @pytest.mark.parametrize(
-    ("container", "exit_code", "message", "found"),
+    ("container", "exit_code", "message", "expected"),
     [
         ("pull", 0, Revisions(revisions={URI: FIRST}).model_dump_json(), {URI: FIRST}),
         ("pull", 1, Revisions(revisions={URI: FIRST}).model_dump_json(), {}),
@@ -142,8 +144,8 @@ def test_both_containers_read_the_mounted_commits_of_unpinned_models_only() -> N
     ],
 )
 def test_commits_are_read_from_the_message_of_a_pull_that_succeeded(
-    container: str, exit_code: int, message: str, found: Mapping[str, str]
+    container: str, exit_code: int, message: str, expected: Mapping[str, str]
 ) -> None:
     ended = {"name": container, "state": {"terminated": {"exitCode": exit_code, "message": message}}}
     worker = worker_of({"metadata": {"name": "p", "uid": "p"}, "status": {"initContainerStatuses": [ended]}})
-    assert worker.revisions == found
+    assert worker.revisions == expected
