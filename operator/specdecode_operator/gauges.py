@@ -24,7 +24,8 @@ class DeploymentGauge(Collector):
             documentation: Help text.
             labels: Names of the labels.
         """
-        self._name, self._documentation, self._labels = name, documentation, tuple(labels)
+        self.name, self.labels = name, tuple(labels)
+        self._documentation = documentation
         self._values: dict[tuple[str, ...], float] = {}
         REGISTRY.register(self)
 
@@ -47,7 +48,7 @@ class DeploymentGauge(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric with its present series."""
-        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = GaugeMetricFamily(self.name, self._documentation, labels=self.labels)
         for labels, value in list(self._values.items()):
             family.add_metric(labels, value)
         yield family
