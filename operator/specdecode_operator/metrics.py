@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from specdecode_operator.api.v1alpha1 import ConditionType, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.gauges import DeploymentGauge
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
 
@@ -41,73 +42,85 @@ PUSH_FAILED = Counter(
     "specdecode_operator_push_failed", "Plans that were pushed and not accepted by the worker, by reason.", ["reason"]
 )
 
-DESIRED_REPLICAS = Gauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
-READY_REPLICAS = Gauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
-WANTED_REPLICAS = Gauge(
+DESIRED_REPLICAS = DeploymentGauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
+READY_REPLICAS = DeploymentGauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
+WANTED_REPLICAS = DeploymentGauge(
     "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling.", OF_DEPLOYMENT
 )
-CAPACITY = Gauge(
+CAPACITY = DeploymentGauge(
     "specdecode_capacity_requests_per_second",
     "Requests per second that one worker serves within the objectives.",
     OF_DEPLOYMENT,
 )
-DEPTH = Gauge("specdecode_depth", "Draft depth at the current load.", OF_DEPLOYMENT)
-ACCEPTANCE = Gauge("specdecode_acceptance_rate", "Accepted over drafted tokens.", OF_DEPLOYMENT)
-FIRST_ACCEPTANCE = Gauge(
+DEPTH = DeploymentGauge("specdecode_depth", "Draft depth at the current load.", OF_DEPLOYMENT)
+ACCEPTANCE = DeploymentGauge("specdecode_acceptance_rate", "Accepted over drafted tokens.", OF_DEPLOYMENT)
+FIRST_ACCEPTANCE = DeploymentGauge(
     "specdecode_first_token_acceptance",
     "Acceptance rate of the first drafted token. It does not depend on the depth.",
     OF_DEPLOYMENT,
 )
-ACCEPTED_LENGTH = Gauge("specdecode_accepted_length", "Tokens per step of a sequence with a draft.", OF_DEPLOYMENT)
-SPEEDUP = Gauge(
+ACCEPTED_LENGTH = DeploymentGauge(
+    "specdecode_accepted_length", "Tokens per step of a sequence with a draft.", OF_DEPLOYMENT
+)
+SPEEDUP = DeploymentGauge(
     "specdecode_speedup",
     "Time that plain decoding would take, divided by the time taken, at equal load.",
     OF_DEPLOYMENT,
 )
-DEVICE_HOURS_SAVED = Gauge(
+DEVICE_HOURS_SAVED = DeploymentGauge(
     "specdecode_device_hours_saved",
     "Device hours saved against plain decoding since the deployment was created. It falls while speculation is slower.",
     OF_DEPLOYMENT,
 )
-RUNNING = Gauge("specdecode_running_requests", "Running requests, mean of the last minute.", OF_DEPLOYMENT)
-WAITING = Gauge("specdecode_waiting_requests", "Waiting requests, mean of the last minute.", OF_DEPLOYMENT)
-TOKENS_PER_SECOND = Gauge(
+RUNNING = DeploymentGauge("specdecode_running_requests", "Running requests, mean of the last minute.", OF_DEPLOYMENT)
+WAITING = DeploymentGauge("specdecode_waiting_requests", "Waiting requests, mean of the last minute.", OF_DEPLOYMENT)
+TOKENS_PER_SECOND = DeploymentGauge(
     "specdecode_tokens_per_second", "Generated tokens per second, mean of the last minute.", OF_DEPLOYMENT
 )
-CONDITION = Gauge(
+CONDITION = DeploymentGauge(
     "specdecode_condition", "Condition of a deployment: 1 True, 0 False, -1 Unknown.", [*OF_DEPLOYMENT, "condition"]
 )
-STALE_REPORTS = Gauge("specdecode_stale_reports", "Ready workers without a report for 30 s.", OF_DEPLOYMENT)
-SUSPECTS = Gauge(
+STALE_REPORTS = DeploymentGauge("specdecode_stale_reports", "Ready workers without a report for 30 s.", OF_DEPLOYMENT)
+SUSPECTS = DeploymentGauge(
     "specdecode_suspect_workers", "Workers that are worse than their own past and their peers.", OF_DEPLOYMENT
 )
-OBJECTIVE = Gauge(
+OBJECTIVE = DeploymentGauge(
     "specdecode_objective_seconds", "Latency objective of spec.speculation.objective.", [*OF_DEPLOYMENT, "latency"]
 )
-PLAN_VERSION = Gauge("specdecode_operator_plan_version", "Version of the current plan.", OF_DEPLOYMENT)
+PLAN_VERSION = DeploymentGauge("specdecode_operator_plan_version", "Version of the current plan.", OF_DEPLOYMENT)
 PLAN_CHANGES = Counter("specdecode_operator_plan_changes", "Plan changes that follow from measurements.", OF_DEPLOYMENT)
 DECISIONS = Counter(
     "specdecode_operator_decisions", "Decisions, by kind and reason.", [*OF_DEPLOYMENT, "kind", "reason"]
 )
-EXPECTED_GAIN = Gauge(
+EXPECTED_GAIN = DeploymentGauge(
     "specdecode_expected_gain_ratio",
     "Expected gain of the last plan change whose gain was measured; 0.1 is 10 % more tokens in the same time.",
     OF_DEPLOYMENT,
 )
-REALISED_GAIN = Gauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
+REALISED_GAIN = DeploymentGauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
 
-TASK_ACCEPTANCE = Gauge("specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK)
-TASK_LENGTH = Gauge("specdecode_task_accepted_length", "Tokens per step of a sequence with a draft, by task.", OF_TASK)
-TASK_SPEEDUP = Gauge(
+TASK_ACCEPTANCE = DeploymentGauge(
+    "specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK
+)
+TASK_LENGTH = DeploymentGauge(
+    "specdecode_task_accepted_length", "Tokens per step of a sequence with a draft, by task.", OF_TASK
+)
+TASK_SPEEDUP = DeploymentGauge(
     "specdecode_task_speedup",
     "Time that plain decoding would take for the task's tokens, divided by the time taken.",
     OF_TASK,
 )
-TASK_TTFT = Gauge("specdecode_task_ttft_seconds", "Mean time to the first token of the last minute, by task.", OF_TASK)
-TASK_ITL = Gauge("specdecode_task_itl_seconds", "Mean inter-token latency of the last minute, by task.", OF_TASK)
+TASK_TTFT = DeploymentGauge(
+    "specdecode_task_ttft_seconds", "Mean time to the first token of the last minute, by task.", OF_TASK
+)
+TASK_ITL = DeploymentGauge(
+    "specdecode_task_itl_seconds", "Mean inter-token latency of the last minute, by task.", OF_TASK
+)
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
 _TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
+_GAUGES = [value for value in globals().values() if isinstance(value, DeploymentGauge)]
+_COUNTERS = (PLAN_CHANGES, DECISIONS)
 _tasks_by_key: dict[Key, frozenset[str]] = {}
 """Tasks that have series now."""
 
@@ -122,11 +135,11 @@ for _reason in get_args(CallFailure):
 def record(deployment: Deployment, observed: Observation, decision: Decision, status: Status) -> None:
     """Set the series of one deployment from the results of a reconcile."""
     key = deployment.key
-    DESIRED_REPLICAS.labels(*key).set(decision.desired)
-    READY_REPLICAS.labels(*key).set(status.ready_replicas)
-    PLAN_VERSION.labels(*key).set(decision.plan.version)
-    STALE_REPORTS.labels(*key).set(len(decision.silent))
-    SUSPECTS.labels(*key).set(len({suspect.pod for suspect in decision.suspects}))
+    DESIRED_REPLICAS.set(key, decision.desired)
+    READY_REPLICAS.set(key, status.ready_replicas)
+    PLAN_VERSION.set(key, decision.plan.version)
+    STALE_REPORTS.set(key, len(decision.silent))
+    SUSPECTS.set(key, len({suspect.pod for suspect in decision.suspects}))
     _set_known(WANTED_REPLICAS, key, decision.wanted)
     _set_known(CAPACITY, key, decision.capacity.rate if decision.capacity else None)
     _set_known(DEPTH, key, decision.depth)
@@ -143,7 +156,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
 
 def record_failure(key: Key, status: Status) -> None:
     """Set the series of a deployment whose spec was refused; its measurements stay as they are."""
-    READY_REPLICAS.labels(*key).set(status.ready_replicas)
+    READY_REPLICAS.set(key, status.ready_replicas)
     _record_conditions(key, status)
 
 
@@ -166,26 +179,23 @@ def record_round(seconds: float, reports_failed: Mapping[str, int], pushes_faile
 def forget(namespace: str, name: str) -> None:
     """Remove the series of a deployment that was deleted."""
     _tasks_by_key.pop((namespace, name), None)
-    for metric in _metrics_of_deployments():
-        metric.remove_by_labels({"namespace": namespace, "name": name})
+    for gauge in _GAUGES:
+        gauge.forget(namespace, name)
+    for counter in _COUNTERS:
+        counter.remove_by_labels({"namespace": namespace, "name": name})
 
 
 def forget_all() -> None:
     """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
     _tasks_by_key.clear()
-    for metric in _metrics_of_deployments():
+    for metric in (*_GAUGES, *_COUNTERS):
         metric.clear()
 
 
-def _metrics_of_deployments() -> list[Any]:
-    metrics = [value for value in globals().values() if isinstance(value, (Counter, Gauge, Histogram))]
-    return [metric for metric in metrics if metric._labelnames[: len(OF_DEPLOYMENT)] == tuple(OF_DEPLOYMENT)]
-
-
-def _set_known(gauge: Gauge, labels: Iterable[str], value: float | None) -> None:
+def _set_known(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | None) -> None:
     """Set ``gauge`` if the value is known. Otherwise it keeps its last value, as status does."""
     if value is not None:
-        gauge.labels(*labels).set(value)
+        gauge.set(labels, value)
 
 
 def _record_objectives(deployment: Deployment) -> None:
@@ -195,7 +205,7 @@ def _record_objectives(deployment: Deployment) -> None:
         if value is None:
             OBJECTIVE.remove(*deployment.key, latency)
         else:
-            OBJECTIVE.labels(*deployment.key, latency).set(value / 1000)
+            OBJECTIVE.set((*deployment.key, latency), value / 1000)
 
 
 def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
@@ -206,15 +216,15 @@ def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
 
 
 def _record_figures(key: Key, figures: Figures) -> None:
-    RUNNING.labels(*key).set(figures.running)
-    WAITING.labels(*key).set(figures.waiting)
-    TOKENS_PER_SECOND.labels(*key).set(figures.tokens_per_second)
+    RUNNING.set(key, figures.running)
+    WAITING.set(key, figures.waiting)
+    TOKENS_PER_SECOND.set(key, figures.tokens_per_second)
     if figures.speed is not None:
-        ACCEPTANCE.labels(*key).set(figures.speed.acceptance_rate)
-        ACCEPTED_LENGTH.labels(*key).set(figures.speed.accepted_length)
+        ACCEPTANCE.set(key, figures.speed.acceptance_rate)
+        ACCEPTED_LENGTH.set(key, figures.speed.accepted_length)
     _set_known(SPEEDUP, key, figures.speedup)
     if figures.saved_device_seconds is not None:
-        DEVICE_HOURS_SAVED.labels(*key).set(figures.saved_device_seconds / SECONDS_PER_HOUR)
+        DEVICE_HOURS_SAVED.set(key, figures.saved_device_seconds / SECONDS_PER_HOUR)
 
 
 def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
@@ -225,7 +235,7 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
             if value is None:
                 gauge.remove(*key, name)
             else:
-                gauge.labels(*key, name).set(value)
+                gauge.set((*key, name), value)
     for name in _tasks_by_key.get(key, frozenset()) - tasks.keys():
         for gauge in _TASK_GAUGES:
             gauge.remove(*key, name)
@@ -235,8 +245,8 @@ def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
 def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
     measured = next((change for change in history if change.realised_gain_percent is not None), None)
     if measured is not None and measured.realised_gain_percent is not None:
-        REALISED_GAIN.labels(*key).set(measured.realised_gain_percent / 100)
-        EXPECTED_GAIN.labels(*key).set((measured.expected_gain_percent or 0) / 100)
+        REALISED_GAIN.set(key, measured.realised_gain_percent / 100)
+        EXPECTED_GAIN.set(key, (measured.expected_gain_percent or 0) / 100)
 
 
 def _record_conditions(key: Key, status: Status) -> None:
@@ -247,6 +257,6 @@ def _record_conditions(key: Key, status: Status) -> None:
     by_type = {condition.type: condition.status for condition in status.conditions}
     for kind in ConditionType:
         if kind in by_type:
-            CONDITION.labels(*key, kind.value).set(_VALUES[by_type[kind]])
+            CONDITION.set((*key, kind.value), _VALUES[by_type[kind]])
         else:
             CONDITION.remove(*key, kind.value)

@@ -9,11 +9,24 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from specdecode_operator import metrics as operator_metrics
+from specdecode_operator.gauges import DeploymentGauge
 from specdecode_router.queueing.refusals import RefusalReason
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import Metric
 
-OF_OPERATOR = {m._name: m for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
+OF_OPERATOR = {
+    **{
+        metric._name: (metric._type, ", ".join(metric._labelnames))
+        for metric in vars(operator_metrics).values()
+        if isinstance(metric, MetricWrapperBase)
+    },
+    **{
+        metric.name: ("gauge", ", ".join(metric.labels))
+        for metric in vars(operator_metrics).values()
+        if isinstance(metric, DeploymentGauge)
+    },
+}
+"""Type and labels of each metric, by name."""
 
 
 @pytest.fixture
@@ -32,7 +45,7 @@ def test_page_lists_every_worker_metric(sections: dict[str, list[list[str]]]) ->
 
 def test_page_lists_every_operator_metric(sections: dict[str, list[list[str]]]) -> None:
     listed = {name.removesuffix("_total"): (kind, labels) for name, kind, labels, _ in sections["Operator"]}
-    assert listed == {name: (m._type, ", ".join(m._labelnames)) for name, m in OF_OPERATOR.items()}
+    assert listed == OF_OPERATOR
 
 
 def test_page_lists_every_router_metric(sections: dict[str, list[list[str]]]) -> None:

@@ -7,9 +7,10 @@ from datetime import datetime
 from typing import Any
 
 from specdecode_operator import manifests
-from specdecode_operator.kube.termination_message import last_words, verdict_of
+from specdecode_operator.kube.termination_message import last_words, revisions_of, verdict_of
 from specdecode_operator.types import Worker, Workload
 
+_NO_REVISIONS: Mapping[str, str] = {}
 MAX_TROUBLE = 500
 """Longest part of a message of the kubelet or the scheduler that is shown, in characters."""
 STARTING = (None, "PodInitializing", "ContainerCreating")
@@ -35,6 +36,7 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
+        revisions=revisions_of(status) or _NO_REVISIONS,
     )
 
 

@@ -231,7 +231,8 @@ class Reconciler:
 
     async def _write_status(self, key: Key, resource: Mapping[str, Any], status: Status) -> None:
         """Write the status if it differs, and store the result, so that later reconciles compare with it."""
-        written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        written = self._parts.client.status_fields.declared(dumped)
         if written == resource.get("status"):
             return
         after = await self._parts.client.apply_status(*key, written)

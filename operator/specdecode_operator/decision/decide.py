@@ -15,6 +15,7 @@ from specdecode_operator.decision.learn_stage import Learnt, learn
 from specdecode_operator.decision.materialise_stage import Materialised, materialise
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
+from specdecode_operator.decision.revisions import settle_revisions
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.state.learned import LearnedState
@@ -55,9 +56,12 @@ def decide(
     )
     sized = size_from(deployment, observed, with_plan, session, learnt.delta, now)
     with_size = _with_size(with_plan, healed, sized)
+    revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
     recorded = record(deployment, learnt.learned, with_size, planned.changes, sized.decision, now=now)
-    materialised = materialise(deployment, observed, planned.plan, sized.decision.replicas, defaults)
-    learned = recorded.learned.model_copy(update={"template": materialised.template})
+    materialised = materialise(
+        deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions
+    )
+    learned = recorded.learned.model_copy(update={"template": materialised.template, "revisions": dict(revisions)})
     figures = _figures(deployment, observed, learnt, planned, learned, buckets, now)
     session = replace(
         session,
@@ -175,6 +179,7 @@ def _decision(
         first_acceptance=planning.first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,
+        model_revision=learned.revisions.get(deployment.spec.model.uri),
         pin_problem=planned.pin.problem,
         silent=staleness.stale(observed, session, now),
         urgent=is_urgent(observed.session.learned, learned),

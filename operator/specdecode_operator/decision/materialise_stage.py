@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdecode_operator import manifests
@@ -20,12 +21,18 @@ class Materialised:
 
 
 def materialise(
-    deployment: Deployment, observed: Observation, plan: Plan, replicas: int, defaults: Defaults
+    deployment: Deployment,
+    observed: Observation,
+    plan: Plan,
+    replicas: int,
+    defaults: Defaults,
+    *,
+    revisions: Mapping[str, str],
 ) -> Materialised:
     """Make the manifests of all children. Raises SpecError if the spec cannot be turned into a pod template."""
     template = _template(deployment, observed, defaults)
     children = (
-        manifests.plan_config_map(deployment, plan),
+        manifests.plan_config_map(deployment, plan, revisions),
         manifests.service(deployment, to_routers=_are_routers_serving(deployment, observed)),
         manifests.headless_service(deployment),
         manifests.budget(deployment),

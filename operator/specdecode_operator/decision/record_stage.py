@@ -54,6 +54,7 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
     return (
         before.plan != after.plan
         or before.template != after.template
+        or before.revisions != after.revisions
         or _ownership(before) != _ownership(after)
         or before.steering != after.steering
         or before.history != after.history

@@ -14,9 +14,10 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from specdecode_operator.errors import Conflict, NotFound, Refused, Unavailable
+from specdecode_operator.errors import ClusterError, Conflict, NotFound, Refused, Unavailable
 from specdecode_operator.kube.api_errors import translate, watch_error
 from specdecode_operator.kube.connection import open_connection, read_lines
+from specdecode_operator.kube.declared_fields import DeclaredFields
 from specdecode_operator.kube.kinds import (
     APPLIED,
     CONFIG_MAPS,
@@ -68,6 +69,7 @@ class KubeClient:
         self.guard = guard
         self.timeout_seconds = timeout_seconds
         self._api = api
+        self.status_fields = DeclaredFields()
         self._client = DynamicClient(api)
 
     @classmethod
@@ -152,14 +154,19 @@ class KubeClient:
             raise
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the whole status; fields of an earlier status that it lacks are removed. Return the resource."""
-        body = {
-            "apiVersion": DEPLOYMENTS.api_version,
-            "kind": DEPLOYMENTS.kind,
-            "metadata": {"name": name, "namespace": namespace},
-            "status": dict(status),
-        }
-        return await self._apply(DEPLOYMENTS.path(namespace, name, "status"), body, force=True)
+        """Write the whole status; fields of an earlier status that it lacks are removed. Return the resource.
+
+        Fields that the CRD does not declare are left out.
+        """
+        head = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind}
+        body = {**head, "metadata": {"name": name, "namespace": namespace}}
+        path = DEPLOYMENTS.path(namespace, name, "status")
+        while True:
+            try:
+                return await self._apply(path, {**body, "status": self.status_fields.declared(status)}, force=True)
+            except ClusterError as error:
+                if not self.status_fields.note_refusal(error.sentence):
+                    raise
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Mapping[str, Any]) -> None:
         """Merge a change into an object. An object that is gone is no error."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from specdecode_worker.contract import CheckVerdict
+from specdecode_worker.contract import CheckVerdict, Revisions
 
 CONTAINER = "worker"
 """Container whose termination message may have a verdict."""
+PULL_CONTAINER = "pull"
+"""Init container whose termination message may have the commits of unpinned models."""
 
 
 def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
@@ -22,6 +25,15 @@ def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
         if container.get("name") == CONTAINER:
             return next((verdict for message in _messages(container) if (verdict := _read(message))), None)
     return None
+
+
+def revisions_of(pod_status: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the commits of the models that a pod's `pull` fetched, by URI. They are validated, as a verdict is."""
+    for container in pod_status.get("initContainerStatuses") or []:
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if container.get("name") == PULL_CONTAINER and ended.get("exitCode") == 0:
+            return _read_revisions(str(ended.get("message") or ""))
+    return {}
 
 
 def last_words(message: str) -> str:
@@ -48,3 +60,14 @@ def _read(message: str) -> CheckVerdict | None:
         return CheckVerdict.model_validate_json(message)
     except ValidationError:
         return None
+
+
+def _read_revisions(message: str) -> Mapping[str, str]:
+    """Parse the commits that `pull` reported. Return none if the message is something else."""
+    if not message.startswith("{"):
+        return {}
+    try:
+        revisions = Revisions.model_validate_json(message).revisions
+    except ValidationError:
+        return {}
+    return {sys.intern(uri): sys.intern(commit) for uri, commit in revisions.items()}

@@ -1,6 +1,6 @@
 """Kubernetes objects of a deployment, as pure functions of its spec."""
 
-from specdecode_operator.manifests.config import worker_config
+from specdecode_operator.manifests.config import is_pinned, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import (
     ADMIN_TOKEN_KEY,
     DELETION_COST_ANNOTATION,
@@ -59,6 +59,7 @@ __all__ = [
     "demand_name",
     "headless_name",
     "headless_service",
+    "is_pinned",
     "plan_config_map",
     "plan_name",
     "pod_template",
@@ -78,6 +79,7 @@ __all__ = [
     "state_name",
     "tokens_name",
     "tokens_secret",
+    "unpinned_uris",
     "worker_config",
     "worker_name",
     "workload",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
@@ -18,6 +19,8 @@ TLS_DIR = "/etc/specdecode/tls"
 """Folder with the certificate, in the files of a Secret of type kubernetes.io/tls."""
 MAX_THREADS = 1024
 """Largest number of torch threads, beyond any machine."""
+_PINNED = re.compile("@[0-9a-f]{40}([0-9a-f]{24})?$")
+"""End of an hf:// URI that names a commit."""
 _FACTORS = {
     "n": Decimal("1e-9"),
     "u": Decimal("1e-6"),
@@ -94,6 +97,16 @@ def model_uris(spec: Spec) -> list[str]:
     speculation = spec.speculation
     drafts = [speculation.draft, *speculation.drafts]
     return list(dict.fromkeys([spec.model.uri, *(draft.uri for draft in drafts if draft and draft.uri)]))
+
+
+def unpinned_uris(spec: Spec) -> list[str]:
+    """Return the hf:// URIs of the spec that name no commit: without a revision, or with a branch or a tag."""
+    return [uri for uri in model_uris(spec) if uri.startswith("hf://") and not is_pinned(uri)]
+
+
+def is_pinned(uri: str) -> bool:
+    """Return whether an hf:// URI names a commit."""
+    return _PINNED.search(uri) is not None
 
 
 def default_served_name(uri: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdecode_operator.manifests.identity import (
     PLAN_KEY,
+    REVISIONS_KEY,
     headless_name,
     metadata,
     plan_name,
@@ -18,7 +19,7 @@ from specdecode_operator.manifests.identity import (
     worker_name,
 )
 from specdecode_operator.types import Deployment, Manifest
-from specdecode_worker.contract import Plan, Port
+from specdecode_worker.contract import Plan, Port, Revisions
 
 
 def service(deployment: Deployment, *, to_routers: bool = False) -> Manifest:
@@ -50,9 +51,18 @@ def headless_service(deployment: Deployment) -> Manifest:
     )
 
 
-def plan_config_map(deployment: Deployment, plan: Plan) -> Manifest:
-    """Return the ConfigMap with the plan that new pods mount."""
-    return _config_map(deployment, plan_name(deployment.name), {PLAN_KEY: plan.model_dump_json()})
+def plan_config_map(deployment: Deployment, plan: Plan, revisions: Mapping[str, str] | None = None) -> Manifest:
+    """Return the ConfigMap with the plan that new pods mount.
+
+    Args:
+        deployment: Owner of the ConfigMap.
+        plan: The plan.
+        revisions: Commits that new pods fetch, by the URI of a model that names none.
+    """
+    files = {PLAN_KEY: plan.model_dump_json()}
+    if revisions:
+        files[REVISIONS_KEY] = Revisions(revisions=dict(sorted(revisions.items()))).model_dump_json()
+    return _config_map(deployment, plan_name(deployment.name), files)
 
 
 def state_config_map(deployment: Deployment, data: Mapping[str, str]) -> Manifest:

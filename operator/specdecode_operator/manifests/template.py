@@ -8,11 +8,18 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, WorkersSpec
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, worker_config
+from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import selector
 from specdecode_operator.manifests.merge import merged
 from specdecode_operator.manifests.scheduling import scheduling
-from specdecode_operator.manifests.volumes import COMPILED_DIR, PLAN_PATH, model_mounts, serving_mounts, volumes
+from specdecode_operator.manifests.volumes import (
+    COMPILED_DIR,
+    PLAN_PATH,
+    REVISIONS_PATH,
+    pull_mounts,
+    serving_mounts,
+    volumes,
+)
 from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.contract import Env, Port
@@ -132,13 +139,23 @@ def _container(spec: Spec, defaults: Defaults, name: str) -> dict[str, Any]:
 def _pull(spec: Spec, defaults: Defaults) -> dict[str, Any]:
     secret = spec.model.token_secret_ref
     token = {"secretKeyRef": {"name": secret.name, "key": secret.key}} if secret else None
+    env = [
+        {"name": "HOME", "value": "/tmp"},
+        *_revisions(spec),
+        *([{"name": "HF_TOKEN", "valueFrom": token}] if token else []),
+    ]
     return {
         **_container(spec, defaults, "pull"),
         "command": ["specdecode-worker", "pull", "--cache-dir", CACHE_DIR, *model_uris(spec)],
-        "env": [{"name": "HOME", "value": "/tmp"}, *([{"name": "HF_TOKEN", "valueFrom": token}] if token else [])],
+        "env": env,
         "resources": spec.workers.resources.model_dump(mode="json", exclude_defaults=True),
-        "volumeMounts": model_mounts(spec),
+        "volumeMounts": pull_mounts(spec),
     }
+
+
+def _revisions(spec: Spec) -> list[dict[str, Any]]:
+    """Return the variable that names the file with the commits of unpinned models, if there are such models."""
+    return [{"name": Env.revisions_path, "value": REVISIONS_PATH}] if unpinned_uris(spec) else []
 
 
 def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
@@ -173,6 +190,7 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
         {"name": "TORCHINDUCTOR_CACHE_DIR", "value": f"{COMPILED_DIR}/inductor"},
         {"name": Env.config, "value": config},
         {"name": Env.plan_path, "value": PLAN_PATH},
+        *_revisions(deployment.spec),
         {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         *([{"name": "OMP_NUM_THREADS", "value": str(count)}] if count else []),
     ]

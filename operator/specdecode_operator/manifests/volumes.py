@@ -13,11 +13,14 @@ from specdecode_operator.manifests.config import (
     TLS_DIR,
     TOKENS_DIR,
     model_uris,
+    unpinned_uris,
 )
-from specdecode_operator.manifests.identity import PLAN_KEY, plan_name, tokens_name
+from specdecode_operator.manifests.identity import PLAN_KEY, REVISIONS_KEY, plan_name, tokens_name
 
 PLAN_DIR = "/etc/specdecode/plan"
 PLAN_PATH = f"{PLAN_DIR}/{PLAN_KEY}"
+REVISIONS_PATH = f"{PLAN_DIR}/{REVISIONS_KEY}"
+PLAN_MOUNT = {"name": "plan", "mountPath": PLAN_DIR, "readOnly": True}
 CLAIMS_DIR = "/mnt/pvc"
 COMPILED_DIR = "/var/cache/specdecode-compiled"
 """Folder of compiled kernels, one for each pod. They are loaded without a check of their contents, which no hash can
@@ -51,7 +54,7 @@ def volumes(spec: Spec, name: str) -> list[dict[str, Any]]:
 
 
 def model_mounts(spec: Spec, *, read_only: bool = False) -> list[dict[str, Any]]:
-    """Return the mounts of `pull`: the model cache, a place for temporary files, and claims that models are read from.
+    """Return the mounts for models: the cache, a place for temporary files, and claims that models are read from.
 
     With ``read_only`` nothing can be written to the model cache.
     """
@@ -61,6 +64,11 @@ def model_mounts(spec: Spec, *, read_only: bool = False) -> list[dict[str, Any]]
         for claim in model_claims(spec)
     ]
     return [cache, {"name": "tmp", "mountPath": "/tmp"}, *claims]
+
+
+def pull_mounts(spec: Spec) -> list[dict[str, Any]]:
+    """Return the mounts of `pull`: those of the models, and the plan's folder, which has the commits to fetch."""
+    return [*model_mounts(spec), *([dict(PLAN_MOUNT)] if unpinned_uris(spec) else [])]
 
 
 def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
@@ -74,7 +82,7 @@ def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
     return [
         *model_mounts(spec, read_only=True),
         {"name": "compiled", "mountPath": COMPILED_DIR},
-        {"name": "plan", "mountPath": PLAN_DIR, "readOnly": True},
+        dict(PLAN_MOUNT),
         *secrets,
         {"name": "shm", "mountPath": "/dev/shm"},
     ]

@@ -29,6 +29,7 @@ BESIDE = {
     "recycling",
     "parked",
     "saved_device_seconds",
+    "revisions",
 }
 """Fields of the state that no row depends on; some of them change with every poll."""
 MARGIN_SECONDS = 0.01

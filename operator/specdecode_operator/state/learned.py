@@ -118,6 +118,8 @@ class LearnedState(Stored):
     """Mode or pin that the plan last followed, as text."""
     saved_device_seconds: float = 0.0
     """Device seconds that speculation saved so far against plain decoding of the same tokens; losses are negative."""
+    revisions: dict[str, str] = Field(default={})
+    """Commits of models whose URI names none, by URI."""
     template: TemplateState | None = Field(default=None, exclude=True)
     """The applied pod template. Left out of dumps; it has a section of its own."""
     parked: tuple[DraftEstimates, ...] = Field(default=(), max_length=MAX_PARKED_DRAFTS, exclude=True)

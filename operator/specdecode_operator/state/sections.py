@@ -9,6 +9,7 @@
 | `scaling` | 1 | scaling | scaling, forecast, startup_seconds | 2 |
 | `pods` | 1 | health | pods, recycled_at, recycling | 32 |
 | `history` | 1 | decision | history, following, saved_device_seconds | 24 |
+| `models` | 1 | decision | commits of models whose URI names none | 4 |
 | `template` | 1 | manifests | applied pod template, hash of its spec, image | 20 |
 | `applied` | 1 | kube | digests of the applied children | 8 |
 
@@ -108,6 +109,14 @@ SECTIONS = (
         content="latest decisions and gains being measured",
         bound=24 * KIB,
         fields=("history", "following", "saved_device_seconds"),
+    ),
+    Section(
+        name="models",
+        version=1,
+        owner="decision",
+        content="commits of models whose URI names none",
+        bound=4 * KIB,
+        fields=("revisions",),
     ),
     Section(name=TEMPLATE, version=1, owner="manifests", content="applied pod template", bound=MAX_TEMPLATE_BYTES),
     Section(name=APPLIED, version=1, owner="kube", content="digests of the applied children", bound=8 * KIB),

@@ -23,6 +23,10 @@ TIMEOUT_SECONDS = 2.0
 MAX_TAG = 128
 """Characters of an ETag that are stored; the ETag of a worker has 34."""
 UNAUTHORIZED = 401
+WRONG_SECRET = (
+    "if this lasts for minutes, the Secret <name>-tokens is of another client: delete it, and the operator creates it"
+)
+"""Advice in the condition: the operator may create this Secret, and may neither read nor change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class WorkerClient:
             if answer.status != UNAUTHORIZED:
                 self._remember(request.address, token, first=tokens[0])
                 return answer
-        raise Unauthorized(f"{request.address}: answered 401 to each of {len(tokens)} admin tokens")
+        raise Unauthorized(f"{request.address}: answered 401 to each of {len(tokens)} admin tokens; {WRONG_SECRET}")
 
     async def _send(self, request: _Request, token: str) -> _Answer:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **request.headers}

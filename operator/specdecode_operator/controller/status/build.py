@@ -37,7 +37,6 @@ def status_of(
     outcome: Outcome,
     *,
     now: float,
-    model_revision: str | None = None,
 ) -> Status:
     """Return the status of a deployment whose spec could be carried out.
 
@@ -47,7 +46,6 @@ def status_of(
         decision: The desired state.
         outcome: Result of applying it.
         now: Time in seconds since the epoch; used only as the time of transitions and of measurements.
-        model_revision: Revision that new pods load, if the URI of the spec names none and it was resolved.
     """
     before, workload = deployment.status, observed.workload
     past = _past(before, now)
@@ -67,7 +65,7 @@ def status_of(
         reason=_reason(states),
         conditions=tuple(_condition(before, state, generation or 0, now) for state in states),
         resolved_image=decision.image or None,
-        model=sections.model_section(deployment, model_revision),
+        model=sections.model_section(deployment, decision.model_revision),
         speculation=sections.speculation_section(deployment, decision, now),
         tasks=sections.task_sections(deployment, decision),
         draft=sections.draft_section(deployment, observed),

@@ -202,3 +202,16 @@ async def test_queue_depth_counts_waiting_deployments() -> None:
     queue.add(("ns", "a"))
     queue.add(("ns", "b"))
     assert queue.depth() == 2
+
+
+def test_a_scrape_of_one_name_returns_its_series_alone() -> None:
+    metrics.DEPTH.set(KEY, 3)
+    metrics.SPEEDUP.set(KEY, 2)
+    families = list(REGISTRY.restricted_registry(["specdecode_depth"]).collect())
+    assert [family.name for family in families] == ["specdecode_depth"]
+    assert [family.type for family in families] == ["gauge"]
+    samples = [sample for sample in families[0].samples if sample.labels["name"] == "demo"]
+    assert [(sample.labels, sample.value) for sample in samples] == [({"namespace": "ns", "name": "demo"}, 3)]
+    metrics.DEPTH.remove(*KEY)
+    metrics.DEPTH.remove(*KEY)
+    assert value("specdecode_depth") is None

@@ -135,7 +135,7 @@ def test_the_model_section_has_the_revision_that_new_pods_load() -> None:
         deployment = deployment_with(before, model={"uri": uri})
         observed = Observation(workload=workload_with(), workers=(), session=Session())
         decision, _ = decide(deployment, observed, DEFAULTS, now=1)
-        return status_of(deployment, observed, decision, Outcome(), now=1, model_revision=revision)
+        return status_of(deployment, observed, replace(decision, model_revision=revision), Outcome(), now=1)
 
     resolved = model(None, "hf://org/name", "abc123")
     assert resolved.model is not None

@@ -26,6 +26,34 @@ ANYTHING: st.SearchStrategy[Json] = st.recursive(
 )
 ITEMS = st.lists(SCALARS | ANYTHING | st.fixed_dictionaries({"name": ANYTHING}), max_size=3) | ANYTHING
 """Lists that may have items of wrong types, or identifying fields that cannot identify anything."""
+ODD_IDENTITIES = (None, True, 1.5, [], ["a"], {}, {"a": 1})
+"""Values by which an item cannot be identified: they have no hash, or Kubernetes has no such name or port."""
+IDENTITIES: Mapping[str, tuple[str, Json]] = {
+    "containers": ("name", "worker"),
+    "initContainers": ("name", "pull"),
+    "env": ("name", "HOME"),
+    "volumes": ("name", "tmp"),
+    "volumeMounts": ("mountPath", "/tmp"),
+    "ports": ("containerPort", 8000),
+    "imagePullSecrets": ("name", "a"),
+    "topologySpreadConstraints": ("topologyKey", "zone"),
+}
+"""Lists of a pod template: the field that identifies the items of each, and a value that the operator uses there."""
+
+
+def odd_list(name: str) -> st.SearchStrategy[Json]:
+    """Return a strategy of lists that are right but for one item, or that are no lists."""
+    key, identity = IDENTITIES[name]
+    right = st.sampled_from((identity, "other" if isinstance(identity, str) else 9000)).map(lambda value: {key: value})
+    odd = st.sampled_from(({}, {"value": "x"}, *({key: value} for value in ODD_IDENTITIES), 3, "x", None, [], True))
+    lists = st.builds(lambda before, item: [*before, item], st.lists(right, max_size=1), odd)
+    return st.one_of(lists, lists, lists, st.sampled_from(("x", 3, {}, True, {"name": "worker"})))
+
+
+def _with_odd_list(container: dict[str, Json], name: str, items: Json) -> dict[str, Json]:
+    return {**container, name: items}
+
+
 CONTAINER = st.fixed_dictionaries(
     {"name": st.sampled_from(("worker", "pull", "sidecar"))},
     optional={
@@ -36,7 +64,16 @@ CONTAINER = st.fixed_dictionaries(
         "image": st.sampled_from(WORDS) | ANYTHING,
     },
 )
-TEMPLATE = st.fixed_dictionaries(
+ODD_CONTAINER = st.sampled_from(("env", "ports", "volumeMounts")).flatmap(
+    lambda name: st.builds(_with_odd_list, CONTAINER, st.just(name), odd_list(name))
+)
+ODD_POD = st.sampled_from(("containers", "initContainers", "volumes", "imagePullSecrets", "topologySpreadConstraints"))
+ODD_TEMPLATE = st.one_of(
+    ODD_POD.flatmap(lambda name: st.builds(lambda items: {"spec": {name: items}}, odd_list(name))),
+    st.builds(lambda container: {"spec": {"containers": [container]}}, ODD_CONTAINER),
+)
+"""Pod templates with one list that has an odd item: the places where a merge goes wrong."""
+TEMPLATE = ODD_TEMPLATE | st.fixed_dictionaries(
     {},
     optional={
         "metadata": ANYTHING,
@@ -44,7 +81,7 @@ TEMPLATE = st.fixed_dictionaries(
         | st.fixed_dictionaries(
             {},
             optional={
-                "containers": st.lists(CONTAINER, max_size=3) | ITEMS,
+                "containers": st.lists(CONTAINER | ODD_CONTAINER, max_size=3) | ITEMS,
                 "volumes": ITEMS,
                 "topologySpreadConstraints": ITEMS,
                 "securityContext": ANYTHING,

@@ -57,6 +57,7 @@ async def test_every_kind_of_failure_is_named_and_counted() -> None:
         assert str(drip).endswith("no complete answer within 0.3 s")
         assert "Bad status line" in str(noise) or "Expected HTTP" in str(noise)
         assert "answered 401 to each of 1 admin tokens" in str(refused)
+        assert "delete it" in str(refused), "the condition says what to do"
         assert str(invalid).startswith("boot_id")
         assert {"timeout", "unreachable", "unauthorized", "bad_report"} <= bench.scraper.counters.reports_failed.keys()
         assert bench.unauthorized[0] == KEY
