@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Spec
-from specdecode_operator.manifests import worker_config
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Spec, Status
+from specdecode_operator.manifests import selector, service, worker_config
+from specdecode_operator.types import Deployment
+from specdecode_worker.contract import Port
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
@@ -35,6 +37,32 @@ def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     example = yaml.safe_load(path.read_text())
     assert list(schema_errors(example["spec"], schema["properties"]["spec"], "spec")) == []
+
+
+def test_gateways_refer_to_objects_of_the_examples(root: Path) -> None:
+    """Compare names, ports and labels with what the operator makes: the CRDs of the Gateway API are not here."""
+    specs = {resource["metadata"]["name"]: resource["spec"] for resource in map(_example, EXAMPLES)}
+    documents = [
+        document
+        for path in sorted((root / "examples" / "gateway").glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+    ]
+    (routed, pool, pooled) = documents
+    (backend,) = routed["spec"]["rules"][0]["backendRefs"]
+    spec = Spec.model_validate(specs[backend["name"]])
+    deployment = Deployment(namespace="ns", name=backend["name"], uid="u", generation=1, spec=spec, status=Status())
+    assert spec.router.replicas > 0, "the route goes to routers"
+    assert backend["port"] in {port["port"] for port in service(deployment)["spec"]["ports"]}
+    assert pool["spec"]["selector"]["matchLabels"].items() <= selector(pool["metadata"]["name"]).items()
+    assert not Spec.model_validate(specs[pool["metadata"]["name"]]).router.replicas
+    assert [port["number"] for port in pool["spec"]["targetPorts"]] == [Port.http]
+    (reference,) = pooled["spec"]["rules"][0]["backendRefs"]
+    assert (reference["kind"], reference["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert pool["apiVersion"].startswith(f"{reference['group']}/")
+
+
+def _example(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())  # type: ignore[no-any-return]
 
 
 def test_schema_check_detects_an_invalid_resource(root: Path) -> None:

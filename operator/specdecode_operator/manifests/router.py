@@ -144,6 +144,8 @@ def arguments(deployment: Deployment) -> list[str]:
         "demand-config-map": demand_name(name),
         "admin-token-file": f"{TOKENS_DIR}/{TokenScope.router.value}",
         "hold-seconds": spec.router.hold_seconds,
+        # A request whose only worker left waits for the next one as long as a new request does.
+        "no-worker-seconds": spec.router.hold_seconds,
         "min-silence-seconds": f"{spec.router.suspicion.min_seconds:g}",
         "max-silence-seconds": f"{spec.router.suspicion.max_seconds:g}",
         "endpoint-delay-seconds": spec.drain.endpoint_delay_seconds,

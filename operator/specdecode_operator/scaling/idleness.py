@@ -69,7 +69,7 @@ def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Acti
         replicas=replicas,
         wanted=wanted,
         state=state.model_copy(update=update),
-        reason=f"routers hold {activity.held} requests",
+        reason="routers hold a request" if activity.held == 1 else f"routers hold {activity.held} requests",
     )
 
 

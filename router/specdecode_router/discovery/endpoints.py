@@ -19,13 +19,13 @@ def endpoints_of(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[Endpoi
         slices: EndpointSlices of the Service.
         port: Name of the port of the admin API. If another port is called https, all of them serve HTTPS.
     """
-    found: dict[str, Endpoint] = {}
+    by_name: dict[str, Endpoint] = {}
     for one in sorted(slices, key=lambda one: str(one.get("addressType"))):
         for endpoint in _endpoints(one, port):
-            known = found.get(endpoint.name)
+            known = by_name.get(endpoint.name)
             if known is None or (known.terminating and not endpoint.terminating):
-                found[endpoint.name] = endpoint
-    return tuple(found[name] for name in sorted(found))
+                by_name[endpoint.name] = endpoint
+    return tuple(by_name[name] for name in sorted(by_name))
 
 
 def _endpoints(one: Mapping[str, Any], port: str) -> Iterator[Endpoint]:

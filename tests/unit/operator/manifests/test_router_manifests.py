@@ -60,7 +60,9 @@ def test_the_data_of_the_demand_are_left_to_the_routers() -> None:
 
 
 def test_children_of_routers_are_owned_and_have_the_role_of_routers() -> None:
-    mine = [child for child in children(**TWO).values() if child["metadata"]["labels"]["specdecode.io/role"] == "router"]
+    mine = [
+        child for child in children(**TWO).values() if child["metadata"]["labels"]["specdecode.io/role"] == "router"
+    ]
     assert {child["kind"] for child in mine} <= APPLIED.keys()
     assert len(mine) == 6
     for child in mine:
@@ -124,6 +126,7 @@ def test_flags_name_workers_demand_and_bounds() -> None:
         "demand-config-map": "demo-demand",
         "admin-token-file": "/etc/specdecode/tokens/router",
         "hold-seconds": "900",
+        "no-worker-seconds": "900",
         "min-silence-seconds": "0.5",
         "max-silence-seconds": "4",
         "endpoint-delay-seconds": "7",
