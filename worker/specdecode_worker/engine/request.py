@@ -13,6 +13,7 @@ from specdecode_worker.engine.drafts.draft_progress import DraftProgress
 from specdecode_worker.engine.ipc.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.sampling_params import sampling_params_of
+from specdecode_worker.guided.guide import Guide
 from specdecode_worker.speculation.sampling.params import SamplingParams
 
 
@@ -83,6 +84,8 @@ class Request:
     finish: FinishReason | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """Logprobs of the prompt, gathered chunk by chunk and sent together with the first emitted token."""
+    guide: Guide | None = None
+    """Position in the grammar that the answer follows, behind ``tokens``; None without a grammar."""
 
     @classmethod
     def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
@@ -107,6 +110,11 @@ class Request:
     def decoding(self) -> bool:
         """True if the request runs and its whole prefill has been launched."""
         return self.slot >= 0 and self.prefilled == self.prefill_end
+
+    @property
+    def can_launch(self) -> bool:
+        """True unless the next step of a guided request would need tokens of a step in flight for its masks."""
+        return self.guide is None or not self.in_flight
 
     @property
     def cached_bound(self) -> int:
@@ -155,9 +163,13 @@ class Request:
         for token in tokens:
             if self.finish is not None:
                 break
+            if not self._follow(token):
+                self.finish = "error"
+                break
             taken.append(token)
             self.emitted += 1
-            if token in self.stops and self.emitted >= self.submit.sampling.min_tokens:
+            ends = token in self.stops and self.emitted >= self.submit.sampling.min_tokens
+            if ends or (self.guide is not None and self.guide.ended):
                 self.finish = "stop"
             elif self.emitted >= self.submit.sampling.max_tokens:
                 self.finish = "length"
@@ -165,6 +177,13 @@ class Request:
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = replace(self.sampling_params, min_tokens=0)
         return taken
+
+    def _follow(self, token: int) -> bool:
+        """Move the guide of a guided request behind a token. Return False if it cannot follow the grammar any further."""
+        if self.guide is None:
+            return True
+        self.guide.advance((token,))
+        return not self.guide.error
 
     def advance(self, max_tokens: int, committed: int) -> None:
         """Record that the oldest step in flight was collected.
