@@ -13,15 +13,20 @@ import torch
 from char_tokenizer import END, tokenizer_json
 from guided_decoding import GuidedDecoding
 
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
 from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.step import step_launcher
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.guide import Guide
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {
     "type": "object",
-    "properties": {"name_of_it": {"enum": ["abc", "abd"]}, "id": {"type": "integer"}, "tr": {"type": "boolean"}},
+    "properties": {"name_of_it": {"enum": ["abc", "abd"]}, "id": {"enum": [0, 12, 345]}, "tr": {"type": "boolean"}},
     "required": ["name_of_it", "id", "tr"],
     "additionalProperties": False,
 }
@@ -120,3 +125,115 @@ def _until_end(answer: list[int], request: Submit) -> list[int]:
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]
     assert run(guided_engine(draft), submits) == texts(plain, submits)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pipelined": True},
+        {"blocks": 10, "budget": 24, "max_num_seqs": 5},
+        {"blocks": 10, "budget": 24, "max_num_seqs": 5, "pipelined": True},
+        {"graphs": (1, 2, 4, 8)},
+        {"prefix_caching": False, "budget": 16, "chunked": True},
+    ],
+    ids=["in-turn", "pipelined", "preempted", "preempted-pipelined", "graphs", "small-chunks"],
+)
+def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDecoding, fields: dict[str, Any]) -> None:
+    submits = requests(rounds=4)
+    engine = guided_engine("copy", **fields)
+    assert run(engine, submits) == texts(plain, submits)
+    assert engine.preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
+
+
+def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, lossless: Any) -> None:
+    plan_of, *_ = lossless
+    engine = guided_engine(["copy", "ngram"])
+    tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i % 2 else None) for i in range(len(SHAPES)))
+    engine.set_plan(plan_of(SHAPES, version=2, tasks=tasks))
+    first, again = requests(), [*requests()]
+    assert run(engine, first) == texts(plain, first)
+    assert run(engine, again) == texts(plain, again)
+    assert engine.report().prefix_hit_tokens > 0, "the second time must reuse prompts"
+
+
+def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, drafter: Any) -> None:
+    names = ("ngram", "eagle3", "medusa", "copy")
+
+    def swap(engine: Any, steps: int) -> list[Tokens]:
+        if steps % 5 != 4:
+            return []
+        name = names[steps // 5 % len(names)]
+        loaded = LoadedDraft(drafter(engine, name), DraftState(hash=f"{name}{steps}"))
+        return list(engine.set_draft("", loaded))
+
+    submits = requests(rounds=4)
+    assert run(guided_engine("copy", pipelined=True), submits, swap) == texts(plain, submits)
+
+
+@pytest.mark.parametrize("shape", ["chain:4", "tree:4,2,1"])
+def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding, shape: str) -> None:
+    """Greedy answers are those of plain decoding. Sampled ones are others, and follow their grammars."""
+    submits = [r for r in requests(rounds=4) if r.sampling.grammar]
+    answers = run(guided_engine("copy", sampler=MultiRound), submits)
+    for submit in submits:
+        answer = answers[submit.request_id]
+        if submit.sampling.temperature == 0:
+            assert answer == plain.text(submit)
+        for end in range(len(answer)):
+            assert plain.allowed(submit, answer[:end])[answer[end]], (submit.request_id, end)
+
+
+def steps_of(engine: Any, submit: Submit) -> tuple[int, list[int]]:
+    counted: list[int] = []
+    engine.on_launch = lambda rows, tokens: counted.append(rows)
+    (answer,) = run(engine, [submit]).values()
+    return len(counted), answer
+
+
+def test_forced_tokens_are_drafted_without_a_draft(guided_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = request(0, "compact", sampled=False)
+    fast, answer = steps_of(guided_engine(None), submit)
+    monkeypatch.setattr(Guide, "forced", lambda self: ())
+    slow, wanted = steps_of(guided_engine(None), submit)
+    assert answer == wanted
+    assert answer[-1] == END
+    assert slow == len(answer) > 2 * fast
+
+
+def test_forced_tokens_do_not_count_as_drafts(guided_engine: Any) -> None:
+    engine = guided_engine(None)
+    run(engine, [request(0, "compact", sampled=False)])
+    report = engine.report()
+    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (0, 0, 0)
+
+
+BUGS = ("unmasked-target", "blind-to-the-tree", "no-rollback", "late-guide", "wrong-forced-tokens")
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_detected(
+    guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, advance = Guide.mask, Guide.advance
+    match bug:
+        case "unmasked-target":
+            monkeypatch.setattr(TokenMasks, "allowed", lambda self, at: torch.ones(len(at.batch_R), 61).bool())
+        case "blind-to-the-tree":
+            monkeypatch.setattr(Guide, "mask", lambda self, path=(): mask(self))
+        case "no-rollback":
+            monkeypatch.setattr(Guide, "mask", lambda self, path=(): (advance(self, path[:1]), mask(self, path))[1])
+        case "late-guide":
+            monkeypatch.setattr(Guide, "advance", lambda self, tokens: None)
+        case _:
+            # Verification rejects wrong tokens, so that the text stays the same; only the steps are more.
+            monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
+            submits = [r for r in requests() if r.sampling.grammar]
+            assert run(guided_engine(), submits) == texts(plain, submits)
+            return
+    submits = [r for r in requests() if r.sampling.grammar]
+    try:
+        different = run(guided_engine(), submits) != texts(plain, submits)
+    except AssertionError:
+        different = True  # an answer ended with an error
+    assert different

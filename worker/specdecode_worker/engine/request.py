@@ -179,7 +179,7 @@ class Request:
         return taken
 
     def _follow(self, token: int) -> bool:
-        """Move the guide of a guided request behind a token. Return False if it cannot follow the grammar any further."""
+        """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""
         if self.guide is None:
             return True
         self.guide.advance((token,))

@@ -9,8 +9,8 @@ from specdecode_worker.speculation.sampling.params import SamplingParams
 def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return the sampling parameters of a request.
 
-    As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens. The
-    masks of a guided request do so themselves: a grammar that allows no other token takes precedence.
+    As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens.
+    The masks of a guided request do so themselves: a grammar that allows no other token takes precedence.
     """
     sampling = submit.sampling
     guided = bool(sampling.grammar)

@@ -1,7 +1,7 @@
 """Sampling parameters of a batch applied to logits at the nodes of its trees.
 
 Adjustments of single tokens (bias, penalties, blocked tokens) come first, then the masks of grammars, then temperature
-and truncation. Target and draft use the same code, so a draft that agrees with the target still agrees after processing.
+and truncation. Target and draft use the same code, so a draft that agrees with the target agrees after processing too.
 """
 
 from __future__ import annotations
