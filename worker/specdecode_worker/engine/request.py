@@ -168,11 +168,12 @@ class Request:
                 break
             taken.append(token)
             self.emitted += 1
-            ends = token in self.stops and self.emitted >= self.submit.sampling.min_tokens
-            if ends or (self.guide is not None and self.guide.ended):
+            if token in self.stops and self.emitted >= self.submit.sampling.min_tokens:
                 self.finish = "stop"
             elif self.emitted >= self.submit.sampling.max_tokens:
                 self.finish = "length"
+            if self.guide is not None and self.guide.ended:
+                self.finish = "stop"
         self.tokens += taken
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = replace(self.sampling_params, min_tokens=0)

@@ -22,6 +22,7 @@ from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
+from specdecode_worker.server.answer_grammars import AnswerGrammars
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
@@ -96,7 +97,9 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
-        self._prompts = PromptPreparation(model.tokenizer, model.limits)
+        tool_format = self.config.server.tool_call_parser or model.tool_format
+        grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
+        self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)
         if unembedded := model.limits.unembedded:
             token, text = next(iter(unembedded.items()))
             log.warning(
@@ -200,7 +203,7 @@ class Service:
             generations = []
             for prompt, limit in zip(prompts, most_tokens, strict=True):
                 for choice, seed in enumerate(seeds_of(request.seed, made)):
-                    sampling = sampling_of(request, limit, seed, limits)
+                    sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
                     generation = self._generation(prompt, sampling, _output_options(request, choice), origin, capture)
                     started.callback(generation.close)
                     generations.append(generation)

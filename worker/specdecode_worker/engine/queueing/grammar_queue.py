@@ -64,7 +64,9 @@ class GrammarQueue:
             del self._waiting[request.id]
             try:
                 request.guide = future.result()
-                yield request, ""
+                # The output of an earlier attempt on another worker.
+                request.guide.advance(request.tokens[len(request.submit.prompt) :])
+                yield request, request.guide.error
             except GrammarRefused as error:
                 yield request, error.message
 
