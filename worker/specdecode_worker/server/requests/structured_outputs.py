@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests.base import RequestModel
 
 MAX_CHOICE_TEXTS = 1024
 MAX_SCHEMA_NAME = 64
+REGEX, GRAMMAR = "rust-regex", "lark-grammar"
+"""Format names, in the OpenAPI document, of regular expressions and grammars."""
 
 
 class TextFormat(RequestModel):
@@ -61,6 +64,31 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     """Allow no white space between JSON tokens."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return one schema per kind of grammar, because one flat object cannot express that exactly one is set."""
+        fields = handler.resolve_ref_schema(handler(core_schema))["properties"]
+        space = "disable_any_whitespace"
+        text = {"type": "string", "minLength": 1}
+        kinds = {
+            "json": {"type": "object"},
+            "regex": {**text, "format": REGEX},
+            "choice": {"type": "array", "minItems": 1, "maxItems": MAX_CHOICE_TEXTS, "items": text},
+            "grammar": {**text, "format": GRAMMAR},
+            "json_object": {"const": True},
+        }
+        return {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "required": [kind],
+                    "properties": {kind: schema, space: fields[space]},
+                    "additionalProperties": False,
+                }
+                for kind, schema in kinds.items()
+            ]
+        }
 
     def check(self) -> None:
         """Raise BadRequest unless exactly one kind of grammar is set."""
