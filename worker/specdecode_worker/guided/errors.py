@@ -13,3 +13,9 @@ class GrammarRefused(Exception):
         super().__init__(message)
         self.message = message
         self.path = path
+
+
+def library_message(message: str) -> str:
+    """Return the first line of a message of the library. Its context can be long."""
+    lines = message.replace("<non-verbose/>", "").strip().splitlines()
+    return lines[0][:500] if lines else "the grammar cannot be used"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.errors import GrammarRefused, library_message
 from specdecode_worker.guided.guide import Guide
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -54,6 +54,10 @@ class GrammarCompiler:
         """Compile a grammar. Raises GrammarRefused if it cannot be used."""
         self._matcher(grammar)
 
+    def compiles(self, grammar: str) -> bool:
+        """Return whether a grammar can be used, without caching the answer."""
+        return not isinstance(self._compile(grammar), str)
+
     def guide(self, grammar: str, *, min_tokens: int = 0, blocked: tuple[int, ...] = ()) -> Guide:
         """Compile a grammar and return a guide at the start of its language.
 
@@ -92,11 +96,6 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(self._tokenizer_json(), self._vocab_size, list(self._end_tokens))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            return _first_line(matcher.get_error())
+            return library_message(matcher.get_error())
         matcher.compute_bitmask()  # a grammar that is too complex for its first mask is refused, not failed later
-        return _first_line(matcher.get_error()) if matcher.is_error() else matcher
-
-
-def _first_line(message: str) -> str:
-    """Return a message of the library without its context, which can be long."""
-    return message.strip().split("\n\n")[0].splitlines()[0][:500] if message.strip() else "it cannot be compiled"
+        return library_message(matcher.get_error()) if matcher.is_error() else matcher

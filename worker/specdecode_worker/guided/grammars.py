@@ -41,9 +41,16 @@ def compile_options(*, exact: bool, white_space: bool) -> dict[str, Any]:
 
 
 def json_grammar(schema: Schema, *, exact: bool = True, white_space: bool = True) -> str:
-    """Return the grammar of the JSON texts that a schema allows; the arguments are those of ``compile_options``."""
+    """Return the grammar of the JSON texts that a schema allows; the arguments are those of ``compile_options``.
+
+    Raises:
+        GrammarRefused: The schema is nested too deeply to be read.
+    """
     options: Any = compile_options(exact=exact, white_space=white_space)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"the schema cannot be read: {error}") from None
 
 
 def regex_grammar(pattern: str) -> str:

@@ -8,6 +8,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from specdecode_worker.guided.errors import library_message
+
 Mask = NDArray[np.uint32]
 """Allowed tokens as bits: token t is bit t % 32 of word t // 32."""
 
@@ -61,7 +63,10 @@ class Guide:
             if token in self._end_tokens and self._matcher.is_accepting():
                 self.ended = True
             elif self._matcher.try_consume_tokens([token]) != 1:
-                self.error = self._matcher.get_error() or f"the grammar does not allow the token {token} here"
+                problem = self._matcher.get_error()
+                self.error = (
+                    library_message(problem) if problem else f"the grammar does not allow the token {token} here"
+                )
 
     def mask(self, path: Sequence[int] = ()) -> Mask | None:
         """Return the tokens allowed behind ``path``, the tokens of a tree path from the present position.
@@ -98,7 +103,8 @@ class Guide:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         mask &= self._padding
         if self._matcher.is_error() or not mask.any():
-            self.error = self._matcher.get_error() or "the grammar allows none of the model's tokens here"
+            problem = self._matcher.get_error() or "the grammar allows none of the model's tokens here"
+            self.error = library_message(problem)
             return None
         if self._blocked is not None and self._emitted + depth < self._min_tokens:
             rest = mask & ~self._blocked

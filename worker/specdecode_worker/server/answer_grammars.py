@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
@@ -28,6 +30,8 @@ from specdecode_worker.server.tools.call_grammars import (
 
 COMPILE_SECONDS = 10.0
 """Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
+LOCATE_SECONDS = 1.0
+"""Longest search for the part of a schema at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +104,24 @@ class AnswerGrammars:
         """Return the response that names the part of the request at fault."""
         if len(parts) == 1 and parts[0].schema is None:
             return BadRequest(error.message, param=parts[0].field, code="invalid_value")
+        deadline = time.monotonic() + LOCATE_SECONDS
         for part in parts:
-            if part.schema is not None and not self._compiles(part.schema, part.exact):
-                path = locate(part.schema, lambda schema, part=part: self._compiles(schema, part.exact))  # type: ignore[misc]
-                return BadRequest(error.message, param=part.field + _text_of(path), code="invalid_value")
+            compiles = partial(self._compiles, part.exact, deadline)
+            if part.schema is not None and not compiles(part.schema):
+                path = _text_of(locate(part.schema, compiles))
+                return BadRequest(error.message, param=part.field + path, code="invalid_value")
         if parts[0].field == "tools":
             return unsupported(error.message, "tool_choice")
         return BadRequest(error.message, param=parts[0].field, code="invalid_value")
 
-    def _compiles(self, schema: Any, exact: bool) -> bool:
+    def _compiles(self, exact: bool, deadline: float, schema: Any) -> bool:
+        """Return whether a schema can be compiled, or True after ``deadline``, which ends a search for its fault."""
+        if time.monotonic() > deadline:
+            return True
         try:
-            self._compiler.check(grammars.json_grammar(schema, exact=exact))
-        except (GrammarRefused, ValueError):
+            return self._compiler.compiles(grammars.json_grammar(schema, exact=exact))
+        except GrammarRefused:
             return False
-        return True
 
 
 def _structured(wanted: StructuredOutputs) -> str:

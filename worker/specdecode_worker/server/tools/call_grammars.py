@@ -63,7 +63,7 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
         case "llama3_json":
             more = ' ("; " call)*' if parallel else ""
             # The format has no mark for a call: an answer is one if it begins with a brace.
-            lines = [f"start: TEXT | call{more}", r"TEXT: /[^{\s](.|\n)*/"]
+            lines = [f"start: TEXT | call{more}", r"TEXT: /[^{\s<](.|\n)*|<([^|](.|\n)*)?/"]
             begin, key, end = "", "parameters", ""
         case _:
             raise GrammarRefused(f"calls of the format {tool_format} are no JSON, so no grammar restricts them")
