@@ -155,7 +155,7 @@ def requests_of(cases: Sequence[Case], way: Way, max_tokens: int) -> list[Submit
 @contextmanager
 def measured(result: Result, *, forced: bool) -> Iterator[None]:
     """Measure the time of masks while the block runs, and turn drafting by the grammar off without ``forced``."""
-    saved = {(TokenMasks, name): getattr(TokenMasks, name) for name in ("prepare", "allowed", "load_tokens")}
+    saved = {(TokenMasks, name): getattr(TokenMasks, name) for name in ("prepare", "blocked", "load_tokens")}
     saved |= {(Guide, name): getattr(Guide, name) for name in ("forced", "advance")}
     mask = Guide.mask
 

@@ -218,7 +218,7 @@ def test_planted_bugs_are_detected(
     mask, advance = Guide.mask, Guide.advance
     match bug:
         case "unmasked-target":
-            monkeypatch.setattr(TokenMasks, "allowed", lambda self, at: torch.ones(len(at.batch_R), 61).bool())
+            monkeypatch.setattr(TokenMasks, "blocked", lambda self, at: torch.zeros(len(at.batch_R), 61).bool())
         case "blind-to-the-tree":
             monkeypatch.setattr(Guide, "mask", lambda self, path=(): mask(self))
         case "no-rollback":

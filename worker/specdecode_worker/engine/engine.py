@@ -137,7 +137,8 @@ class Engine:
 
         Raises:
             ValueError: The request can never run: no prompt token, no new token, more than ``max_model_len`` tokens,
-                or token ids outside of the vocabulary. The server checks the same before it submits a request.
+                or token ids outside of the vocabulary; or it has a grammar and this engine no tokenizer. The server
+                checks the same before it submits a request.
         """
         prompt, new = len(submit.prompt), submit.sampling.max_tokens
         if prompt < 1 or new < 1 or prompt + new > self.max_model_len:
@@ -150,15 +151,15 @@ class Engine:
             raise ValueError(f"the prompt has token ids outside of 0 to {self.vocab_size - 1}, which are the model's")
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
         check_tokens(request.sampling_params, self.vocab_size)
+        if submit.sampling.grammar:
+            self._grammars.add(request)
         self._drafts.assign_draft(request)
         self._add_request_seconds(time.monotonic())
         self._requests[request.id] = request
         self._deadlines.add(submit, self._requests)
-        self._recorder.record_arrival(request)
-        if submit.sampling.grammar:
-            self._grammars.add(request)
-        else:
+        if not submit.sampling.grammar:
             self._scheduler.add(request)
+        self._recorder.record_arrival(request)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request and drop its results of steps in flight. Unknown ids are ignored."""

@@ -123,7 +123,7 @@ class LogitsProcessor:
             frequency_R=None if frequency_B is None else frequency_B[b],
             presence_R=None if presence_B is None else presence_B[b],
         )
-        return adjusted_RV if self._masks is None else adjusted_RV.masked_fill_(~self._masks.allowed(at), -math.inf)
+        return adjusted_RV if self._masks is None else adjusted_RV.masked_fill_(self._masks.blocked(at), -math.inf)
 
     def _blocked(self, at: Nodes) -> tuple[Tensor, Tensor] | None:
         """Return the blocked token ids [R, K], and the mask [R, K] that is set while min_tokens is not reached.

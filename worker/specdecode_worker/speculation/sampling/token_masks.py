@@ -62,15 +62,13 @@ class TokenMasks:
         self._row_BN = torch.from_numpy(rows).to(device, non_blocking=True)
         self._table_NW = torch.from_numpy(np.stack(table).view(np.int32)).to(device, non_blocking=True)
 
-    def allowed(self, at: Nodes) -> Tensor:
-        """Return the allowed tokens [R, V] of these nodes as bool; all tokens for sequences without a grammar."""
+    def blocked(self, at: Nodes) -> Tensor:
+        """Return the tokens [R, V] that these nodes must not choose, as bool; none for sequences without a grammar."""
         if self._table_NW is not None and self._row_BN is not None:
             bits_RW = self._table_NW[self._row_BN[at.batch_R, at.node_R]]
         else:
             bits_RW = self._drafting(at.batch_R.tolist(), at.node_R.tolist()).to(at.batch_R.device)
-        shifts_32 = torch.arange(32, dtype=torch.int32, device=bits_RW.device)
-        bits = (bits_RW[:, :, None] >> shifts_32) & 1
-        return bits.bool().flatten(1)[:, : self._vocab_size]
+        return _unpacked(~bits_RW)[:, : self._vocab_size]
 
     def _drafting(self, batch: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """Return the masks [R, W] of nodes whose children are being drafted."""
@@ -98,3 +96,12 @@ class TokenMasks:
         index_N = texts.roots_B[b] + 1 + to_device(list(range(count)), texts.roots_B.device)
         tokens: list[int] = texts.tokens_SP[texts.slots_B[b], index_N].tolist()
         return tokens
+
+
+def _unpacked(bits_RW: Tensor) -> Tensor:
+    """Return the bits [R, 32 W] of int32 words [R, W] as bool, the lowest bit first."""
+    if bits_RW.device.type == "cpu":
+        octets = bits_RW.numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_))
+    shifts_32 = torch.arange(32, dtype=torch.int32, device=bits_RW.device)
+    return ((bits_RW[:, :, None] >> shifts_32) & 1).bool().flatten(1)
