@@ -43,7 +43,6 @@ from specdecode_worker.guided.guide import Guide
 from specdecode_worker.models.checkpoints.model_store import default_cache_dir
 from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 
-MAX_PROMPT_TOKENS = 900
 CONCURRENCY = 8
 LOOKUP = "lookup"
 """Name of the draft that looks up the prompt."""
@@ -97,7 +96,7 @@ class Result:
     preemptions: int = 0
 
 
-def read_cases(folder: Path, count: int, local: LocalEngine) -> tuple[list[Case], Counter[str]]:
+def read_cases(folder: Path, count: int, longest: int, local: LocalEngine) -> tuple[list[Case], Counter[str]]:
     """Choose ``count`` schemas evenly over the classes; return them and the numbers of unusable ones by reason.
 
     A schema is unusable if its grammar is refused, if its prompt is too long, or if it is no valid schema.
@@ -112,7 +111,7 @@ def read_cases(folder: Path, count: int, local: LocalEngine) -> tuple[list[Case]
     while len(cases) < count and any(left.values()):
         for kind in kinds:
             if left[kind] and len(cases) < count:
-                case = read_case(left[kind].pop(), kind, local, compiler)
+                case = read_case(left[kind].pop(), kind, longest, local, compiler)
                 if isinstance(case, Case):
                     cases.append(case)
                 else:
@@ -120,11 +119,11 @@ def read_cases(folder: Path, count: int, local: LocalEngine) -> tuple[list[Case]
     return cases, skipped
 
 
-def read_case(path: Path, kind: str, local: LocalEngine, compiler: GrammarCompiler) -> Case | str:
+def read_case(path: Path, kind: str, longest: int, local: LocalEngine, compiler: GrammarCompiler) -> Case | str:
     """Read one schema. Return the reason if it cannot be used."""
     schema = json.loads(path.read_text())
     text = json.dumps(schema)
-    if len(text) > 8 * MAX_PROMPT_TOKENS:
+    if len(text) > 8 * longest:
         return "too long"
     try:
         jsonschema.validators.validator_for(schema).check_schema(schema)
@@ -136,7 +135,7 @@ def read_case(path: Path, kind: str, local: LocalEngine, compiler: GrammarCompil
         return "refused"
     content = f"Write one short example that fits this JSON schema. Answer with JSON only.\n{text}"
     prompt = local.tokenizer.chat([{"role": "user", "content": content}])
-    return Case(path.stem, kind, schema, tuple(prompt), grammar) if len(prompt) <= MAX_PROMPT_TOKENS else "too long"
+    return Case(path.stem, kind, schema, tuple(prompt), grammar) if len(prompt) <= longest else "too long"
 
 
 def requests_of(cases: Sequence[Case], way: Way, max_tokens: int) -> list[Submit]:
@@ -262,13 +261,14 @@ def main() -> None:
     parser.add_argument("schemas", type=Path)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--max-prompt-tokens", type=int, default=900)
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kv-cache-tokens", type=int, default=0, help="small values cause preemptions")
     parser.add_argument("--ways", default="", help="names of ways, separated by commas; all if empty")
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
-    most = MAX_PROMPT_TOKENS + flags.max_tokens + 8
+    most = flags.max_prompt_tokens + flags.max_tokens + 8
     config = WorkerConfig(
         model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype=flags.dtype, max_model_len=most),
         draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
@@ -281,7 +281,7 @@ def main() -> None:
         ),
     )
     local = LocalEngine(config, default_cache_dir())
-    cases, skipped = read_cases(flags.schemas, flags.count, local)
+    cases, skipped = read_cases(flags.schemas, flags.count, flags.max_prompt_tokens, local)
     wanted = [way for way in WAYS if not flags.ways or way.name in ("plain", *flags.ways.split(","))]
     results: dict[str, Any] = {"cases": len(cases), "skipped": dict(skipped), "arguments": vars(flags), "ways": {}}
     plain: Result | None = None

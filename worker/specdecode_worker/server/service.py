@@ -22,10 +22,10 @@ from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
-from specdecode_worker.server.answer_grammars import AnswerGrammars
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
+from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.plan_store import PlanStore
 from specdecode_worker.server.request_capture import RequestCapture

@@ -28,7 +28,7 @@ CASES: list[tuple[Any, tuple[str | int, ...]]] = [
 
 
 @pytest.mark.parametrize(("schema", "path"), CASES)
-def test_the_smallest_part_is_found(schema: Any, path: tuple[str | int, ...]) -> None:
+def test_the_smallest_part_at_fault(schema: Any, path: tuple[str | int, ...]) -> None:
     assert locate(schema, has_no_bad_part) == path
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specdecode_worker.server.answer_grammars import AnswerGrammars
 from specdecode_worker.server.errors import (
     BadRequest,
     TemplateRefused,
@@ -16,6 +15,7 @@ from specdecode_worker.server.errors import (
     TooManyWaiting,
     Unavailable,
 )
+from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 from specdecode_worker.server.text.bounded_encoding import (

@@ -12,7 +12,7 @@ import small_model
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
-from specdecode_worker.server.tools.call_grammars import (
+from specdecode_worker.server.grammars.call_grammars import (
     NO_ARGUMENTS,
     CallableFunction,
     calls_within_text,

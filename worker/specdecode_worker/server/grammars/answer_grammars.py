@@ -17,16 +17,16 @@ from specdecode_worker.guided.errors import GrammarRefused
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.guided.schema_paths import locate
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
-from specdecode_worker.server.requests import ChatRequest, GenerationRequest
-from specdecode_worker.server.requests.structured_outputs import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
-from specdecode_worker.server.requests.tools import Tool
-from specdecode_worker.server.requests.unsupported_fields import unsupported
-from specdecode_worker.server.tools.call_grammars import (
+from specdecode_worker.server.grammars.call_grammars import (
     NO_ARGUMENTS,
     CallableFunction,
     calls_within_text,
     forced_calls,
 )
+from specdecode_worker.server.requests import ChatRequest, GenerationRequest
+from specdecode_worker.server.requests.structured_outputs import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from specdecode_worker.server.requests.tools import Tool
+from specdecode_worker.server.requests.unsupported_fields import unsupported
 
 COMPILE_SECONDS = 10.0
 """Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
