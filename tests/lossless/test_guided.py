@@ -12,6 +12,7 @@ import pytest
 import torch
 from char_tokenizer import END, tokenizer_json
 from guided_decoding import GuidedDecoding
+from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
 from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
@@ -182,6 +183,28 @@ def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: Guided
             assert answer == plain.text(submit)
         for end in range(len(answer)):
             assert plain.allowed(submit, answer[:end])[answer[end]], (submit.request_id, end)
+
+
+@pytest.mark.parametrize("done", [1, 3, 7])
+def test_continued_requests(guided_engine: Any, plain: GuidedDecoding, done: int) -> None:
+    """A request that continues the output of another worker follows its grammar from there."""
+    submits = [r for r in requests(rounds=2) if r.sampling.grammar and len(plain.text(r)) > done]
+    continued = [structs.replace(r, emitted=tuple(plain.text(r)[:done])) for r in submits]
+    rest = run(guided_engine(), continued)
+    assert rest == {r.request_id: plain.text(r)[done:] for r in submits}
+
+
+def test_a_complete_answer_is_not_continued(guided_engine: Any, plain: GuidedDecoding) -> None:
+    submit = structs.replace(request(0, "choice", sampled=False), request_id="complete")
+    answer = plain.text(submit)
+    assert answer[-1] == END
+    ignoring = structs.replace(submit.sampling, ignore_eos=True)
+    engine = guided_engine()
+    engine.add(structs.replace(submit, sampling=ignoring, emitted=tuple(answer)))
+    messages = []
+    while not engine.idle:
+        messages += engine.step()
+    assert [(one.finish, "complete answer" in one.error) for one in messages] == [("error", True)]
 
 
 def steps_of(engine: Any, submit: Submit) -> tuple[int, list[int]]:

@@ -94,8 +94,8 @@ class FakeEngine:
             raise RuntimeError("planted: the step failed")
         if request.prompt[0] == REFUSED:
             raise ValueError("planted: not this one")
-        self._arrivals += 1
-        self._requests[request.request_id] = (request, 0)
+        self._arrivals += request.emitted is None
+        self._requests[request.request_id] = (request, len(request.emitted or ()))
 
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -209,7 +209,7 @@ class FakeEngine:
         self._drafts += 1
         self._accepted += 2
         self._output += len(tokens)
-        steps = -(-at // TOKENS_PER_STEP)
+        steps = -(-(at - len(submit.emitted or ())) // TOKENS_PER_STEP)
         self._requests[key] = (submit, at)
         if finish:
             self._finished += 1

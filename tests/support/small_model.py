@@ -78,7 +78,10 @@ def write_target(
     template: str = TEMPLATE,
     added: Sequence[str] = (),
 ) -> None:
-    """Write a tokenizer, a config and random weights, with the options of ``write_tokenizer``."""
+    """Write a tokenizer, a config and random weights, with the options of ``write_tokenizer``.
+
+    The embedding is tied, so the model mostly repeats the last token.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -89,6 +92,27 @@ def write_target(
     torch.manual_seed(0)
     model = Llama(llama_config({**CONFIG, **config}))
     state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
+    save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
+
+
+def write_varied_target(folder: Path, *, spread: float = 0.3) -> None:
+    """Write a target with an output layer of its own, whose answers vary.
+
+    ``spread`` is the standard deviation of its weights.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from specdecode_worker.models.configs.model_config import llama_config
+    from specdecode_worker.models.networks.llama import Llama
+
+    config = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    write_tokenizer(folder, config=config)
+    model, generator = Llama(llama_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=spread, generator=generator)
+    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
 

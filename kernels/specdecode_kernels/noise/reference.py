@@ -20,6 +20,8 @@ LOW = 0xFFFFFFFF
 ROUNDS = 10
 """Number of Philox rounds."""
 
+NOISE_VERSION = 1
+"""Version of the noise. Raise it with every change that gives other numbers for the same seed, position and token."""
 GUMBEL_STREAM = 0
 """Stream of the Gumbel noise of the emitted token."""
 COIN_STREAM = 1

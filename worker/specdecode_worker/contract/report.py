@@ -211,6 +211,11 @@ class Report(Received):
     model: str = ""
     target: str = ""
     """Hash of the target's weights."""
+    compatibility_key: str = ""
+    """Digest of everything that text depends on besides the request; see ``contract.internal_stream``.
+
+    A router continues a request only on a worker with an equal key. Empty for versions without internal streams.
+    """
     draft: DraftState = DraftState()
     named_drafts: tuple[DraftState, ...] = ()
     """Additional drafts. Rows of the plan are computed for ``draft``, but apply to the draft of each task."""

@@ -137,8 +137,8 @@ class Engine:
 
         Raises:
             ValueError: The request can never run: no prompt token, no new token, more than ``max_model_len`` tokens,
-                or token ids outside of the vocabulary; or it has a grammar and this engine no tokenizer. The server
-                checks the same before it submits a request.
+                token ids outside of the vocabulary, or a complete answer to continue; or it has a grammar and this
+                engine no tokenizer. The server checks the same before it submits a request.
         """
         prompt, new = len(submit.prompt), submit.sampling.max_tokens
         if prompt < 1 or new < 1 or prompt + new > self.max_model_len:
@@ -147,7 +147,8 @@ class Engine:
                 f"{self.max_model_len} together; shorten the prompt or lower max_tokens"
             )
         # A lookup beyond the embedding would end the engine process, on a GPU in a later step.
-        if not 0 <= min(submit.prompt) <= max(submit.prompt) < self.vocab_size:
+        known = (*submit.prompt, *(submit.emitted or ()))
+        if not 0 <= min(known) <= max(known) < self.vocab_size:
             raise ValueError(f"the prompt has token ids outside of 0 to {self.vocab_size - 1}, which are the model's")
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
         check_tokens(request.sampling_params, self.vocab_size)

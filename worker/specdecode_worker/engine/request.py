@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdecode_worker.engine.drafts.draft_progress import DraftProgress
+from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.sampling_params import sampling_params_of
@@ -40,7 +41,7 @@ class Request:
 
     submit: Submit
     sampling_params: SamplingParams
-    stops: frozenset[int]
+    finish_rule: FinishRule
     tokens: list[int]
     arrived_seconds: float
     order: int = 0
@@ -55,7 +56,10 @@ class Request:
     blocks_known: int = 0
     """Number of ``blocks`` already copied to the device's block table."""
     epoch: int = 0
-    """Number of preemptions so far. Results of a step that was launched in an earlier epoch are discarded."""
+    """Number of preemptions so far. Results of a step that was launched in an earlier epoch are discarded.
+
+    A request that continues the output of another worker starts in epoch 1, as if it had been preempted there.
+    """
     prefilled: int = 0
     """Number of tokens prefilled so far, including chunks in flight and the cached prefix."""
     prefill_end: int = 0
@@ -89,22 +93,39 @@ class Request:
 
     @classmethod
     def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
-        """Build a waiting request. ``arrived_seconds`` is its arrival on the monotonic clock."""
-        sampling = submit.sampling
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
-        sampling_params = sampling_params_of(submit, eos_token_ids)
-        return cls(
+        """Build a waiting request. ``arrived_seconds`` is its arrival on the monotonic clock.
+
+        Raises:
+            ValueError: The output of the earlier attempt is complete, so there is nothing to continue.
+        """
+        emitted = submit.emitted or ()
+        request = cls(
             submit=submit,
-            sampling_params=sampling_params,
-            stops=stops,
+            sampling_params=sampling_params_of(submit, eos_token_ids),
+            finish_rule=FinishRule.of(submit.sampling, eos_token_ids),
             tokens=list(submit.prompt),
             arrived_seconds=arrived_seconds,
+            epoch=1 if emitted else 0,
         )
+        request.append_output(list(emitted))
+        if request.finish is not None:
+            raise ValueError(f"the {len(emitted)} tokens to continue are a complete answer")
+        return request
 
     @property
     def id(self) -> str:
         """Request id that the server chose."""
         return self.submit.request_id
+
+    @property
+    def is_continued(self) -> bool:
+        """True if the request continues an attempt on another worker, which counted its arrival."""
+        return self.submit.emitted is not None
+
+    @property
+    def generated(self) -> int:
+        """Number of output tokens that this worker emitted."""
+        return self.emitted - len(self.submit.emitted or ())
 
     @property
     def decoding(self) -> bool:
@@ -168,10 +189,7 @@ class Request:
                 break
             taken.append(token)
             self.emitted += 1
-            if token in self.stops and self.emitted >= self.submit.sampling.min_tokens:
-                self.finish = "stop"
-            elif self.emitted >= self.submit.sampling.max_tokens:
-                self.finish = "length"
+            self.finish = self.finish_rule.finish(token, self.emitted)
             if self.guide is not None and self.guide.ended:
                 self.finish = "stop"
         self.tokens += taken

@@ -78,9 +78,19 @@ class ServerCounters:
         self.generation_tokens = Histogram(_TOKENS)
         self.seconds_per_token = Histogram(tuple(edge / 1000 for edge in _MILLISECONDS))
 
-    def request_counter(self, task: str, prompt_tokens: int, client: str = "") -> RequestCounter:
-        """Return the observer of a new request. ``client`` is the name of its API key."""
-        return RequestCounter(self, task, prompt_tokens, self._key_counts(client))
+    def request_counter(
+        self, task: str, prompt_tokens: int, client: str = "", earlier_tokens: int | None = None
+    ) -> RequestCounter:
+        """Return the observer of a request.
+
+        Args:
+            task: Task of the request.
+            prompt_tokens: Number of its prompt tokens.
+            client: Name of its API key.
+            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
+                request; None for a new request.
+        """
+        return RequestCounter(self, task, prompt_tokens, self._key_counts(client), earlier_tokens)
 
     def _key_counts(self, client: str) -> KeyCounts:
         """Return the counts of an API key. They are not exported for requests without a key."""
@@ -94,15 +104,24 @@ class ServerCounters:
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_began", "_counts", "_ended", "_first", "_key", "_last", "_previous", "_prompt_tokens", "_task",
-                 "_tokens")  # fmt: skip
+    __slots__ = ("_began", "_continued", "_counts", "_earlier_tokens", "_ended", "_first", "_key", "_last",
+                 "_previous", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
 
-    def __init__(self, counts: ServerCounters, task: str, prompt_tokens: int, key: KeyCounts) -> None:
+    def __init__(
+        self,
+        counts: ServerCounters,
+        task: str,
+        prompt_tokens: int,
+        key: KeyCounts,
+        earlier_tokens: int | None = None,
+    ) -> None:
         self._counts = counts
         self._key = key
         self._began = counts.clock()
-        key.requests += 1
-        key.prompt_tokens += prompt_tokens
+        self._continued, self._earlier_tokens = earlier_tokens is not None, earlier_tokens or 0
+        if not self._continued:
+            key.requests += 1
+            key.prompt_tokens += prompt_tokens
         self._task = counts.by_task[task]
         self._prompt_tokens = prompt_tokens
         self._previous = Tokens(request_id="", tokens=())
@@ -124,7 +143,8 @@ class RequestCounter:
             self._last = self._counts.clock()
             if not self._tokens:
                 self._first = self._last
-                self._key.ttft.add(self._first - self._began)
+                if not self._continued:
+                    self._key.ttft.add(self._first - self._began)
             self._tokens += len(tokens.tokens)
         if tokens.finish is not None:
             self._count_finish(tokens.finish)
@@ -136,15 +156,22 @@ class RequestCounter:
             self._counts.timeouts["queue"] += 1
         elif finish in ("stop", "length"):
             self._key.finished += 1
-            self._key.e2e.add(self._last - self._began)
+            if not self._continued:
+                self._key.e2e.add(self._last - self._began)
 
-    def end(self) -> None:
-        """Count the ended request in the histograms. Further calls, and requests without output, are not counted."""
+    def end(self, *, moved: bool = False) -> None:
+        """Count the ended request in the histograms. Further calls, and requests without output, are not counted.
+
+        Args:
+            moved: Another worker continues the request, and counts its size.
+        """
         if self._ended or not self._tokens:
             return
         self._ended = True
         self._key.generation_tokens += self._tokens
+        if moved:
+            return
         self._counts.prompt_tokens.add(self._prompt_tokens)
-        self._counts.generation_tokens.add(self._tokens)
+        self._counts.generation_tokens.add(self._earlier_tokens + self._tokens)
         if self._tokens > 1:
             self._counts.seconds_per_token.add((self._last - self._first) / (self._tokens - 1))

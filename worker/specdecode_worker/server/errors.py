@@ -10,9 +10,11 @@ ServerError
     ├── Forbidden         403
     ├── ModelNotFound     404
     ├── Conflict          409
+    │   └── Incompatible  409
     ├── BodyTooLarge      413
     ├── TooManyWaiting    429
     ├── EngineFailed      500
+    │   └── EngineLost    500
     ├── Unavailable       503
     ├── QueueTimedOut     503
     └── DeadlineExceeded  504
@@ -56,6 +58,8 @@ class ApiError(ServerError):
     type: ClassVar[str]
     code: ClassVar[str | None] = None
     headers: Mapping[str, str] = MappingProxyType({})
+    retryable: ClassVar[bool] = False
+    """True if another worker may answer the same request."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -100,6 +104,13 @@ class Conflict(ApiError):
     status, type, code = 409, "invalid_request_error", "conflict"
 
 
+class Incompatible(Conflict):
+    """Response 409: this worker would continue the text of a request with another one."""
+
+    code = "incompatible_worker"
+    retryable = True
+
+
 class BodyTooLarge(ApiError):
     """Response 413: the request body exceeds the size limit."""
 
@@ -110,6 +121,7 @@ class TooManyWaiting(ApiError):
     """Response 429: the queue is full. The header Retry-After has the expected wait in seconds."""
 
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    retryable = True
 
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
@@ -122,10 +134,17 @@ class EngineFailed(ApiError):
     status, type, code = 500, "server_error", "engine_error"
 
 
+class EngineLost(EngineFailed):
+    """Response 500: the engine process ended before the request did."""
+
+    retryable = True
+
+
 class Unavailable(ApiError):
     """Response 503: the model is loading, the worker is draining, or the engine is gone."""
 
     status, type, code = 503, "server_error", "unavailable"
+    retryable = True
     headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})
 
 
@@ -133,6 +152,7 @@ class QueueTimedOut(ApiError):
     """Response 503: the request waited for the longest time in the queue. Another worker may have a place."""
 
     status, type, code = 503, "server_error", "queue_timeout"
+    retryable = True
 
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)

@@ -7,25 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdecode_worker.engine.errors import EngineGone
-from specdecode_worker.engine.ipc.messages import Tokens
+from specdecode_worker.engine.ipc.messages import Sampling, Tokens
 from specdecode_worker.engine.ipc.token_streams import Stream
-from specdecode_worker.server.errors import DeadlineExceeded, EngineFailed, QueueTimedOut
+from specdecode_worker.server.errors import DeadlineExceeded, EngineFailed, EngineLost, QueueTimedOut
 from specdecode_worker.server.responses import Choice, ChoicePiece, Statistics
-from specdecode_worker.server.text.detokenizer import ChoiceDetokenizer, TextOptions
-from specdecode_worker.server.text.prompts import Prompt
-from specdecode_worker.server.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """Output options of one generation. Without ``generates`` only the echo of the prompt is returned."""
-
-    text_options: TextOptions
-    has_logprobs: bool = False
-    """True when the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
-    generates: bool = True
-    counts_prompt: bool = True
-    """False for the further choices of a prompt, so that its tokens count once in the usage."""
+from specdecode_worker.server.streams.choice_output import ChoiceOutput, split
 
 
 class RequestObserver(Protocol):
@@ -35,9 +21,21 @@ class RequestObserver(Protocol):
         """Process one message of the request."""
         ...
 
-    def end(self) -> None:
-        """Process the end of the request."""
+    def end(self, *, moved: bool = False) -> None:
+        """Process the end of the request. ``moved``: another worker continues it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Part of the output of a generation: tokens that the engine sent, and the piece that they add."""
+
+    index: int
+    """Number of output tokens before these."""
+    count: int
+    """Number of the tokens that belong to the output; the others are behind a stop string."""
+    tokens: Tokens
+    piece: ChoicePiece
 
 
 class Generation:
@@ -45,80 +43,107 @@ class Generation:
 
     def __init__(
         self,
-        stream: Stream,
-        tokenizer: Tokenizer,
-        prompt: Prompt,
-        options: OutputOptions,
+        stream: Stream | None,
+        output: ChoiceOutput,
+        sampling: Sampling,
         *,
         observers: Sequence[RequestObserver],
         on_end: Callable[[], None],
         retry_after_seconds: Callable[[], int] = lambda: 1,
+        replayed: Sequence[ChoicePiece] = (),
     ) -> None:
+        """Connect the parts.
+
+        Args:
+            stream: Tokens of the engine; None for a choice that an earlier attempt has finished.
+            output: Converter of the tokens.
+            sampling: Sampling parameters of the choice.
+            observers: Observers of the request.
+            on_end: Called once at the end.
+            retry_after_seconds: Expected wait after a time-out in the queue.
+            replayed: Pieces of an earlier attempt on another worker.
+        """
         self._stream = stream
-        self._prompt = prompt
-        self._echo = prompt.echo
-        self._options = options
-        first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
+        self._output = output
+        self.sampling = sampling
+        self.replayed = replayed
         self._observers = observers
         self._on_end: Callable[[], None] | None = on_end
         self._retry_after_seconds = retry_after_seconds
-        self._last: Tokens | None = None
+
+    @property
+    def output(self) -> ChoiceOutput:
+        """Converter of the tokens, with the counts so far."""
+        return self._output
 
     @property
     def statistics(self) -> Statistics:
         """Token and speculation counts so far."""
-        last = self._last
-        return Statistics(
-            prompt_tokens=len(self._prompt.ids),
-            completion_tokens=self._detokenizer.count,
-            cached_tokens=last.cached_tokens if last else 0,
-            drafts=last.drafts if last else 0,
-            draft_tokens=last.draft_tokens if last else 0,
-            accepted=last.accepted if last else 0,
-            counts_prompt=self._options.counts_prompt,
-        )
+        return self._output.statistics
 
-    async def pieces(self) -> AsyncIterator[ChoicePiece]:
-        """Yield the pieces of the generation as they arrive.
+    async def outputs(self, *, one_by_one: bool = False) -> AsyncIterator[Output]:
+        """Yield the output as it arrives, also parts that do not change the response yet.
+
+        Args:
+            one_by_one: Yield one part for every token, instead of one for every message of the engine.
 
         Raises:
             EngineFailed: The engine ended the request with an error, or it is gone.
             DeadlineExceeded: The deadline of the request passed before its end.
             QueueTimedOut: The request waited too long for a place in the batch.
         """
+        if self._stream is None:
+            return
         try:
-            async for tokens in self._stream:
-                piece = self._convert(tokens)
-                if piece.text or piece.scored or piece.finish_reason:
-                    yield piece
-                if piece.finish_reason:
-                    return
+            async for message in self._stream:
+                self._observe(message)
+                for tokens in split(message) if one_by_one else (message,):
+                    index = self._output.length
+                    piece = self._output.push(tokens)
+                    yield Output(index, self._output.length - index, tokens, piece)
+                    if piece.finish_reason:
+                        return
         except EngineGone as error:
-            raise EngineFailed(f"the engine is gone: {error}") from None
+            raise EngineLost(f"the engine is gone: {error}") from None
+
+    async def pieces(self) -> AsyncIterator[ChoicePiece]:
+        """Yield the pieces that change the response, as they arrive. Raises the same errors as ``outputs``."""
+        async for output in self.outputs():
+            if output.piece.is_shown:
+                yield output.piece
 
     async def whole(self) -> Choice:
-        """Return the finished choice. Raises the same errors as ``pieces``."""
-        pieces = [piece async for piece in self.pieces()]
+        """Return the finished choice. Raises the same errors as ``outputs``."""
+        return self.choice([piece async for piece in self.pieces()])
+
+    def choice(self, pieces: Sequence[ChoicePiece]) -> Choice:
+        """Return the finished choice, with the pieces of this attempt after those of earlier ones."""
+        every = [*self.replayed, *pieces]
         return Choice(
-            text="".join(piece.text for piece in pieces),
-            finish_reason=pieces[-1].finish_reason or "stop",
+            text="".join(piece.text for piece in every),
+            finish_reason=every[-1].finish_reason or "stop",
             statistics=self.statistics,
-            scored=tuple(one for piece in pieces for one in piece.scored),
-            mean_logprob=self._detokenizer.mean_logprob,
+            scored=tuple(one for piece in every for one in piece.scored),
+            mean_logprob=self._output.mean_logprob,
         )
 
-    def close(self) -> None:
-        """Free the slot in the engine and notify the observers. Further calls have no effect."""
-        self._stream.close()
+    def close(self, *, moved: bool = False) -> None:
+        """Free the slot in the engine and notify the observers. Further calls have no effect.
+
+        Args:
+            moved: Another worker continues the request.
+        """
+        if self._stream is not None:
+            self._stream.close()
         for observer in self._observers:
-            observer.end()
+            observer.end(moved=moved)
+        self._observers = ()
         if self._on_end is not None:
             self._on_end()
             self._on_end = None
 
-    def _convert(self, tokens: Tokens) -> ChoicePiece:
-        self._last = tokens
+    def _observe(self, tokens: Tokens) -> None:
+        """Pass a message to the observers. Raise the error with which the engine ended the request, if it did."""
         for observer in self._observers:
             observer.process(tokens)
         if tokens.finish in ("error", "abort"):
@@ -130,21 +155,3 @@ class Generation:
                 "this request waited too long for a place in the batch; try again later",
                 retry_after_seconds=self._retry_after_seconds(),
             )
-        if self._options.has_logprobs and len(tokens.logprobs) != len(tokens.tokens):
-            raise EngineFailed("the engine returned no log-probabilities")
-        echo = self._echoed(tokens)
-        if not self._options.generates:
-            return ChoicePiece(echo.text, "length", echo.scored)
-        piece = self._detokenizer.push(tokens)
-        return ChoicePiece(echo.text + piece.text, piece.finish_reason, echo.scored + piece.scored)
-
-    def _echoed(self, tokens: Tokens) -> ChoicePiece:
-        """Return the echoed prompt with the first message, and an empty piece afterwards."""
-        echo, self._echo = self._echo, None
-        if echo is None:
-            return ChoicePiece("", None)
-        if not self._options.text_options.logprobs:
-            return ChoicePiece(echo.text, None)
-        if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
-            raise EngineFailed("the engine returned no log-probabilities of the prompt")
-        return ChoicePiece(echo.text, None, echo.scored(self._prompt.ids, tokens.prompt_logprobs))

@@ -40,14 +40,18 @@ class Lifecycle:
         """Reason of the first failure; empty without a failure."""
         self.suspicion = ""
         """Reason why the engine may hang; empty while it makes progress."""
+        self.on_leave: set[Callable[[], None]] = set()
+        """Functions to call when the worker begins to leave. They must not raise."""
 
     def serve(self) -> None:
         """Change to SERVING: the model is loaded."""
         self._advance(State.SERVING)
 
     def leave(self) -> None:
-        """Change to LEAVING: not ready, but still serving new requests."""
+        """Change to LEAVING: not ready, but still serving new requests. Requests of routers move to other workers."""
         self._advance(State.LEAVING)
+        for notify in tuple(self.on_leave):
+            notify()
 
     def drain(self) -> None:
         """Change to DRAINING: new requests are refused."""

@@ -76,11 +76,12 @@ class RecordBuilder:
         self._output += tokens.tokens
         self._failed = self._failed or tokens.finish == "error"
 
-    def end(self) -> None:
+    def end(self, *, moved: bool = False) -> None:
         """Offer the record to the recorder, once.
 
         A cancelled request is captured too: the tokens generated until then are valid output of the target. A request
-        with an engine error or without output is not captured.
+        with an engine error or without output is not captured. If the request ``moved`` to another worker, the tokens
+        of this one are captured here, and the others nowhere.
         """
         if self._ended or self._failed or not self._output:
             return

@@ -21,6 +21,8 @@ class RequestTerms:
     """Name of the API key; empty without keys."""
     deadline_seconds: float = 0.0
     queue_deadline_seconds: float = 0.0
+    cache_salt: str = ""
+    """Salt of the prefix cache that a router adds to the one of the body."""
 
 
 def terms_of(client: str, headers: Headers, config: ServerConfig, now: float) -> RequestTerms:

@@ -9,22 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.errors import CallRefused, EngineGone
 from specdecode_worker.engine.ipc.engine_client import EngineClient
-from specdecode_worker.engine.ipc.messages import Sampling, Submit
 from specdecode_worker.metrics import ServerCounters
-from specdecode_worker.server.access.prefix_salt import prefix_salt
 from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, OutputOptions, RequestObserver
+from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.plan_store import PlanStore
@@ -32,32 +28,18 @@ from specdecode_worker.server.request_capture import RequestCapture
 from specdecode_worker.server.request_sampling import (
     ModelLimits,
     check_ids,
-    logprobs_of,
-    sampling_of,
-    seeds_of,
-    token_limits,
 )
 from specdecode_worker.server.request_terms import RequestTerms
-from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.shared_call import SharedCall
-from specdecode_worker.server.text.detokenizer import TextOptions
+from specdecode_worker.server.streams.compatibility_key import compatibility_key
+from specdecode_worker.server.streams.generation_starter import GenerationStarter, Origin
+from specdecode_worker.server.streams.starting_choice import StartingChoice, new_choices
 from specdecode_worker.server.text.prompt_preparation import PromptPreparation
 from specdecode_worker.server.text.prompts import Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Facts that all generations of one request share."""
-
-    task: str
-    terms: RequestTerms
-    cache_salt: str
-    """Salt of the prefix cache."""
-    user: str | None
-    """Identifier of the end user, as the client names it."""
 
 
 class Service:
@@ -80,7 +62,9 @@ class Service:
         )
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
+        self._starter = GenerationStarter(engine, self._queue, self.counts)
         self._model: Model | None = None
+        self._compatibility_key = ""
         self._prompts: PromptPreparation | None = None
         self._preparing = 0
         self._recorder = recorder
@@ -97,6 +81,7 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
+        self._compatibility_key = compatibility_key(self.config, model.loaded, model.tokenizer)
         tool_format = self.config.server.tool_call_parser or model.tool_format
         grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
         self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)
@@ -116,6 +101,11 @@ class Service:
         self.check_loaded()
         assert self._model is not None
         return self._model
+
+    @property
+    def compatibility_key(self) -> str:
+        """Digest of everything that text depends on besides the request; empty while the model loads."""
+        return self._compatibility_key
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -191,24 +181,35 @@ class Service:
         Raises:
             ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
         """
-        limits, made = self.model.limits, request.generated_choices
-        check_ids(request, limits)
-        most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
+        check_ids(request, self.model.limits)
+        choices = new_choices(self.model, request, prompts)
         self.lifecycle.check_accepting()
-        self._check_queue(self.engine.in_flight, len(prompts) * made, len(prompts), terms.client)
+        self._check_queue(self.engine.in_flight, len(choices), len(prompts), terms.client)
         if self._capture is not None and not capture:
             self._capture.opted_out()
-        origin = self._origin(request, task, terms)
-        with contextlib.ExitStack() as started:
-            generations = []
-            for prompt, limit in zip(prompts, most_tokens, strict=True):
-                for choice, seed in enumerate(seeds_of(request.seed, made)):
-                    sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
-                    generation = self._generation(prompt, sampling, _output_options(request, choice), origin, capture)
-                    started.callback(generation.close)
-                    generations.append(generation)
-            started.pop_all()
-        return generations
+        return self._starter.start(choices, self._origin(request, task, terms), self._capture if capture else None)
+
+    def resume(
+        self, request: GenerationRequest, choices: Sequence[StartingChoice], task: str, *, terms: RequestTerms
+    ) -> list[Generation]:
+        """Continue all choices of a request that began on another worker. It is not captured.
+
+        Args:
+            request: The validated request body.
+            choices: The choices with their replayed output.
+            task: Task label of the request.
+            terms: Client and deadlines of the request.
+
+        Raises:
+            ApiError: The queue is full, or the worker accepts no requests.
+        """
+        self.lifecycle.check_accepting()
+        left = sum(choice.output.finish_reason is None for choice in choices)
+        self._check_queue(self.engine.in_flight, left, len(choices), terms.client)
+        return self._starter.start(choices, self._origin(request, task, terms), None)
+
+    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> Origin:
+        return Origin.of(request, task, terms, shared_prefix_cache=self.config.server.shared_prefix_cache)
 
     async def set_plan(self, plan: Plan) -> None:
         """Apply ``plan`` in the engine and make it the current plan.
@@ -253,7 +254,9 @@ class Service:
             await self.engine.set_synthetic(knobs)
 
     async def report(self) -> Report:
-        """Return the engine's report, completed with the draining state. Callers at the same time share one report.
+        """Return the engine's report, completed with the draining state and the compatibility key.
+
+        Callers at the same time share one report.
 
         Raises:
             Unavailable: The model is loading, or the engine is gone.
@@ -261,61 +264,8 @@ class Service:
         self.check_loaded()
         with _engine_errors():
             report = await self._engine_report.result()
-        return report.model_copy(update={"draining": self.lifecycle.shutting_down})
-
-    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> _Origin:
-        shared = self.config.server.shared_prefix_cache
-        return _Origin(task, terms, prefix_salt(terms.client, request.cache_salt or "", shared=shared), request.user)
-
-    def _generation(
-        self, prompt: Prompt, sampling: Sampling, options: OutputOptions, origin: _Origin, capture: bool
-    ) -> Generation:
-        submit = Submit(
-            request_id=uuid.uuid4().hex,
-            prompt=tuple(prompt.ids),
-            sampling=sampling,
-            task=origin.task,
-            arrival_seconds=time.monotonic(),
-            deadline_seconds=origin.terms.deadline_seconds,
-            queue_deadline_seconds=origin.terms.queue_deadline_seconds,
-            client=origin.terms.client,
-            cache_salt=origin.cache_salt,
-        )
-        try:
-            stream = self.engine.submit(submit)
-        except EngineGone as error:
-            raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        self._queue.record_start(submit.client)
-        return Generation(
-            stream,
-            self.model.tokenizer,
-            prompt,
-            options,
-            observers=self._observers(prompt, submit, origin.user, capture and options.generates),
-            on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
-            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
-        )
-
-    def _observers(self, prompt: Prompt, submit: Submit, user: str | None, capture: bool) -> list[RequestObserver]:
-        observers: list[RequestObserver] = [self.counts.request_counter(submit.task, len(prompt.ids), submit.client)]
-        if capture and self._capture is not None:
-            observer = self._capture.start_record(prompt, submit.sampling, submit.task, user)
-            observers += [observer] if observer is not None else []
-        return observers
-
-
-def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:
-    text_options = TextOptions(
-        stops=tuple(request.stop),
-        include_stop=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=request.min_tokens,
-        logprobs=request.top_logprobs_count is not None,
-    )
-    generates = not isinstance(request, CompletionRequest) or request.max_tokens != 0
-    return OutputOptions(
-        text_options, has_logprobs=logprobs_of(request) is not None, generates=generates, counts_prompt=choice == 0
-    )
+        own = {"draining": self.lifecycle.shutting_down, "compatibility_key": self._compatibility_key}
+        return report.model_copy(update=own)
 
 
 @contextlib.contextmanager

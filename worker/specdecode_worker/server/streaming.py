@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -15,7 +14,7 @@ from specdecode_worker.server.generation import Generation
 from specdecode_worker.server.requests.common import StreamOptions
 from specdecode_worker.server.responses import DONE, ChoicePiece, Json, ResponseWriter, event, usage
 
-# Scored tokens of one piece beyond which it is written in a thread: about ten milliseconds.
+# Scored tokens of one piece, or pieces, beyond which they are written in a thread: about ten milliseconds.
 _MANY_SCORED_TOKENS = 512
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -30,8 +29,8 @@ class EventStream(StreamingResponse):
         options: StreamOptions,
         headers: Mapping[str, str],
     ) -> None:
-        events = _Events(generations, writer, options)
-        super().__init__(events.all(), media_type="text/event-stream", headers={**_SSE_HEADERS, **headers})
+        events = _all_events(EventEncoder(generations, writer, options))
+        super().__init__(events, media_type="text/event-stream", headers={**_SSE_HEADERS, **headers})
         self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,39 +41,65 @@ class EventStream(StreamingResponse):
             close(self._generations)
 
 
-class _Events:
-    """Server-sent events of one response."""
+async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
+    """Yield the encoded events. An engine error becomes the last event of the stream."""
+    for one in encoder.opening():
+        yield one
+    try:
+        async for index, piece in _merged(encoder.generations):
+            for one in await encoder.encode(index, piece):
+                yield one
+    except ApiError as error:
+        yield event(error.body())
+        return
+    for one in encoder.closing():
+        yield one
+
+
+class EventEncoder:
+    """Encoder of the server-sent events of one response."""
 
     def __init__(self, generations: Sequence[Generation], writer: ResponseWriter, options: StreamOptions) -> None:
-        self._generations = generations
+        self.generations = generations
         self._writer = writer
         self._options = options
 
-    async def all(self) -> AsyncIterator[bytes]:
-        """Yield the encoded events. An engine error becomes the last event of the stream."""
-        for index in range(len(self._generations)):
-            if (opening := self._writer.opening(index)) is not None:
-                yield self._frame(opening)
-        try:
-            async for index, piece in _merged(self._generations):
-                frames = partial(self._frames, index, piece)
-                # The log-probabilities of an echoed prompt can take a second to write.
-                many = len(piece.scored) > _MANY_SCORED_TOKENS
-                for frame in await asyncio.to_thread(frames) if many else frames():
-                    yield frame
-        except ApiError as error:
-            yield event(error.body())
-            return
-        if self._options.include_usage:
-            yield event(self._writer.closing([generation.statistics for generation in self._generations]))
-        yield DONE
+    def opening(self) -> list[bytes]:
+        """Return the events before any text."""
+        chunks = (self._writer.opening(index) for index in range(len(self.generations)))
+        return [self._encoded(chunk) for chunk in chunks if chunk is not None]
 
-    def _frames(self, index: int, piece: ChoicePiece) -> list[bytes]:
-        return [self._frame(chunk) for chunk in self._writer.chunks(index, piece)]
+    async def encode(self, index: int, piece: ChoicePiece) -> list[bytes]:
+        """Return the events for a piece of a choice."""
+        # The log-probabilities of an echoed prompt can take a second to write.
+        if len(piece.scored) > _MANY_SCORED_TOKENS:
+            return await asyncio.to_thread(self._encode, index, piece)
+        return self._encode(index, piece)
 
-    def _frame(self, chunk: Json) -> bytes:
+    async def skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        """Process pieces of a choice whose events another worker has sent."""
+        if len(pieces) > _MANY_SCORED_TOKENS:
+            await asyncio.to_thread(self._skip, index, pieces)
+        else:
+            self._skip(index, pieces)
+
+    def closing(self) -> list[bytes]:
+        """Return the events after the last text."""
+        if not self._options.include_usage:
+            return [DONE]
+        return [event(self._writer.closing([generation.statistics for generation in self.generations])), DONE]
+
+    def _skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        for piece in pieces:
+            if piece.is_shown:
+                self._writer.chunks(index, piece)
+
+    def _encode(self, index: int, piece: ChoicePiece) -> list[bytes]:
+        return [self._encoded(chunk) for chunk in self._writer.chunks(index, piece)]
+
+    def _encoded(self, chunk: Json) -> bytes:
         if self._options.continuous_usage_stats:
-            return event(chunk | {"usage": usage(generation.statistics for generation in self._generations)})
+            return event(chunk | {"usage": usage(generation.statistics for generation in self.generations)})
         # OpenAI's reference: with include_usage every chunk has the field, and it is null in all but the last chunk.
         return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 

@@ -294,7 +294,9 @@ def _crash_reason(error: Exception) -> str:
 
 
 def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
-    from specdecode_worker.engine.factory import load_engine  # imports torch, which the parent process must not do
+    # These import torch, which the parent process must not do.
+    from specdecode_worker.engine.factory import device_of, load_engine
+    from specdecode_worker.engine.kernel_class import kernel_class
 
     engine = load_engine(config, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
     report = engine.report()
@@ -305,4 +307,5 @@ def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
         draft_problem=report.draft.problem or "",
         eos_token_ids=engine.eos_token_ids,
         vocab_size=engine.vocab_size,
+        kernel_class=kernel_class(device_of(config.engine.device)),
     )

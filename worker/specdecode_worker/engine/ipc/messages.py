@@ -60,6 +60,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Time at which the engine cancels the request if it was never admitted to the batch; 0 for none."""
     client: str = ""
     """Name of the API key; empty without keys. Waiting requests of different clients take turns."""
+    emitted: tuple[int, ...] | None = None
+    """Output tokens of an earlier attempt, which this request continues as after a preemption; None if it is new.
+
+    Arrival and latency of a continued request are not counted again. Its speculation counters begin at 0.
+    """
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -160,6 +165,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 0
     """Number of token ids that the target has an embedding for; 0 if unknown."""
+    kernel_class: str = ""
+    """Device, instruction sets and libraries that decide how results are rounded, and the version of the noise."""
 
 
 class Crashed(msgspec.Struct, frozen=True, tag=True):

@@ -63,12 +63,14 @@ class GrammarQueue:
         for request, future in [pair for pair in self._waiting.values() if pair[1].done()]:
             del self._waiting[request.id]
             try:
-                request.guide = future.result()
-                # The output of an earlier attempt on another worker.
-                request.guide.advance(request.tokens[len(request.submit.prompt) :])
-                yield request, request.guide.error
+                guide = future.result()
             except GrammarRefused as error:
                 yield request, error.message
+                continue
+            request.guide = guide
+            # These are the output of an earlier attempt on another worker.
+            guide.advance(request.tokens[len(request.submit.prompt) :])
+            yield request, "the tokens to continue are a complete answer" if guide.ended else guide.error
 
     def close(self) -> None:
         """End the thread."""

@@ -104,7 +104,7 @@ class WaitingQueue:
     def charge_output(self, request: Request) -> None:
         """Charge the output tokens of a request that ended to its client."""
         client = request.submit.client
-        self._used[client] = max(self._used.get(client, 0.0), self._level) + OUTPUT_COST * request.emitted
+        self._used[client] = max(self._used.get(client, 0.0), self._level) + OUTPUT_COST * request.generated
         self._forget_absent()
 
     def _lane(self, line: _Line, request: Request) -> list[Request]:

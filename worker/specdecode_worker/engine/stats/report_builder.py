@@ -17,6 +17,9 @@ from specdecode_worker.contract import (
 from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats.statistics import MAX_ACCEPTANCE_CELLS, MAX_STEP_CELLS, Statistics
 
+_SERVER_FIELD_BYTES = 64
+"""Bytes that the server process may add to the report: the compatibility key, and ``draining``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
@@ -55,7 +58,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
     If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
     to accumulate, so a later report can include them again.
     """
-    share = 1
+    share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
     while True:
         report = Report(
             boot_id=identity.boot_id,
@@ -93,6 +96,6 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             tasks=statistics.task_cells(),
             guard=snapshot.guard,
         )
-        if len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES or share > MAX_ACCEPTANCE_CELLS:
+        if len(report.model_dump_json().encode()) <= most_bytes or share > MAX_ACCEPTANCE_CELLS:
             return report
         share *= 2

@@ -41,14 +41,16 @@ class StepRecorder:
         self._shadows: dict[str, list[ShadowDraft]] = {}
 
     def record_arrival(self, request: Request) -> None:
-        """Count the arrival of a request."""
+        """Count the arrival of a request. One that continues an earlier attempt has arrived there."""
+        if request.is_continued:
+            return
         traffic = self.statistics.traffic(request.submit.task)
         traffic.arrivals += 1
         traffic.prompt_tokens += len(request.submit.prompt)
 
     def record_admission(self, request: Request, now: float) -> None:
         """Record the queue time and cached tokens of a request at its first chunk. Re-admission does not count."""
-        if request.epoch == 0:
+        if request.epoch == 0 and not request.is_continued:
             self.statistics.queue.add(now - request.arrived_seconds)
             self.statistics.traffic(request.submit.task).cached_tokens += request.cached_tokens
 
@@ -68,12 +70,16 @@ class StepRecorder:
         self._score_shadows(request)
 
     def record_end(self, request: Request, now: float) -> None:
-        """Record the end of a request. Only requests that finished normally are counted."""
+        """Record the end of a request. Only requests that finished normally are counted.
+
+        The latency of a request that continues an earlier attempt is unknown.
+        """
         self._shadows.pop(request.id, None)
         if request.finish not in ("stop", "length"):
             return
         self.statistics.record_request(category_of(request), request.accepted, request.drafts)
-        self.statistics.e2e.add(now - request.arrived_seconds)
+        if not request.is_continued:
+            self.statistics.e2e.add(now - request.arrived_seconds)
         self.statistics.traffic(request.submit.task).finished += 1
 
     def record_step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
@@ -112,8 +118,9 @@ class StepRecorder:
 
     @staticmethod
     def _count_latency(request: Request, traffic: Traffic, tokens: int, now: float) -> None:
-        if request.emitted == tokens:
-            traffic.ttft.add(now - request.arrived_seconds)
+        if request.generated == tokens:  # The first tokens after a change of workers have no predecessor here.
+            if not request.is_continued:
+                traffic.ttft.add(now - request.arrived_seconds)
         elif tokens:
             traffic.itl.add((now - request.last_emit_seconds) / tokens, tokens)
         request.last_emit_seconds = now

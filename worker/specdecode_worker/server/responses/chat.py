@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections import defaultdict
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,12 @@ class ChatWriter(ResponseWriter):
     def __init__(self, context: ResponseContext, tools: ToolCallOptions | None = None) -> None:
         super().__init__(context)
         self._tools = tools
-        self._turns: defaultdict[int, _Turn] = defaultdict(lambda: _Turn(tools))
+        self._turns: dict[int, _Turn] = {}
+
+    @property
+    def holds_back_text(self) -> bool:
+        """True if the request offers tools."""
+        return self._tools is not None
 
     def opening(self, index: int) -> Json | None:
         """Return the first chunk of a choice, which has the role."""
@@ -40,7 +44,8 @@ class ChatWriter(ResponseWriter):
 
         The list is empty while the parser holds back the text; its log-probabilities then go into the next chunk.
         """
-        turn = self._turns[index]
+        if (turn := self._turns.get(index)) is None:
+            turn = self._turns[index] = self._turn(index)
         deltas: list[Json] = turn.read(piece.text, last=piece.finish_reason is not None)
         scored = (*turn.unsent, *piece.scored)
         if piece.finish_reason is None and not deltas:
@@ -53,7 +58,7 @@ class ChatWriter(ResponseWriter):
         return chunks
 
     def _choice(self, index: int, choice: Choice) -> Json:
-        turn = _Turn(self._tools)
+        turn = self._turn(index)
         turn.read(choice.text, last=True)
         return {
             "index": index,
@@ -61,6 +66,9 @@ class ChatWriter(ResponseWriter):
             "logprobs": self._logprobs(choice.scored),
             "finish_reason": turn.reason(choice.finish_reason),
         }
+
+    def _turn(self, index: int) -> _Turn:
+        return _Turn(self._tools, f"{self._context.request_id}/{index}")
 
     def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
         logprobs = self._logprobs(scored) if scored else None
@@ -73,7 +81,9 @@ class ChatWriter(ResponseWriter):
 class _Turn:
     """State of one choice: separates the text into content and tool calls, and collects the message."""
 
-    def __init__(self, tools: ToolCallOptions | None) -> None:
+    def __init__(self, tools: ToolCallOptions | None, identity: str) -> None:
+        """Start with empty text. ``identity`` distinguishes the choice from all others; call ids depend on it."""
+        self._identity = identity
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
         self._text = ""
@@ -116,7 +126,7 @@ class _Turn:
         self._dropping = self._most_calls is not None and len(self._calls) >= self._most_calls
         if self._dropping:
             return None
-        call: Json = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        call: Json = {"id": _call_id(self._identity, len(self._calls)), "type": "function"}
         self._calls.append(call | {"function": {"name": name, "arguments": ""}})
         index = len(self._calls) - 1
         return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
@@ -124,3 +134,8 @@ class _Turn:
     def _append_arguments(self, text: str) -> Json:
         self._calls[-1]["function"]["arguments"] += text
         return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}
+
+
+def _call_id(identity: str, index: int) -> str:
+    """Return the id of call ``index`` of a choice. It is the same on every worker that continues the choice."""
+    return f"call_{hashlib.blake2b(f'{identity}/{index}'.encode(), digest_size=12).hexdigest()}"

@@ -47,6 +47,11 @@ class ChoicePiece:
     finish_reason: str | None
     scored: tuple[ScoredToken, ...] = ()
 
+    @property
+    def is_shown(self) -> bool:
+        """True if the piece changes the response."""
+        return bool(self.text or self.scored or self.finish_reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

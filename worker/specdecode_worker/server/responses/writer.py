@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,8 @@ class ResponseContext:
     vocabulary: Vocabulary
     logprobs: bool
     """True if the request asks for log-probabilities."""
+    created: int = 0
+    """Unix time of the response in seconds."""
 
 
 class ResponseWriter:
@@ -45,12 +46,21 @@ class ResponseWriter:
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
-        self._created = int(time.time())
 
     @property
     def request_id(self) -> str:
         """Id of the request, without the prefix of the route."""
         return self._context.request_id
+
+    @property
+    def created(self) -> int:
+        """Unix time of the response in seconds."""
+        return self._context.created
+
+    @property
+    def holds_back_text(self) -> bool:
+        """True if chunks can lack text whose meaning is uncertain."""
+        return False
 
     def whole(self, choices: Sequence[Choice], statistics: Sequence[Statistics] | None = None) -> Json:
         """Return the response to a request that does not stream.
@@ -91,7 +101,7 @@ class ResponseWriter:
         return {
             "id": f"{self.prefix}-{self._context.request_id}",
             "object": kind,
-            "created": self._created,
+            "created": self._context.created,
             "model": self._context.model,
             "system_fingerprint": self._context.fingerprint,
         }

@@ -15,6 +15,7 @@ from specdecode_worker.server.requests.body_parser import parse_contract
 from specdecode_worker.server.requests.draft_swap import NewDraft
 from specdecode_worker.server.routes.admin_access import AdminAccessCheck
 from specdecode_worker.server.routes.http_app import answer_errors, read_body
+from specdecode_worker.server.routes.internal import add_internal
 from specdecode_worker.server.service import Service
 
 
@@ -26,6 +27,7 @@ def admin_app(service: Service, shutdown: Shutdown, tokens: ReloadedSecrets) -> 
     _add_plan(app, service)
     _add_draft(app, service)
     _add_synthetic(app, service)
+    add_internal(app, service)
 
     @app.get(Route.report)
     async def report(request: Request) -> Response:

@@ -28,11 +28,15 @@ class ClientGone(Exception):
     """Error for a client that disconnected before its response was ready."""
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Read the request body. Until it is whole, its bytes count in the ``body_budget`` of the application's state.
 
+    Args:
+        request: The request.
+        max_bytes: Largest size of the body.
+
     Raises:
-        BodyTooLarge: The body exceeds MAX_BODY_BYTES.
+        BodyTooLarge: The body exceeds ``max_bytes``.
         Unavailable: The bodies of all clients together exceed the budget.
         ClientGone: The client disconnected before its body was whole.
     """
@@ -41,17 +45,17 @@ async def read_body(request: Request) -> bytes:
         try:
             async for chunk in request.stream():
                 size += len(chunk)
-                if size <= MAX_BODY_BYTES and reservation.grow(len(chunk)):
+                if size <= max_bytes and reservation.grow(len(chunk)):
                     body += chunk
-                elif size > _DISCARD_BYTES:
+                elif size > max(max_bytes, _DISCARD_BYTES):
                     break
                 else:
                     body.clear()
                     reservation.release()
         except ClientDisconnect:
             raise ClientGone from None
-    if size > MAX_BODY_BYTES:
-        raise BodyTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+    if size > max_bytes:
+        raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
     if reservation.exceeded:
         raise Unavailable("too many request bodies are arriving at once; try again later", code="too_many_bodies")
     return bytes(body)

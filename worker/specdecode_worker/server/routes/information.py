@@ -50,16 +50,16 @@ def add_information(app: FastAPI, service: Service) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
-    lifecycle = service.lifecycle
-
     @app.get("/health")
     async def health() -> Response:
+        lifecycle = service.lifecycle
         return PlainTextResponse(
             without_paths(lifecycle.failure) or "ok\n", status_code=200 if lifecycle.healthy else 503
         )
 
     @app.get("/ready")
     async def ready() -> Response:
+        lifecycle = service.lifecycle
         return PlainTextResponse(f"{lifecycle.readiness}\n", status_code=200 if lifecycle.ready else 503)
 
     async def render_metrics() -> bytes:

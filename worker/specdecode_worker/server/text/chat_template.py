@@ -45,6 +45,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TokenizerProblem(f"the model's chat template cannot be read: {error}") from None
 
+    @property
+    def digest_source(self) -> str:
+        """Text that changes with everything that a rendered conversation depends on besides the request."""
+        return json.dumps([self.source, self.tool_source, dict(self.special_tokens)])
+
     def render(
         self,
         messages: Sequence[Message],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from specdecode_worker.server.errors import (
     BadRequest,
@@ -17,7 +17,13 @@ from specdecode_worker.server.errors import (
 )
 from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.request_sampling import ModelLimits
-from specdecode_worker.server.requests import ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
+from specdecode_worker.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 from specdecode_worker.server.text.bounded_encoding import (
     TOKENS_FACTOR,
     TextTooLong,
@@ -26,10 +32,12 @@ from specdecode_worker.server.text.bounded_encoding import (
     encode_bounded,
 )
 from specdecode_worker.server.text.chat_template import Message
-from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completion_prompts
+from specdecode_worker.server.text.prompts import Prompt, chat_prompt, completion_prompts, prompts_of_ids
 from specdecode_worker.server.text.template_pool import TemplatePool
 from specdecode_worker.server.text.text_threads import Lane, TextThreads, lane_of
 from specdecode_worker.server.text.tokenizer import Tokenizer
+
+Replayed = TypeVar("Replayed")
 
 # Characters of all texts that wait for a thread or are worked on, of up to four bytes each.
 _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
@@ -76,6 +84,19 @@ class PromptPreparation:
                 prompts = await self._threads.run(lane_of(characters), work)
         grammar = await self._grammars.of(body)
         return [replace(prompt, grammar=grammar) for prompt in prompts]
+
+    async def resumed(self, body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+        """Return the prompts of a request from their token ids, without rendering or tokenizing a text."""
+        if not isinstance(body, CompletionRequest):
+            return [Prompt(ids) for ids in prompts]
+        work = partial(prompts_of_ids, self._tokenizer, body, prompts)
+        with self._errors("prompt"):
+            return await self._threads.run(lane_of(sum(map(len, prompts)) if body.echo else 0), work)
+
+    async def replay(self, tokens: int, work: Callable[[], Replayed]) -> Replayed:
+        """Return the result of ``work``, which detokenizes so many tokens of an earlier attempt."""
+        with self._errors("resume"):
+            return await self._threads.run(lane_of(tokens), lambda _stopped: work())
 
     async def chat(self, body: ChatRequest) -> Prompt:
         """Render and tokenize the conversation of a chat request."""

@@ -70,6 +70,17 @@ def completion_prompts(
         token_limit(body, ids, limits)
         all_ids.append(ids)
     token_limits(body, all_ids, limits)
+    return prompts_of_ids(tokenizer, body, all_ids, stopped)
+
+
+def prompts_of_ids(
+    tokenizer: Tokenizer, body: CompletionRequest, all_ids: Sequence[Sequence[int]], stopped: threading.Event
+) -> list[Prompt]:
+    """Return the prompts of a completion request, of which the token ids are known.
+
+    Raises:
+        TextWorkStopped: ``stopped`` was set.
+    """
     prompts = []
     for given, ids in zip(body.prompt, all_ids, strict=True):
         echo = _echo(tokenizer, ids, given, body, stopped) if body.echo else None

@@ -6,6 +6,7 @@ character once it is complete; the concatenation of all returned text is the tex
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +30,10 @@ _MOST_HELD_TOKENS = 32
 class Tokenizer:
     """Tokenizer and chat template of one model. Safe to share between threads."""
 
-    def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, model: tokenizers.Tokenizer, template: ChatTemplate | None, digest: str = "") -> None:
         self._model = model
+        self.digest = digest
+        """Digest of tokenizer.json and of the chat template."""
         self.template = template
         """Chat template; None for a base model."""
         self.vocabulary = Vocabulary(model)
@@ -52,7 +55,8 @@ class Tokenizer:
             raise TokenizerProblem(f"{path} cannot be read: {error}") from None
         model.no_padding()
         model.no_truncation()
-        return cls(model, find_template(folder))
+        template = find_template(folder)
+        return cls(model, template, _digest(path, template))
 
     @property
     def json(self) -> str:
@@ -123,6 +127,11 @@ class Tokenizer:
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for the tokens that follow ``prompt``."""
         return Detokenizer(self, prompt, skip_special_tokens=skip_special_tokens)
+
+
+def _digest(path: Path, template: ChatTemplate | None) -> str:
+    parts = path.read_bytes(), b"" if template is None else template.digest_source.encode()
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 class Detokenizer:

@@ -1,0 +1,217 @@
+"""Internal stream of one request: its generations as frames for a router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable
+
+import msgspec
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from specdecode_worker.contract import internal_stream as contract
+from specdecode_worker.server.errors import ApiError, DeadlineExceeded, EngineFailed, Unavailable
+from specdecode_worker.server.generation import Output
+from specdecode_worker.server.request_terms import RequestTerms
+from specdecode_worker.server.responses import ChoicePiece
+from specdecode_worker.server.service import Service
+from specdecode_worker.server.streaming import EventEncoder
+from specdecode_worker.server.streams.earlier_attempt import contract_logprobs
+from specdecode_worker.server.streams.frame_channel import FrameChannel
+from specdecode_worker.server.streams.preparation import Call, Result, StartedRequest, start
+
+# Age of the engine's last beat up to which the engine counts as alive: two beats of an idle engine.
+_FRESH_BEAT_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class FrameStream(StreamingResponse):
+    """Response of frames. It frees the engine slots however it ends, also when the router hangs up."""
+
+    def __init__(self, service: Service, request: contract.OpenStream) -> None:
+        self._channel = FrameChannel(lambda: _alive(service))
+        self._service = service
+        self._run = _StreamRun(service, request, self._channel)
+        super().__init__(self._channel.encoded(), media_type=contract.CONTENT_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the frames, then end the request."""
+        listeners = self._service.lifecycle.on_leave
+        listeners.add(self._channel.move)
+        work = asyncio.create_task(self._run.run())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            listeners.discard(self._channel.move)
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            self._run.close()
+
+
+class _StreamRun:
+    """Work of one internal stream: starts the generations and puts their frames on the channel."""
+
+    def __init__(self, service: Service, request: contract.OpenStream, channel: FrameChannel) -> None:
+        self._service, self._request, self._channel = service, request, channel
+        self._started: StartedRequest | None = None
+
+    async def run(self) -> None:
+        """Put all frames on the channel. Every error becomes the last frame."""
+        try:
+            await self._frames()
+        except ApiError as error:
+            await self._channel.put(error_frame(error))
+        except Exception:
+            log.exception("an internal stream failed")
+            failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
+            await self._channel.put(error_frame(failed))
+
+    def close(self) -> None:
+        """Close the generations."""
+        for generation in self._started.generations if self._started is not None else ():
+            generation.close(moved=self._channel.moved)
+
+    async def _frames(self) -> None:
+        request, lifecycle = self._request, self._service.lifecycle
+        lifecycle.check_accepting()
+        if lifecycle.shutting_down:
+            raise Unavailable("this worker is shutting down", code="draining")
+        started = self._started = await start(self._service, request.route, _call_of(request, self._service), _wait)
+        encoder = EventEncoder(started.generations, started.writer, started.stream_options)
+        await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
+        readers = [_ChoiceReader(started, encoder, index, self._channel) for index in range(len(started.generations))]
+        await _all_or_first_error([reader.run() for reader in readers])
+        if started.body.stream:
+            body = b"".join(encoder.closing())
+        else:
+            choices = [one.choice(reader.pieces) for one, reader in zip(started.generations, readers, strict=True)]
+            body = await started.encode_whole(choices)
+        await self._channel.put(_end_frame(started, body))
+
+
+class _ChoiceReader:
+    """Reader of one generation, which puts its steps on the channel. ``pieces`` has the output without a stream."""
+
+    def __init__(self, started: StartedRequest, encoder: EventEncoder, index: int, channel: FrameChannel) -> None:
+        self._generation, self._index, self._channel = started.generations[index], index, channel
+        self._encoder = encoder if started.body.stream else None
+        # Which log-probabilities are held back with a text depends on the boundaries of pieces. With one piece for each
+        # token, a continuation on another worker holds back the same ones.
+        self._one_by_one = started.writer.holds_back_text and started.body.top_logprobs_count is not None
+        self.pieces: list[ChoicePiece] = []
+
+    async def run(self) -> None:
+        """Put all steps on the channel. Raises ApiError."""
+        if self._encoder is not None:
+            await self._encoder.skip(self._index, self._generation.replayed)
+        async for output in self._generation.outputs(one_by_one=self._one_by_one):
+            events = b""
+            if output.piece.is_shown and self._encoder is not None:
+                events = b"".join(await self._encoder.encode(self._index, output.piece))
+            elif output.piece.is_shown:
+                self.pieces.append(output.piece)
+            if output.count:
+                await self._channel.put(self._step(output, events))
+
+    def _step(self, output: Output, events: bytes) -> contract.Step:
+        tokens = output.tokens
+        return contract.Step(
+            choice=self._index,
+            index=output.index,
+            ids=tokens.tokens[: output.count],
+            counters=self._generation.output.counters,
+            logprobs=contract_logprobs(tokens.logprobs[: output.count]),
+            prompt_logprobs=contract_logprobs(tokens.prompt_logprobs),
+            events=events,
+        )
+
+
+def error_frame(error: ApiError) -> contract.Error:
+    """Return the last frame of a request that failed."""
+    return contract.Error(
+        status=error.status,
+        body=msgspec.json.encode(error.body()),
+        headers=tuple(error.headers.items()),
+        retryable=error.retryable,
+    )
+
+
+def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> contract.Open:
+    made = started.body.generated_choices
+    return contract.Open(
+        compatibility_key=key,
+        prompts=tuple(tuple(prompt.ids) for prompt in started.prompts),
+        choices=tuple(
+            contract.ChoiceStart(prompt=index // made, sampling=msgspec.msgpack.encode(generation.sampling))
+            for index, generation in enumerate(started.generations)
+        ),
+        created=started.writer.created,
+        stream=started.body.stream,
+        opening=b"".join(encoder.opening()) if started.body.stream else b"",
+    )
+
+
+def _end_frame(started: StartedRequest, body: bytes) -> contract.End:
+    statistics = [generation.statistics for generation in started.generations]
+    once = [one for one in statistics if one.counts_prompt]
+    return contract.End(
+        body=body,
+        prompt_tokens=sum(one.prompt_tokens for one in once),
+        completion_tokens=sum(one.completion_tokens for one in statistics),
+        cached_tokens=sum(one.cached_tokens for one in once),
+    )
+
+
+def _alive(service: Service) -> contract.Alive | None:
+    """Return a sign of life of the engine; None if its last beat is too old."""
+    beat = service.engine.heartbeat
+    if service.engine.ended.done() or time.monotonic() - beat.beat_seconds > _FRESH_BEAT_SECONDS:
+        return None
+    return contract.Alive(step=beat.step, longest_step_seconds=beat.longest_step_seconds)
+
+
+def _call_of(request: contract.OpenStream, service: Service) -> Call:
+    """Return the call of a stream.
+
+    Raises:
+        DeadlineExceeded: No time is left for it.
+    """
+    config, now, timeout = service.config.server, time.monotonic(), request.timeout_seconds
+    if timeout is not None and timeout <= 0:
+        raise DeadlineExceeded("the deadline of this request passed before it was complete; see X-Request-Timeout")
+    limit = config.request_timeout_seconds
+    return Call(
+        body=request.body,
+        request_id=request.request_id,
+        created=int(time.time()) if request.resume is None else request.resume.open.created,
+        task=request.task,
+        capture=request.capture,
+        terms=RequestTerms(
+            client=request.tenant,
+            deadline_seconds=now + (limit if timeout is None else min(timeout, limit)),
+            queue_deadline_seconds=now + config.queue_timeout_seconds,
+            cache_salt=request.cache_salt,
+        ),
+        resume=request.resume,
+    )
+
+
+async def _wait(work: Awaitable[Result], /) -> Result:
+    """Return the result of ``work``. The whole task of a stream is cancelled when its router hangs up."""
+    return await work
+
+
+async def _all_or_first_error(works: list[Awaitable[None]]) -> None:
+    """Wait for all works. Cancel the others and raise the error if one fails."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
