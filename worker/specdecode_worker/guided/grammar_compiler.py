@@ -92,6 +92,15 @@ class GrammarCompiler:
             return "the model has no end-of-text token, so a guided answer could not end"
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             return f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
+        try:
+            return self._build(grammar)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception
+            return f"the grammar library failed: {library_message(str(error))}"
+
+    def _build(self, grammar: str) -> LLMatcher | str:
+        """Return the matcher of a grammar, or the library's reason to refuse it."""
         if self._tokenizer is None:
             self._tokenizer = LLTokenizer(self._tokenizer_json(), self._vocab_size, list(self._end_tokens))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())

@@ -75,12 +75,17 @@ class Guide:
         """
         if self.ended or self.error:
             return None
-        consumed = self._enter(path)
         try:
-            return self._compute(len(path)) if consumed == len(path) else None
-        finally:
+            consumed = self._enter(path)
+            mask = self._compute(len(path)) if consumed == len(path) else None
             if consumed and not self._matcher.is_error():
                 self._matcher.rollback(consumed)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception; it ends this request alone
+            self.error = library_message(str(error))
+            return None
+        return mask
 
     def forced(self) -> tuple[int, ...]:
         """Return the tokens that follow for certain, at most MOST_FORCED: those of the only possible next bytes.

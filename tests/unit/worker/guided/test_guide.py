@@ -199,3 +199,23 @@ def test_a_failing_matcher_ends_in_an_error_not_an_exception(compiler: GrammarCo
     guide = Guide(Failing(), (END,), SIZE)  # type: ignore[arg-type]
     assert guide.mask() is None
     assert guide.error == "lexer too complex"
+
+
+class Panic(BaseException):
+    """Error like a panic of a Rust library, which is no Exception."""
+
+
+def test_a_panic_of_the_library_ends_one_request_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = compiler.guide(regex_grammar("ab"))
+
+    def panic(*args: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(guide, "_enter", panic)
+    assert guide.mask(ids("ab")) is None
+    assert guide.error == "index out of bounds"
+    monkeypatch.setattr(GrammarCompiler, "_build", panic)
+    with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
+        compiler.check(regex_grammar("panics"))
