@@ -260,3 +260,39 @@ def test_planted_bugs_are_detected(
     except AssertionError:
         different = True  # an answer ended with an error
     assert different
+
+
+def test_a_grammar_that_fails_midway_ends_its_request_alone(
+    guided_engine: Any, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits of the library are per step, so a grammar can exceed one in the middle of an answer."""
+    right = Guide._compute
+
+    def fails(self: Guide, depth: int) -> Any:
+        if self._emitted >= 3 and self._matcher is broken[0]:
+            self.error = "lexer too complex"
+            return None
+        return right(self, depth)
+
+    monkeypatch.setattr(Guide, "_compute", fails)
+    submits = [r for r in requests(rounds=2) if r.sampling.grammar]
+    engine = guided_engine()
+    for submit in submits:
+        engine.add(submit)
+    broken: list[Any] = [None]
+    answers: dict[str, list[int]] = {r.request_id: [] for r in submits}
+    failed = {}
+    while not engine.idle:
+        for one in engine.step():
+            answers[one.request_id] += one.tokens
+            if one.finish == "error":
+                failed[one.request_id] = one.error
+        request = engine._requests.get("1")
+        broken[0] = request.guide._matcher if request is not None and request.guide is not None else broken[0]
+    engine.check()
+    wanted = texts(plain, submits)
+    assert failed == {"1": "lexer too complex"}
+    part = answers.pop("1")
+    assert 3 <= len(part) < len(wanted["1"])
+    assert part == wanted.pop("1")[: len(part)]
+    assert answers == wanted
