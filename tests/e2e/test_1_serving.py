@@ -56,8 +56,8 @@ def test_a_chat_answer_streams_through_the_service(client: openai.OpenAI, model:
 
 def test_an_unsupported_field_is_an_error_of_openais_form(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(model=model, messages=QUESTION, response_format={"type": "json_object"})
-    assert refusal.value.param == "response_format"
+        client.chat.completions.create(model=model, messages=QUESTION, modalities=["audio"])
+    assert refusal.value.param == "modalities"
     assert client.models.list().data[0].id == model
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from char_tokenizer import END, tokenizer_json
 from small_llama import engine_of, networks, plan_of, submit, texts
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.tree_attention import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_worker.engine.graphs.capture_backends import EagerBackend
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import regex_grammar
 
 CASES = {
     "greedy chain": ("chain:2", False, {}),
@@ -48,6 +51,34 @@ def test_text_and_acceptance(case: str, rows: tuple[int, ...], poisoned: None, m
         assert on_kernels._graphs.replayed > sum(on_kernels._graphs.eager.values())
     keeps = {"kv_keep"} if "tree" in shape or rows else set()
     assert set(calls) == {"rms_norm", "rope_cache", "silu_mul", "top_k", "attend", "choose", *keeps}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_guided_text(sampled: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that choose tokens respect the masks of grammars, with and without other parameters."""
+    compiler = GrammarCompiler(tokenizer_json, 61, (END,))
+    grammar = regex_grammar("[a-f]{2,3}(-[0-9])*")
+    requests = [submit(0, sampled=sampled, tokens=6, grammar=grammar), submit(1, sampled=sampled, tokens=6)]
+
+    def answers() -> dict[str, list[int]]:
+        engine = engine_of(networks(torch.float32), grammars=compiler, eos_token_ids=(END,), pipelined=True)
+        engine.set_plan(plan_of("tree:2,1"))
+        for request in requests:
+            engine.add(request)
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        while not engine.idle:
+            for new in engine.step():
+                tokens[new.request_id] += new.tokens
+        return tokens
+
+    text = answers()
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
+    monkeypatch.setattr(plan, "processors", lambda _: 4)
+    monkeypatch.setattr(verify, "processors", lambda _: 2)
+    assert answers() == text
+    guide = compiler.guide(grammar)
+    guide.advance(text[requests[0].request_id])
+    assert not guide.error
 
 
 def _count(module: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

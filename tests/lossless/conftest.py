@@ -34,6 +34,7 @@ from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.models.configs.draft_config import eagle_config, medusa_config
 from specdecode_worker.models.configs.model_config import LlamaConfig, eagle3_config, llama_config
 from specdecode_worker.models.configs.target_states import TargetStates
@@ -168,6 +169,8 @@ def make_engine(pair: Pair) -> EngineMaker:
         prefix_caching: bool = True,
         chunked: bool = True,
         graphs: Sequence[int] = (),
+        grammars: GrammarCompiler | None = None,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
         layers = pair.config.num_hidden_layers
@@ -196,9 +199,10 @@ def make_engine(pair: Pair) -> EngineMaker:
             shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
             sampler=sampler,
             graphs=made,
+            grammars=grammars,
         )
         identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
-        return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
+        return Engine(parts, identity, max_model_len=256, eos_token_ids=eos_token_ids, pipelined=pipelined)
 
     return make
 

@@ -19,6 +19,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 from worker_process import WorkerProcess, real
 
+from specdecode_worker.server.requests.structured_outputs import GRAMMAR, REGEX
 from specdecode_worker.server.requests.tools import JSON_OBJECT
 
 CASES = int(os.environ.get("FUZZ_CASES", "500"))
@@ -41,6 +42,9 @@ CHECKS = [
 
 # A string that is itself JSON, which the schema can only describe by the name of a format.
 schemathesis.openapi.format(JSON_OBJECT, st.dictionaries(st.text(), st.integers() | st.text()).map(json.dumps))
+
+schemathesis.openapi.format(REGEX, st.sampled_from(["[a-z]+", "(yes|no)", ".*", "[0-9]{2,4}"]))
+schemathesis.openapi.format(GRAMMAR, st.sampled_from(['start: "a" | "(" start ")"', 'root ::= "a" root | "b"']))
 
 
 @pytest.fixture(scope="module")

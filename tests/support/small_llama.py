@@ -27,6 +27,7 @@ from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.configs.target_states import TargetStates
 from specdecode_worker.models.networks.layers import Attend
@@ -101,8 +102,14 @@ def engine_of(
     pipelined: bool = False,
     backend: CaptureBackend | None = None,
     rows: Sequence[int] = (1, 2, 4),
+    grammars: GrammarCompiler | None = None,
+    eos_token_ids: tuple[int, ...] = (),
 ) -> Engine:
-    """Return an engine over the pair. ``backend`` captures graphs of steps, for buckets of ``rows``."""
+    """Return an engine over the pair.
+
+    ``backend`` captures graphs of steps, for buckets of ``rows``. ``grammars`` compiles the grammars of requests, whose
+    answers end with one of ``eos_token_ids``.
+    """
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
     state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
     cache, own = (paged_cache(config, config.num_hidden_layers, blocks, weight.dtype, weight.device) for _ in range(2))
@@ -121,9 +128,10 @@ def engine_of(
         state=state,
         shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
         graphs=graphs,
+        grammars=grammars,
     )
     identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
-    return Engine(parts, identity, max_model_len=256, eos_token_ids=(), pipelined=pipelined)
+    return Engine(parts, identity, max_model_len=256, eos_token_ids=eos_token_ids, pipelined=pipelined)
 
 
 def plan_of(shape: str, version: int = 1) -> Plan:

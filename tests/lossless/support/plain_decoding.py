@@ -51,13 +51,13 @@ class PlainDecoding:
         return answer
 
 
-def _adjusted(logits: Tensor, request: Submit, answer: list[int]) -> Tensor:
+def _adjusted(logits: Tensor, request: Submit, answer: list[int], *, blocks: bool = True) -> Tensor:
     sampling, words = request.sampling, range(logits.shape[-1])
     bias = torch.zeros_like(logits)
     for token, value in sampling.logit_bias:
         bias[0, token] = value
     blocked = torch.zeros_like(logits, dtype=torch.bool)
-    blocked[0, list(sampling.stop_token_ids)] = len(answer) < sampling.min_tokens
+    blocked[0, list(sampling.stop_token_ids)] = blocks and len(answer) < sampling.min_tokens
     return adjusted(
         logits,
         bias_RV=bias,

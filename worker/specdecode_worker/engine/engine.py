@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +27,14 @@ from specdecode_worker.engine.drafts.draft_registry import (
 )
 from specdecode_worker.engine.drafts.draft_swap import SwapStatus
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.engine.guided_trees import with_forced_tokens
 from specdecode_worker.engine.ipc.messages import Submit, Tokens
 from specdecode_worker.engine.queueing.deadlines import Deadlines
+from specdecode_worker.engine.queueing.grammar_queue import GrammarQueue
 from specdecode_worker.engine.request import Request
 from specdecode_worker.engine.sampling_params import check_tokens
 from specdecode_worker.engine.scheduler import Row, Scheduler
-from specdecode_worker.engine.shape_selector import ShapeSelector
+from specdecode_worker.engine.shape_selector import Selection, ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity, WorkerSnapshot, build_report
 from specdecode_worker.engine.stats.statistics import Statistics
 from specdecode_worker.engine.stats.step_costs import StepCosts
@@ -43,10 +45,14 @@ from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.launched_step import LaunchedStep
 from specdecode_worker.engine.step.step_launcher import StepLauncher
 from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.sampler import SamplerFactory
 from specdecode_worker.speculation.synthetic import Synthetic
+
+GRAMMAR_WAIT_SECONDS = 0.002
+"""Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,7 @@ class EngineParts:
     shape_selector: ShapeSelector
     sampler: SamplerFactory = Coupling
     graphs: StepGraphs | None = None
+    grammars: GrammarCompiler | None = None
 
 
 class Engine:
@@ -104,6 +111,7 @@ class Engine:
         self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
+        self._grammars = GrammarQueue(parts.grammars, self.eos_token_ids)
         self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
         if self._scheduler.prefix_caching:
@@ -129,8 +137,8 @@ class Engine:
 
         Raises:
             ValueError: The request can never run: no prompt token, no new token, more than ``max_model_len`` tokens,
-                token ids outside of the vocabulary, or a complete answer to continue. The server checks the same before
-                it submits a request.
+                token ids outside of the vocabulary, or a complete answer to continue; or it has a grammar and this
+                engine no tokenizer. The server checks the same before it submits a request.
         """
         prompt, new = len(submit.prompt), submit.sampling.max_tokens
         if prompt < 1 or new < 1 or prompt + new > self.max_model_len:
@@ -144,11 +152,14 @@ class Engine:
             raise ValueError(f"the prompt has token ids outside of 0 to {self.vocab_size - 1}, which are the model's")
         request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds or time.monotonic())
         check_tokens(request.sampling_params, self.vocab_size)
+        if submit.sampling.grammar:
+            self._grammars.add(request)
         self._drafts.assign_draft(request)
         self._add_request_seconds(time.monotonic())
         self._requests[request.id] = request
         self._deadlines.add(submit, self._requests)
-        self._scheduler.add(request)
+        if not submit.sampling.grammar:
+            self._scheduler.add(request)
         self._recorder.record_arrival(request)
 
     def abort(self, request_id: str) -> None:
@@ -236,6 +247,7 @@ class Engine:
 
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0."""
+        self._grammars.close()
         self._target.close()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
@@ -250,6 +262,8 @@ class Engine:
         """
         now = time.monotonic()
         expired = self._cancel_expired(now) if now >= self._deadlines.next_seconds else []
+        if self._grammars:
+            expired += self._admit_compiled()
         launched = self.launch()
         if launched is not None:
             self._launched.append(launched)
@@ -264,7 +278,7 @@ class Engine:
         self._add_request_seconds(began)
         draft_prefill = self._shape_selector.draft_prefill
         self._scheduler.set_draft_prefill(draft_prefill)
-        batch = self._scheduler.next_batch(self._shape_selector.select)
+        batch = self._scheduler.next_batch(self._select_trees)
         if not batch.rows:
             return None
         rows = tuple(batch.rows)
@@ -337,7 +351,7 @@ class Engine:
     def _emit(self, row: Row, read: RowResult, now: float) -> Tokens:
         """Append the tokens of one row to its request, end the request if it is complete, and return the message."""
         request = row.request
-        if row.tree.verified > 1:
+        if row.tree.verified > 1 and not row.tree.given:
             request.drafts += 1
             request.draft_tokens += row.tree.verified - 1
             request.accepted += len(read.tokens) - 1
@@ -358,7 +372,28 @@ class Engine:
             accepted=request.accepted,
             logprobs=read.logprobs[: len(taken)],
             prompt_logprobs=prompt_logprobs,
+            error=request.guide.error if request.guide is not None else "",
         )
+
+    def _select_trees(self, requests: Sequence[Request]) -> Selection:
+        """Return the trees of decoding requests: those of the plan, or chains of tokens that a grammar forces."""
+        selection = self._shape_selector.select(requests)
+        if self._shape_selector.forced_shape is not None or not any(request.guide for request in requests):
+            return selection
+        return with_forced_tokens(selection, requests)
+
+    def _admit_compiled(self) -> list[Tokens]:
+        """Queue the requests whose grammars are compiled, and return the last messages of those that are refused."""
+        refused = []
+        has_work = bool(self._launched) or not self._scheduler.idle
+        for request, problem in self._grammars.take_ready(0.0 if has_work else GRAMMAR_WAIT_SECONDS):
+            if problem:
+                request.finish = "error"
+                self._requests.pop(request.id)
+                refused.append(Tokens(request_id=request.id, tokens=(), finish="error", error=problem))
+            else:
+                self._scheduler.add(request)
+        return refused
 
     def _cancel_expired(self, now: float) -> list[Tokens]:
         """Cancel the requests whose deadline has passed and return their last messages.
@@ -379,7 +414,10 @@ class Engine:
         """Remove a finished or cancelled request and free its slot and blocks."""
         self._add_request_seconds(now)
         del self._requests[request.id]
-        self._scheduler.release(request)
+        if request in self._grammars:
+            self._grammars.discard(request)
+        else:
+            self._scheduler.release(request)
         self._recorder.record_end(request, now)
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:

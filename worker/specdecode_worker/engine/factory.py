@@ -37,6 +37,7 @@ from specdecode_worker.engine.shape_selector import ShapeSelector
 from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.models.checkpoints.weights import load_llama
 from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.errors import ModelError
@@ -140,6 +141,7 @@ def assemble(
         shape_selector=ShapeSelector(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
         sampler=SAMPLERS[config.sampler],
         graphs=_graphs(config, passes, drafts, state),
+        grammars=_grammars(folder, target),
     )
     return Engine(
         parts,
@@ -149,6 +151,14 @@ def assemble(
         pipelined=pipelined,
         load_draft=CheckedDraftLoader(loader, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
     )
+
+
+def _grammars(folder: Path, target: Llama) -> GrammarCompiler | None:
+    """Return the compiler of grammars; None if the model folder has no tokenizer, as in some tests."""
+    path, size = folder / "tokenizer.json", target.config.vocab_size
+    if not path.is_file():
+        return None
+    return GrammarCompiler(path.read_text, size, tuple(token for token in target.config.eos_token_ids if token < size))
 
 
 def _scheduler(config: EngineConfig, blocks: int, target: str) -> Scheduler:

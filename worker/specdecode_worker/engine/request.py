@@ -14,6 +14,7 @@ from specdecode_worker.engine.finish_rule import FinishRule
 from specdecode_worker.engine.ipc.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.engine.kv_cache.block_pool import BLOCK_SIZE
 from specdecode_worker.engine.sampling_params import sampling_params_of
+from specdecode_worker.guided.guide import Guide
 from specdecode_worker.speculation.sampling.params import SamplingParams
 
 
@@ -87,6 +88,8 @@ class Request:
     finish: FinishReason | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     """Logprobs of the prompt, gathered chunk by chunk and sent together with the first emitted token."""
+    guide: Guide | None = None
+    """Position in the grammar that the answer follows, behind ``tokens``; None without a grammar."""
 
     @classmethod
     def of(cls, submit: Submit, eos_token_ids: tuple[int, ...], *, arrived_seconds: float) -> Request:
@@ -128,6 +131,11 @@ class Request:
     def decoding(self) -> bool:
         """True if the request runs and its whole prefill has been launched."""
         return self.slot >= 0 and self.prefilled == self.prefill_end
+
+    @property
+    def can_launch(self) -> bool:
+        """True unless the next step of a guided request would need tokens of a step in flight for its masks."""
+        return self.guide is None or not self.in_flight
 
     @property
     def cached_bound(self) -> int:
@@ -176,13 +184,25 @@ class Request:
         for token in tokens:
             if self.finish is not None:
                 break
+            if not self._follow(token):
+                self.finish = "error"
+                break
             taken.append(token)
             self.emitted += 1
             self.finish = self.finish_rule.finish(token, self.emitted)
+            if self.guide is not None and self.guide.ended:
+                self.finish = "stop"
         self.tokens += taken
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = replace(self.sampling_params, min_tokens=0)
         return taken
+
+    def _follow(self, token: int) -> bool:
+        """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""
+        if self.guide is None:
+            return True
+        self.guide.advance((token,))
+        return not self.guide.error
 
     def advance(self, max_tokens: int, committed: int) -> None:
         """Record that the oldest step in flight was collected.

@@ -10,8 +10,10 @@ def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Sampli
     """Return the sampling parameters of a request.
 
     As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens.
+    The masks of a guided request do so themselves: a grammar that allows no other token takes precedence.
     """
     sampling = submit.sampling
+    guided = bool(sampling.grammar)
     bias: dict[int, float] = {}
     for token, value in sampling.logit_bias:
         bias[token] = bias.get(token, 0.0) + value
@@ -25,10 +27,17 @@ def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Sampli
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=tuple(bias.items()),
-        min_tokens=sampling.min_tokens,
-        blocked=tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})) if sampling.min_tokens else (),
+        min_tokens=0 if guided else sampling.min_tokens,
+        blocked=() if guided else blocked_tokens(submit, eos_token_ids),
         prompt_tokens=len(submit.prompt),
+        guided=guided,
     )
+
+
+def blocked_tokens(submit: Submit, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that a request must not choose before ``min_tokens`` answer tokens."""
+    sampling = submit.sampling
+    return tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})) if sampling.min_tokens else ()
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:

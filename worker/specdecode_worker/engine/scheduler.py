@@ -269,7 +269,9 @@ class Scheduler:
         """
         # The upper bound of a request's keys can exceed the cache while steps are in flight; such a request waits until
         # one is collected.
-        ready = [one for one in self.running if one.decoding and one.cached_bound < self.kv_tokens_total]
+        ready = [
+            one for one in self.running if one.decoding and one.can_launch and one.cached_bound < self.kv_tokens_total
+        ]
         self._decoding_took_turns = len(ready) > budget
         if not self._decoding_took_turns:
             return ready

@@ -124,7 +124,7 @@ def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> Non
             raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
-def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits) -> Sampling:
+def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: ModelLimits, grammar: str = "") -> Sampling:
     """Return the sampling parameters of one choice; ``limit`` is its maximum number of output tokens."""
     return Sampling(
         max_tokens=limit,
@@ -142,6 +142,7 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
         ignore_eos=request.ignore_eos,
         logprobs=logprobs_of(request),
         prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
+        grammar=grammar,
     )
 
 

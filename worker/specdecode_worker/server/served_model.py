@@ -8,6 +8,7 @@ from functools import cached_property
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.engine.ipc.messages import Loaded
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
 from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.text.tokenizer import Tokenizer
 from specdecode_worker.server.tools.parser_choice import format_of
@@ -43,3 +44,8 @@ class Model:
         """Tool call format that the chat template asks for; None when the template takes no tools."""
         template = self.tokenizer.template
         return format_of(template.tool_source) if template is not None and template.takes_tools else None
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Return a compiler that accepts the grammars that the engine accepts."""
+        size = self.loaded.vocab_size or self.tokenizer.vocab_size
+        return GrammarCompiler(lambda: self.tokenizer.json, size, self.loaded.eos_token_ids)

@@ -21,6 +21,7 @@ from specdecode_worker.server.admission import AdmissionQueue
 from specdecode_worker.server.draft_swaps import DraftSwapper
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from specdecode_worker.server.generation import Generation
+from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.plan_store import PlanStore
 from specdecode_worker.server.request_capture import RequestCapture
@@ -81,7 +82,9 @@ class Service:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
         self._compatibility_key = compatibility_key(self.config, model.loaded, model.tokenizer)
-        self._prompts = PromptPreparation(model.tokenizer, model.limits)
+        tool_format = self.config.server.tool_call_parser or model.tool_format
+        grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
+        self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)
         if unembedded := model.limits.unembedded:
             token, text = next(iter(unembedded.items()))
             log.warning(

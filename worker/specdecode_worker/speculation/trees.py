@@ -22,11 +22,12 @@ class Tree:
 
     ``parents`` holds the parent of each node, -1 for the root. The first ``verified`` nodes (the root included) go
     through the target. The nodes after them are shadow nodes: they are drafted only to be scored against tokens emitted
-    later.
+    later. The nodes of a tree with ``given`` tokens are not drafted: the tokens are known before the step.
     """
 
     parents: tuple[int, ...]
     verified: int
+    given: bool = False
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class Tree:
     @cached_property
     def drafted_depth(self) -> int:
         """Number of draft passes of this tree."""
-        return max(self.depths)
+        return 0 if self.given else max(self.depths)
 
     @cached_property
     def depth(self) -> int:
@@ -97,6 +98,12 @@ class Tree:
 
 PLAIN = Tree((-1,), 1)
 """Tree of plain decoding: the root alone."""
+
+
+@lru_cache(maxsize=64)
+def given_chain(tokens: int) -> Tree:
+    """Build the chain of ``tokens`` nodes whose tokens are known before the step."""
+    return Tree(tuple(range(-1, tokens)), tokens + 1, given=True)
 
 
 @lru_cache(maxsize=1024)
@@ -178,7 +185,7 @@ def paths_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
     Rows are padded with 0, the root. N includes shadow nodes.
     """
     nodes = max(len(tree.parents) for tree in trees)
-    depth = max(tree.drafted_depth for tree in trees)
+    depth = max(max(tree.depths) for tree in trees)
     rows = [
         [[*path, *[0] * (depth - len(path))] for path in (*tree.paths, *[()] * (nodes - len(tree.parents)))]
         for tree in trees

@@ -40,6 +40,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Number of most likely tokens to return with each chosen token; None for no log probabilities."""
     prompt_logprobs: int | None = None
     """Same as ``logprobs``, for every token of the prompt. Such a request does not reuse a cached prefix."""
+    grammar: str = ""
+    """Grammar that the answer follows (guided/grammars.py); empty for none."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):

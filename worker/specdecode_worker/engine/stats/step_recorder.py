@@ -61,7 +61,8 @@ class StepRecorder:
         if not row.is_chunk:
             traffic.decode_steps += 1
             traffic.decode_tokens += len(result.tokens)
-            self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
+            if not row.tree.given:
+                self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
             self._count_ranks(row.tree, category_of(request), result, len(taken))
             self._store_shadow(row, result)
         self._count_latency(request, traffic, len(taken), now)

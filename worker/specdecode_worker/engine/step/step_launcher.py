@@ -11,6 +11,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.engine.drafts.draft_registry import DraftRegistry
 from specdecode_worker.engine.graphs.step_graphs import StepGraphs
+from specdecode_worker.engine.guided_trees import given_tokens
 from specdecode_worker.engine.kv_cache.kv_commit import Roots, commit_chunks, commit_paths, upload_rows
 from specdecode_worker.engine.scheduler import Row
 from specdecode_worker.engine.shape_selector import Choice
@@ -24,6 +25,7 @@ from specdecode_worker.engine.step.target_pass import Target, TargetPass
 from specdecode_worker.speculation.acceptance import Outcome
 from specdecode_worker.speculation.sampling.sampler import Sampler, SamplerFactory
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.synthetic import Synthetic
 from specdecode_worker.speculation.trees import PLAIN, Forest, forest_of
 
@@ -112,15 +114,20 @@ class StepLauncher:
         emitting = [row for row in rows if row.emits]
         forest = forest_of(tuple(row.tree for row in emitting) or (PLAIN,), self._device)
         roots_C = self._target.roots(emitting)
-        sampler = self._sampler_of(emitting, forest, roots_C)
+        sampler, masks = self._sampler_of(emitting, forest, roots_C)
+        self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
         ranked_BNK = self._drafts.propose(emitting, forest, sampler) if emitting else None
+        if masks is not None:
+            masks.load_tokens()
         draft_seconds = phases.lap("draft")
         step = self._target.pack(rows)
         phases.lap("bookkeeping")
         logits_RV, aux_TA, hidden_TE = self._target.forward(step, self._drafts.reads)
         phases.lap("verify")
         outcome = None
+        if masks is not None:
+            masks.prepare()
         if emitting:
             outcome = self._accept(sampler, step, forest, logits_RV, ranked_BNK, depth_limits)
         output_logprobs = gather_output_logprobs(emitting, forest, logits_RV, outcome)
@@ -143,15 +150,27 @@ class StepLauncher:
     def _device(self) -> torch.device:
         return self._state.length_S.device
 
-    def _sampler_of(self, emitting: Sequence[Row], forest: Forest, roots_C: Tensor) -> Sampler:
-        """Build the sampler of the rows that choose a token."""
+    def _write_given_tokens(self, emitting: Sequence[Row]) -> None:
+        """Write the tokens of trees that are not drafted behind the roots of their rows."""
+        tokens_SP, length_S = self._state.tokens_SP, self._state.length_S
+        for row in emitting:
+            if tokens := given_tokens(row.request, row.tree):
+                slot = row.request.slot
+                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=self._device)
+                tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
+
+    def _sampler_of(
+        self, emitting: Sequence[Row], forest: Forest, roots_C: Tensor
+    ) -> tuple[Sampler, TokenMasks | None]:
+        """Build the sampler of the rows that choose a token, and the masks of those with a grammar."""
         requests = [row.request for row in emitting]
         slots_C = to_device([request.slot for request in requests], self._device, dtype=torch.int64)
         bound = 1 + max((max(r.cached_bound, r.prefilled) for r in requests), default=0)
         texts = BatchTokens(self._state.tokens_SP, slots_C, roots_C, bound)
-        return self._make_sampler(
-            [request.sampling_params for request in requests], texts, forest, self._target.vocab_size
-        )
+        guides, size = [request.guide for request in requests], self._target.vocab_size
+        masks = TokenMasks(guides, texts, forest, size) if any(guides) else None
+        params = [request.sampling_params for request in requests]
+        return self._make_sampler(params, texts, forest, size, masks), masks
 
     def _accept(
         self,

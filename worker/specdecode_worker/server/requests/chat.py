@@ -138,14 +138,34 @@ class ChatRequest(GenerationRequest):
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """Tools of which the answer must call one; empty if it may also be text."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == name][:1]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """True if the answer may call a function with ``strict``."""
+        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
+
+    def _check_tool_choice(self) -> None:
+        """Raise BadRequest for a tool_choice without the tool, or for strict functions beside another format."""
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise BadRequest("tool_choice needs a function that tools has", param="tool_choice", code="invalid_value")
+        if self.has_strict_tools and not self.forced_tools and self.has_format:
+            raise unsupported(
+                "functions with strict and another format of the answer are not supported together; leave out strict, "
+                "or set tool_choice to 'required' or 'none'", "tools",
+            )  # fmt: skip
+
     def check(self) -> None:
         """Raise BadRequest for invalid or unsupported combinations of logprobs, tools and template variables."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
-        if self.tool_choice not in ("none", "auto"):
-            raise unsupported(
-                "tool_choice can be 'none' or 'auto': nothing forces a model's tokens into a call", "tool_choice"
-            )
+        self._check_tool_choice()
         if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
             raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests.base import RequestModel, TokenId
+from specdecode_worker.server.requests.structured_outputs import ResponseFormat, StructuredOutputs
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
@@ -79,6 +80,10 @@ class GenerationRequest(RequestModel):
     """Salt of the prefix cache, as in vLLM: only requests with the same salt share cached prefixes."""
     user: User | None = None
     """Identifier of the end user. Captured requests hold its hash, by which they can be deleted."""
+    response_format: ResponseFormat | None = None
+    """Format of the answer, as in OpenAI's API: text, any JSON object, or JSON of a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """Grammar of the answer, as in vLLM."""
     metadata: dict[str, Any] = Field(default={})
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 
@@ -98,6 +103,12 @@ class GenerationRequest(RequestModel):
         return self.n
 
     @property
+    def has_format(self) -> bool:
+        """True if a field prescribes the format of the answer."""
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or self.structured_outputs is not None
+
+    @property
     def task(self) -> str | None:
         """Task label that the client set in ``metadata``."""
         label = self.metadata.get("task")
@@ -107,6 +118,13 @@ class GenerationRequest(RequestModel):
         """Raise BadRequest for stream_options without stream, or min_tokens above the token limit."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
+            if self.response_format is not None and self.response_format.type != "text":
+                raise BadRequest(
+                    "response_format and structured_outputs exclude each other", param="structured_outputs",
+                    code="invalid_value",
+                )  # fmt: skip
         if self.token_limit is not None and self.min_tokens > self.token_limit:
             raise BadRequest(
                 f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens",

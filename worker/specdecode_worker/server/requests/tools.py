@@ -16,12 +16,6 @@ JSON_OBJECT = "json-object"
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-def _not_strict(value: bool | None) -> bool | None:
-    if value:
-        raise ValueError("answers are not constrained to a schema, so strict cannot be kept; leave it out")
-    return value
-
-
 def _object(value: str) -> str:
     """Check that the arguments are a JSON object, because chat templates access their fields."""
     try:
@@ -39,8 +33,9 @@ class FunctionDefinition(RequestModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments. It is part of the prompt, but the output is not constrained to it."""
-    strict: Annotated[bool | None, AfterValidator(_not_strict)] = Field(default=None, exclude=True)
+    """JSON schema of the arguments. It is part of the prompt."""
+    strict: bool | None = Field(default=None, exclude=True)
+    """True: arguments follow the schema exactly. Otherwise only forced calls follow it, as far as grammars can."""
 
 
 class Tool(RequestModel):

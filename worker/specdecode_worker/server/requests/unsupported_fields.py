@@ -21,7 +21,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_logprobs": (),
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import metadata
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.engine.ipc.messages import Loaded
@@ -26,6 +27,7 @@ def compatibility_key(config: WorkerConfig, loaded: Loaded, tokenizer: Tokenizer
         "sampler": config.engine.sampler,
         "kernels": loaded.kernel_class,
         "tensor_parallel_size": config.engine.tensor_parallel_size,
+        "grammars": metadata.version("llguidance"),
         "tool_call_parser": config.server.tool_call_parser,
         "version": VERSION,
     }

@@ -50,7 +50,8 @@ def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prom
         for index, seed in enumerate(seeds_of(request.seed, request.generated_choices)):
             options = _output_options(request, index)
             output = ChoiceOutput(model.tokenizer, prompt, options)
-            choices.append(StartingChoice(prompt, sampling_of(request, limit, seed, limits), output, options.generates))
+            sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
+            choices.append(StartingChoice(prompt, sampling, output, options.generates))
     return choices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from specdecode_worker.server.errors import (
     TooManyWaiting,
     Unavailable,
 )
+from specdecode_worker.server.grammars.answer_grammars import AnswerGrammars
 from specdecode_worker.server.request_sampling import ModelLimits
 from specdecode_worker.server.requests import (
     ChatRequest,
@@ -44,11 +46,14 @@ _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
 class PromptPreparation:
     """Preparation of the prompts of one model. A cancelled call stops its work.
 
+    Answers to prompts can follow a grammar, which is compiled here too, so that the engine can use it.
+
     All methods raise BadRequest for a request that can never be served, TooManyWaiting if too much text waits for a
     thread, and Unavailable after ``close``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, grammars: AnswerGrammars) -> None:
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = TextThreads()
@@ -63,6 +68,7 @@ class PromptPreparation:
     def close(self) -> None:
         """End threads and processes. Work under way ends at its next check."""
         self._threads.close()
+        self._grammars.close()
         if self._templates is not None:
             self._templates.close()
 
@@ -75,7 +81,9 @@ class PromptPreparation:
                 if isinstance(text, str):
                     check_length(self._tokenizer, text, self._limits.max_model_len)
             with self._counted(characters):
-                return await self._threads.run(lane_of(characters), work)
+                prompts = await self._threads.run(lane_of(characters), work)
+        grammar = await self._grammars.of(body)
+        return [replace(prompt, grammar=grammar) for prompt in prompts]
 
     async def resumed(self, body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
         """Return the prompts of a request from their token ids, without rendering or tokenizing a text."""
@@ -97,7 +105,8 @@ class PromptPreparation:
         with self._errors("messages"), self._counted(characters):
             text = await self._rendered(messages, body.shown_tools, body.chat_template_kwargs)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
-            return await self._threads.run(lane_of(len(text)), work)
+            prompt = await self._threads.run(lane_of(len(text)), work)
+        return replace(prompt, grammar=await self._grammars.of(body))
 
     async def tokenize(self, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
         """Return the token ids of a text or of a conversation."""

@@ -43,12 +43,13 @@ class Prompt:
     """Tokenized prompt.
 
     ``echo`` is set only if the client requests it. ``opening`` is the text of the first user turn of a chat, or the
-    whole prompt of a completion.
+    whole prompt of a completion. ``grammar`` is the grammar that the answer follows; empty for none.
     """
 
     ids: Sequence[int]
     echo: Echo | None = None
     opening: str = ""
+    grammar: str = ""
 
 
 def completion_prompts(

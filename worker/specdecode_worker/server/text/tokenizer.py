@@ -59,6 +59,11 @@ class Tokenizer:
         return cls(model, template, _digest(path, template))
 
     @property
+    def json(self) -> str:
+        """Contents of tokenizer.json, without padding and truncation."""
+        return str(self._model.to_str())
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
         return int(self._model.get_vocab_size(with_added_tokens=True))

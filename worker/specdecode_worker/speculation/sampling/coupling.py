@@ -22,6 +22,7 @@ from specdecode_worker.speculation.sampling.logits_processing import LogitsProce
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.trees import Forest
 
 Pick = Callable[[Tensor], Tensor]
@@ -35,9 +36,14 @@ class Coupling:
     """Coupled choices of one step for a batch; a `Sampler` (see sampler.py)."""
 
     def __init__(
-        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+        self,
+        batch_params: Sequence[SamplingParams],
+        texts: BatchTokens,
+        forest: Forest,
+        vocab_size: int,
+        masks: TokenMasks | None = None,
     ) -> None:
-        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size)
+        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size, masks)
         self._size = vocab_size
         self._on_kernels = dispatch.on_gpu(texts.roots_B)
         if self._processing.sampled.any and not self._on_kernels:

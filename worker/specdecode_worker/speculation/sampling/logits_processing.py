@@ -1,7 +1,7 @@
 """Sampling parameters of a batch applied to logits at the nodes of its trees.
 
-Adjustments of single tokens (bias, penalties, blocked tokens) come first, then temperature and truncation. Target and
-draft use the same code, so a draft that agrees with the target still agrees after processing.
+Adjustments of single tokens (bias, penalties, blocked tokens) come first, then the masks of grammars, then temperature
+and truncation. Target and draft use the same code, so a draft that agrees with the target agrees after processing too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from specdecode_worker.speculation.sampling.param_columns import ParamColumns
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Group, Nodes
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens, TokenCounts
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.trees import Forest
 
 
@@ -42,13 +43,19 @@ class LogitsProcessor:
     """
 
     def __init__(
-        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+        self,
+        batch_params: Sequence[SamplingParams],
+        texts: BatchTokens,
+        forest: Forest,
+        vocab_size: int,
+        masks: TokenMasks | None = None,
     ) -> None:
         device = texts.roots_B.device
         self.sampled = Group([not params.greedy for params in batch_params], device)
         self.special = Group([not params.greedy or params.adjusts for params in batch_params], device)
         self._adjusting = Group([params.adjusts for params in batch_params], device)
         self._truncated = any(params.truncated for params in batch_params)
+        self._masks = masks
         self._columns, self._roots_B, self._size = ParamColumns(batch_params, device), texts.roots_B, vocab_size
         counting = [b for b, params in enumerate(batch_params) if params.counts]
         self._history = (
@@ -56,7 +63,7 @@ class LogitsProcessor:
         )
 
     def adjusted(self, logits_RV: Tensor, target_ids_V: Tensor | None, at: Nodes) -> Tensor:
-        """Return logits after bias, penalties and blocked tokens, which also apply to greedy decoding.
+        """Return logits after bias, penalties, blocked tokens and grammars, which also apply to greedy decoding.
 
         The same tensor is returned if no request of the batch adjusts logits.
 
@@ -106,7 +113,7 @@ class LogitsProcessor:
         columns, b = self._columns, at.batch_R
         bias, repetition_B = columns.bias_BK, columns.repetition_B
         frequency_B, presence_B = columns.frequency_B, columns.presence_B
-        return op.adjusted(
+        adjusted_RV = op.adjusted(
             logits_RV,
             bias=None if bias is None else (bias[0][b], bias[1][b]),
             blocked=self._blocked(at),
@@ -116,6 +123,7 @@ class LogitsProcessor:
             frequency_R=None if frequency_B is None else frequency_B[b],
             presence_R=None if presence_B is None else presence_B[b],
         )
+        return adjusted_RV if self._masks is None else adjusted_RV.masked_fill_(self._masks.blocked(at), -math.inf)
 
     def _blocked(self, at: Nodes) -> tuple[Tensor, Tensor] | None:
         """Return the blocked token ids [R, K], and the mask [R, K] that is set while min_tokens is not reached.

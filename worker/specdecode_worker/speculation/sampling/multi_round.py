@@ -23,6 +23,7 @@ from specdecode_worker.speculation.sampling.logits_processing import LogitsProce
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.row_selection import Nodes
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.trees import Forest
 
 
@@ -34,11 +35,16 @@ class MultiRound:
     """
 
     def __init__(
-        self, batch_params: Sequence[SamplingParams], texts: BatchTokens, forest: Forest, vocab_size: int
+        self,
+        batch_params: Sequence[SamplingParams],
+        texts: BatchTokens,
+        forest: Forest,
+        vocab_size: int,
+        masks: TokenMasks | None = None,
     ) -> None:
-        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size)
+        self._processing = LogitsProcessor(batch_params, texts, forest, vocab_size, masks)
         greedy = [params if params.greedy else replace(params, temperature=0.0) for params in batch_params]
-        self._greedy = Coupling(greedy, texts, forest, vocab_size)
+        self._greedy = Coupling(greedy, texts, forest, vocab_size, masks)
         self._roots_B, self._size = texts.roots_B, vocab_size
         self._seed_B = to_device([params.seed for params in batch_params], texts.roots_B.device)
         self._width = max(max(tree.ranks) for tree in forest.trees) + 1

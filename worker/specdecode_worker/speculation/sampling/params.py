@@ -26,6 +26,8 @@ class SamplingParams:
     min_tokens: int = 0
     blocked: tuple[int, ...] = ()
     prompt_tokens: int = 0
+    guided: bool = False
+    """True if the answer follows a grammar, whose masks (token_masks.py) then include ``min_tokens``."""
 
     @cached_property
     def greedy(self) -> bool:
@@ -50,4 +52,4 @@ class SamplingParams:
     @cached_property
     def adjusts(self) -> bool:
         """True if logits of single tokens change, which also affects greedy decoding."""
-        return self.counts or self.blocks or bool(self.logit_bias)
+        return self.counts or self.blocks or self.guided or bool(self.logit_bias)

@@ -17,6 +17,7 @@ from specdecode_worker.speculation.sampling.coupling import Coupling
 from specdecode_worker.speculation.sampling.multi_round import MultiRound
 from specdecode_worker.speculation.sampling.params import SamplingParams
 from specdecode_worker.speculation.sampling.token_counts import BatchTokens
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
 from specdecode_worker.speculation.trees import Forest
 
 
@@ -78,8 +79,12 @@ class Sampler(Protocol):
         ...
 
 
-SamplerFactory = Callable[[Sequence[SamplingParams], BatchTokens, Forest, int], Sampler]
-"""Constructor of a sampler: sampling parameters, texts and trees of a step's rows, and the target's vocabulary size."""
+SamplerFactory = Callable[[Sequence[SamplingParams], BatchTokens, Forest, int, TokenMasks | None], Sampler]
+"""Constructor of a sampler.
+
+Its arguments are the sampling parameters, texts and trees of a step's rows, the target's vocabulary size, and the masks
+of the rows whose answers follow a grammar (None if there are none).
+"""
 
 SAMPLERS: dict[SamplerName, SamplerFactory] = {"coupled": Coupling, "mss": MultiRound}
 """Constructor of each sampler by its name in the configuration."""

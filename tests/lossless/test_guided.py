@@ -1,0 +1,298 @@
+"""Speculative text equals plain text for answers that follow a grammar, whatever drafts them.
+
+The answers end by themselves or at ``max_tokens``; either way they follow the grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from char_tokenizer import END, tokenizer_json
+from guided_decoding import GuidedDecoding
+from msgspec import structs
+
+from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
+from specdecode_worker.engine.drafts.draft_registry import LoadedDraft
+from specdecode_worker.engine.ipc.messages import Sampling, Submit, Tokens
+from specdecode_worker.engine.step import step_launcher
+from specdecode_worker.guided import grammars
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.guide import Guide
+from specdecode_worker.speculation.sampling.multi_round import MultiRound
+from specdecode_worker.speculation.sampling.token_masks import TokenMasks
+
+TOKENS, VOCABULARY = 40, 61
+SCHEMA = {
+    "type": "object",
+    "properties": {"name_of_it": {"enum": ["abc", "abd"]}, "id": {"enum": [0, 12, 345]}, "tr": {"type": "boolean"}},
+    "required": ["name_of_it", "id", "tr"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": grammars.json_grammar(SCHEMA),
+    "compact": grammars.json_grammar(SCHEMA, white_space=False),
+    "regex": grammars.regex_grammar(r"[a-f]{3,9}(-[0-9]{2})+"),
+    "endless": grammars.regex_grammar(r"(ab|cd|abcdef_)*"),
+    "choice": grammars.choice_grammar(["abcabc", "abcd", "true", "name"]),
+    "object": grammars.json_grammar({"type": "object"}),
+    "free": grammars.context_free_grammar('start: "[" item ("," item)* "]"\nitem: start | /[0-9]{1,3}/'),
+    "none": "",
+}
+FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 7},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"presence_penalty": 1.2, "frequency_penalty": 0.4},
+    {"logit_bias": ((5, 3.0), (30, 4.0), (31, -100.0))},
+    {"min_tokens": 12},
+    {"min_tokens": 9, "stop_token_ids": (3, 19, 20)},
+)
+SHAPES = [TreeShape.parse(text) for text in ("chain:4", "tree:4,2,1", "tree:2,2,2", "0,0,1,1,2", "none", "chain:1")]
+
+
+def request(index: int, name: str, *, sampled: bool) -> Submit:
+    generator = torch.Generator().manual_seed(index)
+    prompt = torch.randint(1, VOCABULARY, (1 + 11 * index % 40,), generator=generator).tolist()
+    sampling = Sampling(
+        max_tokens=TOKENS,
+        seed=900 + index,
+        temperature=(1.0, 0.7, 1.3)[index % 3] if sampled else 0.0,
+        grammar=GRAMMARS[name],
+        **FIELDS[index % len(FIELDS)],
+    )
+    return Submit(request_id=f"{index}", prompt=tuple(prompt), sampling=sampling, task=f"t{index % len(SHAPES)}")
+
+
+def requests(first: int = 0, rounds: int = 2) -> list[Submit]:
+    """Return requests with every grammar, greedy and sampled, in mixed shapes, and some without a grammar."""
+    names = list(GRAMMARS) * rounds
+    return [request(first + i, name, sampled=bool(i // len(GRAMMARS) % 2)) for i, name in enumerate(names)]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_json, VOCABULARY, (END,))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Any) -> GuidedDecoding:
+    return GuidedDecoding(pair.target)
+
+
+@pytest.fixture
+def guided_engine(make_engine: Any, lossless: Any, compiler: GrammarCompiler) -> Any:
+    """Return a function that builds an engine with grammars and a plan of mixed shapes."""
+    plan_of, *_ = lossless
+
+    def make(draft: Any = "copy", **fields: Any) -> Any:
+        engine = make_engine(draft, grammars=compiler, eos_token_ids=(END,), **{"max_num_seqs": 8, **fields})
+        engine.set_plan(plan_of(SHAPES))
+        return engine
+
+    return make
+
+
+def run(engine: Any, submits: Sequence[Submit], between: Any = None) -> dict[str, list[int]]:
+    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in submits}
+    for submit in submits:
+        engine.add(submit)
+    steps = 0
+    while not engine.idle:
+        new: list[Tokens] = between(engine, steps) if between is not None else []
+        for one in [*new, *engine.step()]:
+            assert one.finish in (None, "stop", "length"), one.error
+            tokens_by_request[one.request_id] += one.tokens
+        steps += 1
+    engine.check()
+    return tokens_by_request
+
+
+def texts(plain: GuidedDecoding, submits: Sequence[Submit]) -> dict[str, list[int]]:
+    """Return the plain texts. The reference ends a text without grammar only at a stop token, the engine at END too."""
+    return {r.request_id: _until_end(plain.text(r), r) for r in submits}
+
+
+def _until_end(answer: list[int], request: Submit) -> list[int]:
+    if request.sampling.grammar:
+        return answer
+    least = max(request.sampling.min_tokens - 1, 0)
+    return answer[: answer.index(END, least) + 1] if END in answer[least:] else answer
+
+
+@pytest.mark.parametrize("draft", [None, "copy", "eagle3", "eagle", "medusa", "draft-model", "ngram", "ngram-blind"])
+def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
+    submits = [r for r in requests() if r.sampling.grammar]
+    assert run(guided_engine(draft), submits) == texts(plain, submits)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pipelined": True},
+        {"blocks": 10, "budget": 24, "max_num_seqs": 5},
+        {"blocks": 10, "budget": 24, "max_num_seqs": 5, "pipelined": True},
+        {"graphs": (1, 2, 4, 8)},
+        {"prefix_caching": False, "budget": 16, "chunked": True},
+    ],
+    ids=["in-turn", "pipelined", "preempted", "preempted-pipelined", "graphs", "small-chunks"],
+)
+def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDecoding, fields: dict[str, Any]) -> None:
+    submits = requests(rounds=4)
+    engine = guided_engine("copy", **fields)
+    assert run(engine, submits) == texts(plain, submits)
+    assert engine.preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
+
+
+def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, lossless: Any) -> None:
+    plan_of, *_ = lossless
+    engine = guided_engine(["copy", "ngram"])
+    tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i % 2 else None) for i in range(len(SHAPES)))
+    engine.set_plan(plan_of(SHAPES, version=2, tasks=tasks))
+    first, again = requests(), [*requests()]
+    assert run(engine, first) == texts(plain, first)
+    assert run(engine, again) == texts(plain, again)
+    assert engine.report().prefix_hit_tokens > 0, "the second time must reuse prompts"
+
+
+def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, drafter: Any) -> None:
+    names = ("ngram", "eagle3", "medusa", "copy")
+
+    def swap(engine: Any, steps: int) -> list[Tokens]:
+        if steps % 5 != 4:
+            return []
+        name = names[steps // 5 % len(names)]
+        loaded = LoadedDraft(drafter(engine, name), DraftState(hash=f"{name}{steps}"))
+        return list(engine.set_draft("", loaded))
+
+    submits = requests(rounds=4)
+    assert run(guided_engine("copy", pipelined=True), submits, swap) == texts(plain, submits)
+
+
+@pytest.mark.parametrize("shape", ["chain:4", "tree:4,2,1"])
+def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding, shape: str) -> None:
+    """Greedy answers are those of plain decoding. Sampled ones are others, and follow their grammars."""
+    submits = [r for r in requests(rounds=4) if r.sampling.grammar]
+    answers = run(guided_engine("copy", sampler=MultiRound), submits)
+    for submit in submits:
+        answer = answers[submit.request_id]
+        if submit.sampling.temperature == 0:
+            assert answer == plain.text(submit)
+        for end in range(len(answer)):
+            assert plain.allowed(submit, answer[:end])[answer[end]], (submit.request_id, end)
+
+
+@pytest.mark.parametrize("done", [1, 3, 7])
+def test_continued_requests(guided_engine: Any, plain: GuidedDecoding, done: int) -> None:
+    """A request that continues the output of another worker follows its grammar from there."""
+    submits = [r for r in requests(rounds=2) if r.sampling.grammar and len(plain.text(r)) > done]
+    continued = [structs.replace(r, emitted=tuple(plain.text(r)[:done])) for r in submits]
+    rest = run(guided_engine(), continued)
+    assert rest == {r.request_id: plain.text(r)[done:] for r in submits}
+
+
+def test_a_complete_answer_is_not_continued(guided_engine: Any, plain: GuidedDecoding) -> None:
+    submit = structs.replace(request(0, "choice", sampled=False), request_id="complete")
+    answer = plain.text(submit)
+    assert answer[-1] == END
+    ignoring = structs.replace(submit.sampling, ignore_eos=True)
+    engine = guided_engine()
+    engine.add(structs.replace(submit, sampling=ignoring, emitted=tuple(answer)))
+    messages = []
+    while not engine.idle:
+        messages += engine.step()
+    assert [(one.finish, "complete answer" in one.error) for one in messages] == [("error", True)]
+
+
+def steps_of(engine: Any, submit: Submit) -> tuple[int, list[int]]:
+    counted: list[int] = []
+    engine.on_launch = lambda rows, tokens: counted.append(rows)
+    (answer,) = run(engine, [submit]).values()
+    return len(counted), answer
+
+
+def test_forced_tokens_are_drafted_without_a_draft(guided_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = request(0, "compact", sampled=False)
+    fast, answer = steps_of(guided_engine(None), submit)
+    monkeypatch.setattr(Guide, "forced", lambda self: ())
+    slow, wanted = steps_of(guided_engine(None), submit)
+    assert answer == wanted
+    assert answer[-1] == END
+    assert slow == len(answer) > 2 * fast
+
+
+def test_forced_tokens_do_not_count_as_drafts(guided_engine: Any) -> None:
+    engine = guided_engine(None)
+    run(engine, [request(0, "compact", sampled=False)])
+    report = engine.report()
+    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (0, 0, 0)
+
+
+BUGS = ("unmasked-target", "blind-to-the-tree", "no-rollback", "late-guide", "wrong-forced-tokens")
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_detected(
+    guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, advance = Guide.mask, Guide.advance
+    match bug:
+        case "unmasked-target":
+            monkeypatch.setattr(TokenMasks, "blocked", lambda self, at: torch.zeros(len(at.batch_R), 61).bool())
+        case "blind-to-the-tree":
+            monkeypatch.setattr(Guide, "mask", lambda self, path=(): mask(self))
+        case "no-rollback":
+            monkeypatch.setattr(Guide, "mask", lambda self, path=(): (advance(self, path[:1]), mask(self, path))[1])
+        case "late-guide":
+            monkeypatch.setattr(Guide, "advance", lambda self, tokens: None)
+        case _:
+            # Verification rejects wrong tokens, so that the text stays the same; only the steps are more.
+            monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
+            submits = [r for r in requests() if r.sampling.grammar]
+            assert run(guided_engine(), submits) == texts(plain, submits)
+            return
+    submits = [r for r in requests() if r.sampling.grammar]
+    try:
+        different = run(guided_engine(), submits) != texts(plain, submits)
+    except AssertionError:
+        different = True  # an answer ended with an error
+    assert different
+
+
+def test_a_grammar_that_fails_midway_ends_its_request_alone(
+    guided_engine: Any, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits of the library are per step, so a grammar can exceed one in the middle of an answer."""
+    right = Guide._compute
+
+    def fails(self: Guide, depth: int) -> Any:
+        if self._emitted >= 3 and self._matcher is broken[0]:
+            self.error = "lexer too complex"
+            return None
+        return right(self, depth)
+
+    monkeypatch.setattr(Guide, "_compute", fails)
+    submits = [r for r in requests(rounds=2) if r.sampling.grammar]
+    engine = guided_engine()
+    for submit in submits:
+        engine.add(submit)
+    broken: list[Any] = [None]
+    answers: dict[str, list[int]] = {r.request_id: [] for r in submits}
+    failed = {}
+    while not engine.idle:
+        for one in engine.step():
+            answers[one.request_id] += one.tokens
+            if one.finish == "error":
+                failed[one.request_id] = one.error
+        request = engine._requests.get("1")
+        broken[0] = request.guide._matcher if request is not None and request.guide is not None else broken[0]
+    engine.check()
+    wanted = texts(plain, submits)
+    assert failed == {"1": "lexer too complex"}
+    part = answers.pop("1")
+    assert 3 <= len(part) < len(wanted["1"])
+    assert part == wanted.pop("1")[: len(part)]
+    assert answers == wanted

@@ -1,0 +1,221 @@
+"""Positions in grammars: masks behind tree paths, the end of a grammar, forced tokens, and failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from char_tokenizer import END, tokenizer_json
+from tokenizers import Tokenizer
+
+from specdecode_worker.guided import guide as guide_module
+from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.grammar_compiler import CACHED_GRAMMARS, MAX_GRAMMAR_BYTES, GrammarCompiler
+from specdecode_worker.guided.grammars import (
+    choice_grammar,
+    context_free_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from specdecode_worker.guided.guide import Guide
+
+SIZE = 61
+TOKENIZER = Tokenizer.from_str(tokenizer_json())
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+def allowed(mask: Any) -> set[int]:
+    return {token for token in range(len(mask) * 32) if mask[token // 32] >> np.uint32(token % 32) & 1}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_json, SIZE, (END,))
+
+
+def test_masks_follow_paths_and_leave_the_position(compiler: GrammarCompiler) -> None:
+    guide = compiler.guide(regex_grammar("ab[0-9]c"))
+    at_start = allowed(guide.mask())
+    assert at_start == set(ids("ab")), "forced bytes are written as the tokenizer writes them"
+    digits = {token for digit in "0123456789" for token in ids(digit)}
+    assert allowed(guide.mask(ids("ab"))) == digits
+    assert allowed(guide.mask([*ids("a"), *ids("b"), *ids("7")])) == set(ids("c"))
+    assert allowed(guide.mask()) == at_start
+
+
+@pytest.mark.parametrize("path", ["b", "abc", "ab7cc", "ab7c}"])
+def test_a_draft_token_that_violates_the_grammar_has_no_mask(compiler: GrammarCompiler, path: str) -> None:
+    guide = compiler.guide(regex_grammar("ab[0-9]c"))
+    tokens = [token for letter in path for token in ids(letter)]
+    assert guide.mask(tokens) is None
+    assert allowed(guide.mask()) == set(ids("ab"))
+    assert not guide.error
+
+
+def test_draft_tokens_behind_the_end_of_the_grammar_have_no_mask(compiler: GrammarCompiler) -> None:
+    guide = compiler.guide(choice_grammar(["ab"]))
+    assert allowed(guide.mask(ids("ab"))) == {END}
+    for path in ([*ids("ab"), END], [*ids("ab"), END, END], [*ids("ab"), *ids("a")], [END], [*ids("a"), END]):
+        assert guide.mask(path) is None
+    guide.advance([*ids("ab"), END])
+    assert guide.ended
+    assert guide.mask() is None
+    guide.advance(ids("a"))
+    assert not guide.error
+
+
+def test_an_end_token_in_the_middle_ends_a_grammar_that_could_continue(compiler: GrammarCompiler) -> None:
+    guide = compiler.guide(regex_grammar("(ab)*"))
+    assert END in allowed(guide.mask())
+    guide.advance([*ids("ab"), END, *ids("ab")])
+    assert guide.ended
+    assert not guide.error
+
+
+def test_a_violation_by_emitted_tokens_is_an_error(compiler: GrammarCompiler) -> None:
+    guide = compiler.guide(choice_grammar(["ab"]))
+    guide.advance(ids("c"))
+    assert guide.error
+    assert guide.mask() is None
+    assert guide.forced() == ()
+
+
+def test_min_tokens_blocks_the_end_unless_nothing_else_is_allowed(compiler: GrammarCompiler) -> None:
+    open_ended = compiler.guide(regex_grammar("(ab)*"), min_tokens=3, blocked=(END,))
+    assert END not in allowed(open_ended.mask())
+    assert END not in allowed(open_ended.mask(ids("ab") * 2))
+    assert END in allowed(open_ended.mask(ids("ab") * 3))
+    open_ended.advance(ids("ab") * 2)
+    assert END in allowed(open_ended.mask(ids("ab")))
+    complete = compiler.guide(choice_grammar(["ab"]), min_tokens=3, blocked=(END,))
+    assert allowed(complete.mask(ids("ab"))) == {END}
+
+
+def test_forced_tokens_are_the_only_possible_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "object", "properties": {"name": {"enum": ["abc"]}}, "required": ["name"],
+              "additionalProperties": False}  # fmt: skip
+    guide = compiler.guide(json_grammar(schema, white_space=False))
+    assert TOKENIZER.decode(guide.forced()) == '{"name":"abc"}'
+    guide.advance(ids('{"'))
+    assert TOKENIZER.decode(guide.forced()) == 'name":"abc"}'
+    monkeypatch.setattr(guide_module, "MOST_FORCED", 2)
+    guide.advance(ids("na"))
+    assert len(guide.forced()) == 2
+
+
+def test_bits_beyond_the_vocabulary_are_never_set(compiler: GrammarCompiler) -> None:
+    mask = compiler.guide(regex_grammar(".*")).mask()
+    assert mask is not None
+    assert max(allowed(mask)) < SIZE
+    assert len(mask) == 2
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        lark_grammar("start: missing"),
+        regex_grammar("(a"),
+        regex_grammar("(?=a)b"),
+        json_grammar({"type": "nothing"}),
+        json_grammar({"enum": ["x" * MAX_GRAMMAR_BYTES]}),
+    ],
+)
+def test_bad_and_too_large_grammars_are_refused(compiler: GrammarCompiler, grammar: str) -> None:
+    for _ in range(2):  # the second answer is cached
+        with pytest.raises(GrammarRefused) as refused:
+            compiler.guide(grammar)
+        assert 0 < len(refused.value.message) <= 500
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"items": schema}
+    with pytest.raises(GrammarRefused, match="cannot be read"):
+        json_grammar(schema)
+
+
+def test_text_that_is_no_grammar_is_refused() -> None:
+    with pytest.raises(GrammarRefused):
+        context_free_grammar("root ::= ( unclosed")
+
+
+def test_a_model_without_end_token_refuses_grammars() -> None:
+    with pytest.raises(GrammarRefused, match="end-of-text"):
+        GrammarCompiler(tokenizer_json, SIZE, ()).check(regex_grammar("a"))
+
+
+def test_guides_of_one_grammar_are_independent_and_compiled_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    right = GrammarCompiler._compile
+    monkeypatch.setattr(
+        GrammarCompiler, "_compile", lambda self, grammar: (compiled.append(grammar), right(self, grammar))[1]
+    )
+    grammar = regex_grammar("abcd?")
+    one, two = compiler.guide(grammar), compiler.guide(grammar)
+    one.advance(ids("ab"))
+    assert allowed(two.mask()) & set(ids("abc"))
+    assert not allowed(one.mask()) & set(ids("abc"))
+    assert compiled == [grammar]
+    for index in range(CACHED_GRAMMARS):
+        compiler.check(regex_grammar(f"a{{{index + 2}}}"))
+    compiler.check(grammar)
+    assert compiled.count(grammar) == 2, "the cache is bounded"
+
+
+def test_white_space_of_json_is_bounded(compiler: GrammarCompiler) -> None:
+    guide = compiler.guide(json_grammar({"type": "object"}))
+    guide.advance(ids("{"))
+    spaces = 0
+    while allowed(mask := guide.mask()) & set(ids(" ")):
+        assert mask is not None
+        guide.advance(ids(" "))
+        spaces += 1
+    assert 1 <= spaces <= 3
+    assert guide.mask(ids("\n")) is None
+
+
+def test_a_failing_matcher_ends_in_an_error_not_an_exception(compiler: GrammarCompiler) -> None:
+    class Failing:
+        def is_error(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return "lexer too complex"
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            return 0
+
+        def unsafe_compute_mask_ptr(self, *place: int) -> None:
+            return None
+
+    guide = Guide(Failing(), (END,), SIZE)  # type: ignore[arg-type]
+    assert guide.mask() is None
+    assert guide.error == "lexer too complex"
+
+
+class Panic(BaseException):
+    """Error like a panic of a Rust library, which is no Exception."""
+
+
+def test_a_panic_of_the_library_ends_one_request_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = compiler.guide(regex_grammar("ab"))
+
+    def panic(*args: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(guide, "_enter", panic)
+    assert guide.mask(ids("ab")) is None
+    assert guide.error == "index out of bounds"
+    monkeypatch.setattr(GrammarCompiler, "_build", panic)
+    with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
+        compiler.check(regex_grammar("panics"))

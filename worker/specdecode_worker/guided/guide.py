@@ -1,0 +1,125 @@
+"""Guide of one request: its position in the grammar, and the tokens that the grammar allows next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from specdecode_worker.guided.errors import library_message
+
+Mask = NDArray[np.uint32]
+"""Allowed tokens as bits: token t is bit t % 32 of word t // 32."""
+
+MOST_FORCED = 16
+"""Most tokens that are drafted from the grammar in one step. Each is verified by the target like any drafted token."""
+
+
+class Guide:
+    """Position of one request in its grammar.
+
+    The position follows the emitted tokens. ``mask`` looks at the tokens of a tree path behind it and returns. Only an
+    end-of-text token is allowed once the grammar is complete and cannot continue; ``ended`` is then set by that token.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_tokens: Sequence[int],
+        vocab_size: int,
+        *,
+        min_tokens: int = 0,
+        blocked: Sequence[int] = (),
+    ) -> None:
+        """Start at the position of ``matcher``, which the guide owns from now on.
+
+        Args:
+            matcher: Compiled grammar.
+            end_tokens: Token ids that end an answer.
+            vocab_size: Number of token ids of the model.
+            min_tokens: Number of answer tokens before which ``blocked`` tokens are not allowed, unless the grammar
+                allows no other token.
+            blocked: Those tokens.
+        """
+        self.ended = False
+        self.error = ""
+        """Reason why the grammar cannot be followed any further; empty if there is none."""
+        self._matcher, self._end_tokens = matcher, frozenset(end_tokens)
+        self._words, self._vocab_size = (vocab_size + 31) // 32, vocab_size
+        self._emitted, self._min_tokens = 0, min_tokens
+        self._blocked = _bits(blocked, self._words) if min_tokens else None
+        self._padding = ~_bits(range(vocab_size, self._words * 32), self._words)
+        self._forced: tuple[int, ...] | None = None
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        """Move behind emitted tokens. Tokens after the end of the grammar are ignored."""
+        for token in tokens:
+            if self.ended or self.error:
+                return
+            self._forced = None
+            self._emitted += 1
+            if token in self._end_tokens and self._matcher.is_accepting():
+                self.ended = True
+            elif self._matcher.try_consume_tokens([token]) != 1:
+                problem = self._matcher.get_error()
+                self.error = (
+                    library_message(problem) if problem else f"the grammar does not allow the token {token} here"
+                )
+
+    def mask(self, path: Sequence[int] = ()) -> Mask | None:
+        """Return the tokens allowed behind ``path``, the tokens of a tree path from the present position.
+
+        Return None if the path itself is not allowed: no token behind it can ever be emitted.
+        """
+        if self.ended or self.error:
+            return None
+        try:
+            consumed = self._enter(path)
+            mask = self._compute(len(path)) if consumed == len(path) else None
+            if consumed and not self._matcher.is_error():
+                self._matcher.rollback(consumed)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception; it ends this request alone
+            self.error = library_message(str(error))
+            return None
+        return mask
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that follow for certain, at most MOST_FORCED: those of the only possible next bytes.
+
+        The model may still write the same bytes with other tokens; verification decides.
+        """
+        if self._forced is None:
+            stopped = self.ended or self.error or self._matcher.is_stopped()
+            self._forced = () if stopped else tuple(self._matcher.compute_ff_tokens()[:MOST_FORCED])
+        return self._forced
+
+    def _enter(self, path: Sequence[int]) -> int:
+        """Consume the tokens of a path, as many as are allowed, and return their number. End tokens are never."""
+        end = next((i for i, token in enumerate(path) if token in self._end_tokens), len(path))
+        return self._matcher.try_consume_tokens(list(path[:end])) if end else 0
+
+    def _compute(self, depth: int) -> Mask | None:
+        """Compute the mask at the matcher's position, ``depth`` tokens behind the emitted ones."""
+        mask = np.zeros(self._words, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        mask &= self._padding
+        if self._matcher.is_error() or not mask.any():
+            problem = self._matcher.get_error() or "the grammar allows none of the model's tokens here"
+            self.error = library_message(problem)
+            return None
+        if self._blocked is not None and self._emitted + depth < self._min_tokens:
+            rest = mask & ~self._blocked
+            return rest if rest.any() else mask
+        return mask
+
+
+def _bits(tokens: Iterable[int], words: int) -> Mask:
+    """Return the mask with the bits of these tokens."""
+    mask = np.zeros(words, dtype=np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask

@@ -1,0 +1,188 @@
+"""Grammars of answers: built from a request and compiled in a thread, so that other requests do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specdecode_worker.contract import ToolFormat
+from specdecode_worker.guided import grammars
+from specdecode_worker.guided.errors import GrammarRefused
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.schema_paths import locate
+from specdecode_worker.server.errors import BadRequest, TooManyWaiting
+from specdecode_worker.server.grammars.call_grammars import (
+    NO_ARGUMENTS,
+    CallableFunction,
+    calls_within_text,
+    forced_calls,
+)
+from specdecode_worker.server.requests import ChatRequest, GenerationRequest
+from specdecode_worker.server.requests.structured_outputs import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from specdecode_worker.server.requests.tools import Tool
+from specdecode_worker.server.requests.unsupported_fields import unsupported
+
+COMPILE_SECONDS = 10.0
+"""Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
+LOCATE_SECONDS = 1.0
+"""Longest search for the part of a schema at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Schema in a request that a grammar is made of. ``field`` is its place in the body."""
+
+    field: str
+    schema: Any = None
+    exact: bool = True
+
+
+class AnswerGrammars:
+    """Grammars of answers for one model."""
+
+    def __init__(self, compiler: GrammarCompiler, tool_format: ToolFormat | None) -> None:
+        """Create the builder. ``tool_format`` is the tool call format of the model; None if it has none."""
+        self._compiler, self._tool_format = compiler, tool_format
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+
+    async def of(self, body: GenerationRequest) -> str:
+        """Return the grammar of the answers to a request; empty if they may be any text.
+
+        Raises:
+            BadRequest: The grammar cannot be used; the error names the part of a schema at fault.
+            TooManyWaiting: Other compilations take too long.
+        """
+        tools_matter = isinstance(body, ChatRequest) and (body.forced_tools or body.has_strict_tools)
+        if not body.has_format and not tools_matter:
+            return ""
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
+            return await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError:
+            raise TooManyWaiting("grammars take too long to compile now; try again later") from None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, body: GenerationRequest) -> str:
+        """Build and check the grammar of a request."""
+        parts = _parts(body)
+        try:
+            grammar = self._grammar(body)
+            self._compiler.check(grammar)
+        except GrammarRefused as error:
+            raise self._refusal(error, parts) from None
+        return grammar
+
+    def _grammar(self, body: GenerationRequest) -> str:
+        if isinstance(body, ChatRequest) and (body.forced_tools or (body.has_strict_tools and not body.has_format)):
+            return self._calls(body)
+        answer_format = body.response_format
+        if isinstance(answer_format, JsonSchemaFormat):
+            schema = answer_format.json_schema
+            return grammars.json_grammar(schema.schema_, exact=bool(schema.strict))
+        if isinstance(answer_format, JsonObjectFormat):
+            return grammars.json_grammar({"type": "object"})
+        assert body.structured_outputs is not None
+        return _structured(body.structured_outputs)
+
+    def _calls(self, body: ChatRequest) -> str:
+        assert self._tool_format is not None, "the route has checked that the model can call tools"
+        if body.forced_tools:
+            functions = _functions(body.forced_tools)
+            return forced_calls(self._tool_format, functions, parallel=body.parallel_tool_calls)
+        return calls_within_text(self._tool_format, _functions(body.tools), parallel=body.parallel_tool_calls)
+
+    def _refusal(self, error: GrammarRefused, parts: Sequence[_Part]) -> BadRequest:
+        """Return the response that names the part of the request at fault."""
+        if len(parts) == 1 and parts[0].schema is None:
+            return BadRequest(error.message, param=parts[0].field, code="invalid_value")
+        deadline = time.monotonic() + LOCATE_SECONDS
+        for part in parts:
+            compiles = partial(self._compiles, part.exact, deadline)
+            if part.schema is not None and not compiles(part.schema):
+                path = _text_of(locate(part.schema, compiles))
+                return BadRequest(error.message, param=part.field + path, code="invalid_value")
+        if parts[0].field == "tools":
+            return unsupported(error.message, "tool_choice")
+        return BadRequest(error.message, param=parts[0].field, code="invalid_value")
+
+    def _compiles(self, exact: bool, deadline: float, schema: Any) -> bool:
+        """Return whether a schema can be compiled, or True after ``deadline``, which ends a search for its fault."""
+        if time.monotonic() > deadline:
+            return True
+        try:
+            return self._compiler.compiles(grammars.json_grammar(schema, exact=exact))
+        except GrammarRefused:
+            return False
+
+
+def _structured(wanted: StructuredOutputs) -> str:
+    """Return the grammar of vLLM's field ``structured_outputs``."""
+    spaced = not wanted.disable_any_whitespace
+    if wanted.regex is not None:
+        return grammars.regex_grammar(wanted.regex)
+    if wanted.choice is not None:
+        return grammars.choice_grammar(wanted.choice)
+    if wanted.grammar is not None:
+        return grammars.context_free_grammar(wanted.grammar)
+    if wanted.json_ is None:
+        return grammars.json_grammar({"type": "object"}, white_space=spaced)
+    return grammars.json_grammar(_schema_of(wanted.json_), white_space=spaced)
+
+
+def _schema_of(schema: dict[str, Any] | str) -> Any:
+    """Return a schema that may be given as its text."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"the schema is no JSON: {error}") from None
+    if not isinstance(parsed, dict | bool):
+        raise GrammarRefused("the schema must be an object")
+    return parsed
+
+
+def _functions(tools: Sequence[Tool]) -> list[CallableFunction]:
+    return [
+        CallableFunction(
+            tool.function.name,
+            NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters,
+            bool(tool.function.strict),
+        )
+        for tool in tools
+    ]
+
+
+def _parts(body: GenerationRequest) -> list[_Part]:
+    """Return the parts of a request that its grammar is made of."""
+    if isinstance(body, ChatRequest) and (body.forced_tools or (body.has_strict_tools and not body.has_format)):
+        forced = body.forced_tools or body.tools
+        return [_Part("tools")] + [
+            _Part(f"tools[{i}].function.parameters", tool.function.parameters, bool(tool.function.strict))
+            for i, tool in enumerate(body.tools)
+            if tool in forced and tool.function.parameters is not None
+        ]
+    if isinstance(body.response_format, JsonSchemaFormat):
+        schema = body.response_format.json_schema
+        return [_Part("response_format.json_schema.schema", schema.schema_, bool(schema.strict))]
+    wanted = body.structured_outputs
+    if wanted is None:
+        return [_Part("response_format")]
+    kinds = {"json": wanted.json_, "regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}
+    field = next((kind for kind, value in kinds.items() if value is not None), "json_object")
+    schema_ = wanted.json_ if isinstance(wanted.json_, dict) else None
+    return [_Part(f"structured_outputs.{field}", schema_)]
+
+
+def _text_of(path: Sequence[str | int]) -> str:
+    """Return a path as text: ("properties", "a", "anyOf", 0) becomes ".properties.a.anyOf[0]"."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
