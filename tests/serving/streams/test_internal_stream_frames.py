@@ -299,7 +299,7 @@ async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient, servic
         ("PUT", "/tokenize", None),
     ],
 )
-async def test_public_routes_answer_alike_on_the_admin_port(
+async def test_public_routes_give_the_same_answer_on_the_admin_port(
     admin: httpx.AsyncClient, client: httpx.AsyncClient, method: str, path: str, body: Any
 ) -> None:
     public = await client.request(method, path, json=body)
