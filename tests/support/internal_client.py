@@ -28,6 +28,15 @@ from specdecode_worker.contract.internal_stream import (
     encode_request,
 )
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def opened(route: str = COMPLETIONS, *, request_id: str = "r-1", **body: Any) -> OpenStream:
+    """Return a request; ``body`` are fields that differ from the usual ones."""
+    asked: dict[str, Any] = {"model": "small", "max_tokens": 24, "seed": 5, **body}
+    asked.setdefault(*(("messages", [{"role": "user", "content": "hi"}]) if route == CHAT else ("prompt", "hello")))
+    return OpenStream(route=route, body=json.dumps(asked).encode(), request_id=request_id)
+
 
 async def frames(client: httpx.AsyncClient, request: OpenStream) -> AsyncIterator[Frame]:
     """Open a stream and yield its frames as they arrive. The client has the URL and the token of the admin port."""

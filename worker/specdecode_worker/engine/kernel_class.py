@@ -1,4 +1,4 @@
-"""Class of the numeric kernels: two workers of one class round alike, so they choose the same tokens."""
+"""Class of the numeric kernels: two workers of one class round in the same way, so they choose the same tokens."""
 
 from __future__ import annotations
 

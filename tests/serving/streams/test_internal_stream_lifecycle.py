@@ -1,0 +1,163 @@
+"""Life of internal streams: full queues, signs of life, moves, hang-ups, and routers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import fake_engine
+import httpx
+import pytest
+from internal_client import Journal, frames, opened
+from worker_process import WorkerProcess, fake, worker_config
+
+from specdecode_worker.contract import Route
+from specdecode_worker.contract.internal_stream import (
+    INTERNAL_STREAMS,
+    Alive,
+    Error,
+    Moved,
+    encode_request,
+)
+from specdecode_worker.engine.ipc.engine_client import EngineClient
+from specdecode_worker.engine.ipc.heartbeat import Heartbeat, Phase
+from specdecode_worker.server.lifecycle import Shutdown
+from specdecode_worker.server.service import Service
+
+SILENT = [fake_engine.SILENT, 1, 2]
+
+
+@contextlib.asynccontextmanager
+async def _running(admin: httpx.AsyncClient, service: Service, count: int = 1) -> AsyncIterator[list[Journal]]:
+    """Yield the journals of streams that wait for a silent engine."""
+    journals = [Journal(opened(prompt=SILENT, request_id=str(number))) for number in range(count)]
+    tasks = [asyncio.create_task(journal.follow(admin)) for journal in journals]
+    try:
+        while service.engine.in_flight < count:
+            await asyncio.sleep(0.01)
+        yield journals
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_drain_moves_every_stream_at_once(admin: httpx.AsyncClient, service: Service, shutdown: Shutdown) -> None:
+    async with _running(admin, service, 3) as journals:
+        began = time.monotonic()
+        assert await shutdown.begin() == 0
+        assert time.monotonic() - began < 1
+        await asyncio.sleep(0.05)
+        assert [type(journal.last) for journal in journals] == [Moved] * 3
+    assert not service.lifecycle.on_leave, "ended streams are not notified"
+    late = await Journal(opened()).follow(admin)
+    assert isinstance(late.last, Error)
+    assert (late.last.status, late.last.retryable) == (503, True)
+
+
+async def test_leaving_worker_takes_no_new_stream(admin: httpx.AsyncClient, service: Service) -> None:
+    service.lifecycle.leave()
+    late = await Journal(opened()).follow(admin)
+    assert isinstance(late.last, Error)
+    assert (late.last.status, late.last.retryable) == (503, True)
+
+
+async def test_cancelled_stream_frees_its_place(admin: httpx.AsyncClient, service: Service) -> None:
+    async with _running(admin, service):
+        pass
+    assert service.engine.in_flight == 0
+    assert (await service.report()).running == 0
+
+
+async def test_alive_frames_follow_the_heartbeat(
+    admin: httpx.AsyncClient, service: Service, shutdown: Shutdown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _running(admin, service) as (beating,):
+        await asyncio.sleep(0.8)
+        await shutdown.begin()
+        await asyncio.sleep(0.05)
+    assert 3 <= beating.alive <= 6
+
+
+async def test_stopped_engine_gives_no_sign_of_life(
+    admin: httpx.AsyncClient, service: Service, shutdown: Shutdown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Heartbeat(Phase.STEP, 0.0, time.monotonic() - 0.6, 7, 1, 0, 0.1)
+    monkeypatch.setattr(EngineClient, "heartbeat", property(lambda _: old))
+    async with _running(admin, service) as (stopped,):
+        await asyncio.sleep(0.6)
+        await shutdown.begin()
+        await asyncio.sleep(0.05)
+    assert (stopped.alive, type(stopped.last)) == (0, Moved)
+
+
+async def test_full_queue_is_retryable_and_says_when(admin: httpx.AsyncClient, service: Service) -> None:
+    async with _running(admin, service, 8):
+        refused = await Journal(opened()).follow(admin)
+    assert isinstance(refused.last, Error)
+    assert (refused.last.status, refused.last.retryable) == (429, True)
+    assert dict(refused.last.headers)["Retry-After"] == "1"
+
+
+@pytest.fixture
+def worker(model_folder: Path, tmp_path: Path) -> Iterator[WorkerProcess]:
+    with fake(worker_config(model_folder).model_dump_json(), tmp_path / "log") as started:
+        started.wait_ready()
+        yield started
+
+
+def _admin_client(worker: WorkerProcess) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {worker.admin_token}"}
+    return httpx.AsyncClient(base_url=worker.admin, headers=headers, timeout=10)
+
+
+async def test_hang_up_cancels_the_request_at_once(worker: WorkerProcess) -> None:
+    async with _admin_client(worker) as client:
+        stream = frames(client, opened(prompt=SILENT))
+        assert isinstance(await anext(stream), Alive), "frames arrive one by one"
+        assert worker.call_admin(Route.report).json()["running"] == 1
+        await stream.aclose()
+    worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+
+
+def test_router_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    config = worker_config(model_folder)
+    config = config.model_copy(update={"server": config.server.model_copy(update={"write_timeout_seconds": 1})})
+    request = opened(prompt="SAY:" + "x" * 200, max_tokens=200, logprobs=20, n=8, stream=True)
+    with fake(config.model_dump_json(), tmp_path / "log") as worker:
+        worker.wait_ready()
+        token, url = worker.admin_token, httpx.URL(worker.admin)
+        body = encode_request(request)
+        head = (
+            f"POST {INTERNAL_STREAMS} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((url.host, url.port)) as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.sendall(head.encode() + body)
+            worker.wait_until(lambda: "does not read its answer" in worker.log)
+            worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+            worker.terminate()
+            assert worker.exit_code(3) == 0, "its unread answers delay no drain"
+
+
+async def test_killed_engine_is_a_retryable_error(worker: WorkerProcess) -> None:
+    async with _admin_client(worker) as client:
+        stream = frames(client, opened(prompt=[fake_engine.CRASH]))
+        *_, last = [frame async for frame in stream]
+    assert isinstance(last, Error)
+    assert (last.status, last.retryable) == (500, True)
+
+
+async def test_sigterm_moves_streams_and_loses_none(worker: WorkerProcess) -> None:
+    async with _admin_client(worker) as client:
+        stream = frames(client, opened(prompt=SILENT))
+        await anext(stream)
+        worker.terminate()
+        *_, last = [frame async for frame in stream]
+    assert isinstance(last, Moved)
+    assert worker.exit_code(5) == 0
