@@ -197,9 +197,9 @@ def table(results: dict[str, Any]) -> str:
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name in ("direct", "router", "worker killed"):
         one = results[name]
+        usage = [one.get(f"router_{key}", "-") for key in ("cpu_us_per_chunk", "run_delay_s", "resident_mb")]
         cells = [name, f"{one['complete']}/{one['streams']}", one["latency_ms"]["p50"], one["latency_ms"]["p99"],
-                 one["longest_gap_ms"]["p99"], one.get("router_cpu_us_per_chunk", "-"), one.get("router_run_delay_s", "-"),
-                 one.get("router_resident_mb", "-")]  # fmt: skip
+                 one["longest_gap_ms"]["p99"], *usage]  # fmt: skip
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
