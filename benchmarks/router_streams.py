@@ -34,7 +34,7 @@ _ROOT = Path(__file__).parents[1]
 _STAND_IN = Path(__file__).parent / "lean_stand_in.py"
 _EVENT = re.compile(rb'"content":"(\d+ )"\}\}\],"made":([\d.]+)')
 _BUCKET = re.compile(r'added_latency_seconds_bucket{le="([^"]+)",stage="write"} ([\d.e+]+)')
-_RAMP_SECONDS = 2.0
+_RAMP_SECONDS = 4.0
 """Time in which all streams are opened, so that their chunks are spread evenly."""
 
 
@@ -46,7 +46,10 @@ class Stream(asyncio.Protocol):
     body: bytes
     ends_with: bytes
     done: asyncio.Future[None]
+    count_from: float
+    """Time from which latencies count: all streams are open by then."""
     latencies: list[float] = field(default_factory=list)
+    chunks: int = 0
     gap: float = 0.0
     """Longest time between two chunks."""
     text: bytearray = field(default_factory=bytearray)
@@ -63,9 +66,10 @@ class Stream(asyncio.Protocol):
         for match in _EVENT.finditer(data):
             end = match.end()
             self.text += match[1]
-            self.latencies.append(now - float(match[2]))
-            if self._last:
-                self.gap = max(self.gap, now - self._last)
+            if now > self.count_from:
+                self.latencies.append(now - float(match[2]))
+                self.gap = max(self.gap, now - (self._last or now))
+            self.chunks += 1
             self._last = now
         self._rest = data[end:]
         if self.ends_with in self._rest and not self.done.done():
@@ -109,6 +113,10 @@ class Processes:
         counts = {le: float(count) for le, count in _BUCKET.findall(text)}
         return {f"within_{le}_s": round(counts[le] / counts["+Inf"], 5) for le in ("0.0005", "0.001", "0.01")}
 
+    def router_run_delay(self) -> float:
+        """Return the seconds for which the router was ready to run while other processes had the cores."""
+        return int(Path(f"/proc/{self._running[-1].pid}/schedstat").read_text().split()[1]) / 1e9
+
     def router_usage(self) -> tuple[float, int]:
         """Return CPU seconds and resident bytes of the router."""
         stat = Path(f"/proc/{self._running[-1].pid}/stat").read_text().rpartition(")")[2].split()
@@ -119,10 +127,10 @@ class Processes:
 async def run_streams(port: int, count: int, *, direct: bool, at_half: Any = None, seconds: float) -> list[Stream]:
     """Run ``count`` streams and return them. ``at_half`` is called in the middle."""
     loop = asyncio.get_running_loop()
-    streams = []
+    streams, count_from = [], time.monotonic() + _RAMP_SECONDS + 1
     for number in range(count):
         body = json.dumps({"messages": [{"role": "user", "content": f"{number}"}], "stream": True}).encode()
-        streams.append(Stream(_request(body, direct), body, b"[DONE]", loop.create_future()))
+        streams.append(Stream(_request(body, direct), body, b"[DONE]", loop.create_future(), count_from))
     if at_half is not None:
         loop.call_later(_RAMP_SECONDS + seconds / 2, at_half)
     for stream in streams:
@@ -148,7 +156,7 @@ def summary(streams: list[Stream], tokens: int) -> dict[str, Any]:
     return {
         "streams": len(streams),
         "complete": complete,
-        "chunks": len(latencies),
+        "chunks": sum(stream.chunks for stream in streams),
         "latency_ms": {f"p{p}": round(1000 * _percentile(latencies, p), 3) for p in (50, 90, 99)},
         "longest_gap_ms": {f"p{p}": round(1000 * _percentile(gaps, p), 1) for p in (50, 90, 99, 100)},
     }
@@ -160,7 +168,8 @@ def _percentile(values: list[float], percent: int) -> float:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     interval, tokens = 1 / args.rate, int(args.rate * args.seconds)
-    results: dict[str, Any] = {"streams": args.streams, "chunks_per_second_each": args.rate, "seconds": args.seconds}
+    results: dict[str, Any] = {"streams": args.streams, "chunks_per_second_each": args.rate, "seconds": args.seconds,
+                               "load_average": os.getloadavg()[0]}  # fmt: skip
     for name in ("direct", "router", "worker killed"):
         with Processes(interval, tokens) as processes:
             direct = name == "direct"
@@ -173,6 +182,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             results[name] = summary(streams, tokens)
             if not direct:
                 chunks = results[name]["chunks"]
+                results[name]["router_run_delay_s"] = round(processes.router_run_delay(), 2)
                 results[name]["router_write_stage"] = processes.write_stage()
                 results[name]["router_cpu_us_per_chunk"] = round(1e6 * (after - before) / chunks, 1)
                 results[name]["router_resident_mb"] = round(resident / 1e6, 1)
@@ -183,13 +193,13 @@ def table(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     streams, rate = results["streams"], results["chunks_per_second_each"]
     lines = [f"{streams} streams of {rate:g} chunks/s over three stand-ins.", "",
-             "| run | complete | p50 ms | p99 ms | longest gap p99 ms | CPU us/chunk | MB |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+             "| run | complete | p50 ms | p99 ms | longest gap p99 ms | CPU us/chunk | run delay s | MB |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name in ("direct", "router", "worker killed"):
         one = results[name]
+        usage = [one.get(f"router_{key}", "-") for key in ("cpu_us_per_chunk", "run_delay_s", "resident_mb")]
         cells = [name, f"{one['complete']}/{one['streams']}", one["latency_ms"]["p50"], one["latency_ms"]["p99"],
-                 one["longest_gap_ms"]["p99"], one.get("router_cpu_us_per_chunk", "-"),
-                 one.get("router_resident_mb", "-")]  # fmt: skip
+                 one["longest_gap_ms"]["p99"], *usage]  # fmt: skip
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -63,6 +64,9 @@ async def serve(settings: RouterSettings) -> int:
     token = _token(settings)
     listener = _bind(settings)
     _raise_file_limit(settings.max_connections)
+    # Modules and classes stay for ever; without this every full collection walks them and delays all streams.
+    gc.collect()
+    gc.freeze()
     async with (
         _sources(settings) as (discovery, demand),
         running_router(settings, token, discovery, listener, demand) as state,
