@@ -196,7 +196,10 @@ class Reconciler:
             excluded=decision.excluded,
         )
         self._parts.table.update(deployment.key, published=published)
-        self._parts.published(deployment.key)
+        # After a start, the next round of reports pushes what is needed. Rounds of all deployments at once would delay
+        # the first reconciles.
+        if before is not None:
+            self._parts.published(deployment.key)
 
     async def _mark_and_evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
         """Annotate deletion costs, and evict workers to be replaced. Failures are logged; a later run repeats them."""
