@@ -21,14 +21,14 @@ pytestmark = pytest.mark.embedded
 SHAPES: Any = {
     "type": "object",
     "properties": {
-        "shape": {"type": "string"},
         "dimensions": {"type": "object", "properties": {"base": {"type": "number"}, "height": {"type": "number"}}},
+        "shape": {"type": "string"},
     },
     "required": ["shape", "dimensions"],
 }
 TEXTS = (
     '{"dimensions":{"properties":{"description":{"height":{"type":{"a": [1, 2, true]}}}}}, "shape":"x, y"}',
-    '{"shape": "circle", "dimensions": {"radius": 3.5, "height": 2}}',
+    '{"dimensions": {"height": 2, "radius": 3.5}, "shape": "circle"}',
 )
 
 
