@@ -268,11 +268,11 @@ def test_a_grammar_that_fails_midway_ends_its_request_alone(
     """Limits of the library are per step, so a grammar can exceed one in the middle of an answer."""
     right = Guide._compute
 
-    def fails(self: Guide, depth: int) -> Any:
+    def fails(self: Guide, matcher: Any, depth: int) -> Any:
         if self._emitted >= 3 and self._matcher is broken[0]:
             self.error = "lexer too complex"
             return None
-        return right(self, depth)
+        return right(self, matcher, depth)
 
     monkeypatch.setattr(Guide, "_compute", fails)
     submits = [r for r in requests(rounds=2) if r.sampling.grammar]

@@ -76,16 +76,14 @@ class Guide:
         if self.ended or self.error:
             return None
         try:
-            consumed = self._enter(path)
-            mask = self._compute(len(path)) if consumed == len(path) else None
-            if consumed and not self._matcher.is_error():
-                self._matcher.rollback(consumed)
+            # A copy, because masks after a rollback of llguidance 1.9.1 can allow tokens that it then refuses.
+            matcher = self._matcher.deep_copy() if path else self._matcher
+            return self._compute(matcher, len(path)) if self._enters(matcher, path) else None
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is not an Exception; it ends this request alone
             self.error = library_message(str(error))
             return None
-        return mask
 
     def forced(self) -> tuple[int, ...]:
         """Return the tokens that follow for certain, at most MOST_FORCED: those of the only possible next bytes.
@@ -97,18 +95,19 @@ class Guide:
             self._forced = () if stopped else tuple(self._matcher.compute_ff_tokens()[:MOST_FORCED])
         return self._forced
 
-    def _enter(self, path: Sequence[int]) -> int:
-        """Consume the tokens of a path, as many as are allowed, and return their number. End tokens are never."""
-        end = next((i for i, token in enumerate(path) if token in self._end_tokens), len(path))
-        return self._matcher.try_consume_tokens(list(path[:end])) if end else 0
+    def _enters(self, matcher: LLMatcher, path: Sequence[int]) -> bool:
+        """Move a matcher behind a path. Return False if the path is not allowed; end tokens never are."""
+        if any(token in self._end_tokens for token in path):
+            return False
+        return not path or matcher.try_consume_tokens(list(path)) == len(path)
 
-    def _compute(self, depth: int) -> Mask | None:
-        """Compute the mask at the matcher's position, ``depth`` tokens behind the emitted ones."""
+    def _compute(self, matcher: LLMatcher, depth: int) -> Mask | None:
+        """Compute the mask at a matcher's position, ``depth`` tokens behind the emitted ones."""
         mask = np.zeros(self._words, dtype=np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         mask &= self._padding
-        if self._matcher.is_error() or not mask.any():
-            problem = self._matcher.get_error() or "the grammar allows none of the model's tokens here"
+        if matcher.is_error() or not mask.any():
+            problem = matcher.get_error() or "the grammar allows none of the model's tokens here"
             self.error = library_message(problem)
             return None
         if self._blocked is not None and self._emitted + depth < self._min_tokens:

@@ -213,7 +213,7 @@ def test_a_panic_of_the_library_ends_one_request_alone(
     def panic(*args: Any) -> Any:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(guide, "_enter", panic)
+    monkeypatch.setattr(guide, "_enters", panic)
     assert guide.mask(ids("ab")) is None
     assert guide.error == "index out of bounds"
     monkeypatch.setattr(GrammarCompiler, "_build", panic)

@@ -1,0 +1,70 @@
+"""Masks behind tree paths equal those of a fresh guide that reads the same tokens, with a real vocabulary.
+
+Every token that a mask allows can also be consumed, and looking behind a path leaves the position unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdecode_worker.commands.common.flags import EMBEDDED_TARGET
+from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.guided.grammars import json_grammar
+from specdecode_worker.models.checkpoints.model_store import default_cache_dir, resolve
+from specdecode_worker.server.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.embedded
+
+SHAPES: Any = {
+    "type": "object",
+    "properties": {
+        "dimensions": {
+            "type": "object",
+            "properties": {name: {"type": "number"} for name in ("base", "height", "radius", "side")},
+        },
+        "shape": {"type": "string"},
+    },
+    "required": ["shape", "dimensions"],
+}
+TEXTS = (
+    '{"dimensions":{"properties":{"description":{"height":{"type":{"a": [1, 2, true]}}}}}, "shape":"x, y"}',
+    '{"dimensions": {"height": 2, "radius": 3.5}, "shape": "circle"}',
+)
+
+
+MOST_PROBES = 200
+END = 2
+
+
+def allowed(mask: Any) -> list[int]:
+    """Return the allowed tokens, without the end token, behind which nothing follows."""
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return [token for token in tokens if token != END]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_masks_behind_paths_equal_those_of_a_fresh_guide(text: str) -> None:
+    tokenizer = Tokenizer.from_folder(resolve(EMBEDDED_TARGET, default_cache_dir()))
+    compiler = GrammarCompiler(lambda: tokenizer.json, tokenizer.vocab_size, (END,))
+    grammar, tokens = json_grammar(SHAPES), tokenizer.encode(text)
+    guide = compiler.guide(grammar)
+    for place, token in enumerate(tokens):
+        before = guide.mask()
+        for end in range(place, min(place + 4, len(tokens)) + 1):
+            fresh = compiler.guide(grammar)
+            fresh.advance(tokens[:end])
+            mask, wanted = guide.mask(tokens[place:end]), fresh.mask()
+            assert mask is not None
+            assert wanted is not None
+            assert np.array_equal(mask, wanted), (place, end, tokenizer.decode(tokens[place:end]))
+        assert before is not None
+        for other in allowed(before)[:MOST_PROBES]:
+            assert guide.mask([other]) is not None, (place, tokenizer.decode([other]))
+        after = guide.mask()
+        assert after is not None
+        assert np.array_equal(before, after)
+        guide.advance([token])
+        assert not guide.error
