@@ -188,8 +188,10 @@ def forget(namespace: str, name: str) -> None:
 def forget_all() -> None:
     """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
     _tasks_by_key.clear()
-    for metric in (*_GAUGES, *_COUNTERS):
-        metric.clear()
+    for gauge in _GAUGES:
+        gauge.clear()
+    for counter in _COUNTERS:
+        counter.clear()
 
 
 def _set_known(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | None) -> None:
