@@ -36,7 +36,7 @@ class Baseline:
 
     @classmethod
     def of(cls, report: Report, tag: str = "") -> Baseline:
-        baseline = cls(zlib.compress(report.model_dump_json().encode(), 1), report.clock_seconds, tag)
+        baseline = cls(zlib.compress(report.model_dump_json().encode(), 3), report.clock_seconds, tag)
         _reports.put(baseline.packed, report)
         return baseline
 
@@ -77,7 +77,7 @@ class _ReportCache:
             self._reports.popitem(last=False)
 
 
-_reports = _ReportCache(size=40)
+_reports = _ReportCache(size=24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

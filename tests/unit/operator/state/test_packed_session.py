@@ -40,4 +40,4 @@ def test_reports_are_equal_after_they_left_the_cache() -> None:
     assert [baseline.report for baseline in baselines] == reports
     assert baselines[-1].report is baselines[-1].report, "a decision reads it several times"
     assert baselines[0].at(7.0).report.clock_seconds == 7.0
-    assert len(session_module._reports._reports) <= 40
+    assert len(session_module._reports._reports) <= 24
