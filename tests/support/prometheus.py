@@ -51,10 +51,12 @@ def known_series() -> set[str]:
     from prometheus_client.metrics import MetricWrapperBase
 
     from specdecode_operator import metrics as operator_metrics
+    from specdecode_operator.gauges import DeploymentGauge
     from specdecode_router.telemetry.metrics import RouterMetrics
     from specdecode_worker.contract import Metric
 
     own = {m._name for m in vars(operator_metrics).values() if isinstance(m, MetricWrapperBase)}
+    own |= {m.name for m in vars(operator_metrics).values() if isinstance(m, DeploymentGauge)}
     of_router = {family.name for family in RouterMetrics().registry.collect()}
     return {f"{name}{suffix}" for name in own | of_router | set(Metric) for suffix in SUFFIXES}
 

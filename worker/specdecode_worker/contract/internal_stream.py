@@ -2,8 +2,8 @@
 
 A router posts an ``OpenStream`` as msgpack to ``INTERNAL_STREAMS`` on the admin port of a worker, with a token of the
 scope router. The answer is a sequence of frames: four bytes with the length (unsigned, big-endian), then one message
-as msgpack. ``Open`` is the first frame unless the request is refused; ``Moved``, ``Error`` or ``End`` is the last one.
-A connection that ends without one of these three has failed.
+as msgpack. ``Open`` comes first unless the request is refused, but for an ``Alive`` while the request is prepared;
+``Moved``, ``Error`` or ``End`` is the last frame. A connection that ends without one of these three has failed.
 
 Text depends on prompt, seed, sampling parameters and weights alone. A router that has the ``Open`` and the token ids
 of all steps so far can therefore continue the request on another worker with the same compatibility key: it sends them

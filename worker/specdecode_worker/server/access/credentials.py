@@ -82,7 +82,7 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     path = Path(config.api_keys_path)
 
     def read() -> dict[str, str]:
-        keys = read_secrets(path, first_number=len(fixed) + 1)
+        keys = read_secrets(path, first_number=len(fixed) + 1, many=True)
         if taken := sorted(keys.keys() & fixed.keys()):
             raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
         return keys

@@ -9,6 +9,8 @@ from specdecode_worker.server.errors import ServerError
 
 MAX_FILE_BYTES = 1 << 20
 """Largest file that is read. A Secret has at most 1 MiB."""
+TENANT_SETTINGS = "tenants.json"
+"""File in a folder of API keys that only routers read."""
 MAX_SECRETS = 4096
 """Most secrets of one path. Their files are examined every second."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
@@ -67,10 +69,14 @@ def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> di
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that hold secrets, by name.
 
-    The kubelet's own ``..data`` and other dot files are left out. So are links to files that an update of the Secret
-    has removed, which exist for a moment.
+    The kubelet's own ``..data`` and other dot files are left out, and the routers' settings of tenants. So are links to
+    files that an update of the Secret has removed, which exist for a moment.
     """
-    return sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file())
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if not file.name.startswith(".") and file.name != TENANT_SETTINGS and file.is_file()
+    )
 
 
 def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:

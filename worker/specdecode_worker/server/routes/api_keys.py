@@ -38,7 +38,8 @@ class ApiKeyCheck:
                     )
                     await error_response(error)(scope, receive, send)
                     return
-                scope["state"]["client_name"] = names[0]
+                # A file may hold an old and a new key of one client; those after the first are named FILE/2 and so on.
+                scope["state"]["client_name"] = names[0].partition("/")[0]
         await self._app(scope, receive, send)
 
 

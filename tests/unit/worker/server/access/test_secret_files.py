@@ -22,6 +22,16 @@ def test_folder_holds_one_key_per_file_and_dot_files_are_ignored(tmp_path: Path)
     assert read_secrets(tmp_path) == {"alice": "key-a", "bob.dev": "key-b"}
 
 
+def test_settings_of_tenants_are_no_key_and_a_file_may_hold_two(tmp_path: Path) -> None:
+    """Workers and routers mount the same Secret."""
+    (tmp_path / "tenants.json").write_text('{"alice": {"weight": 2}}')
+    (tmp_path / "alice").write_text("new-key\nold-key\n")
+    assert read_secrets(tmp_path, many=True) == {"alice": "new-key", "alice/2": "old-key"}
+    before = read_fingerprint(tmp_path)
+    (tmp_path / "tenants.json").write_text("{}")
+    assert read_fingerprint(tmp_path) == before
+
+
 def test_file_holds_one_key_per_line_with_or_without_a_name(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice=key-a\n\nplain\n  bob = key=b== \nc2VjcmV0==\nlast=\n")
