@@ -110,10 +110,10 @@ async def test_a_child_rests_and_is_repaired_within_two_seconds(
     before = children.record(identity)
     cluster.kubectl("patch", "configmap", "resting", "-p", '{"data":{"a":"2"}}', namespace=namespace)
     await seconds_until("the drift", lambda: children.record(identity) != before, limit=2)
+    drifted = children.record(identity)
     assert await children.apply(manifest, owner[1]) is None
     assert cluster.get("configmap", "resting", namespace)["data"] == {"a": "1"}
     assert methods[2:] == ["patch"]
-    drifted = children.record(identity)
     await seconds_until("the repair", lambda: children.record(identity) != drifted, limit=2)
     assert await children.apply(manifest, owner[1]) is None
     assert methods[3:] == [], "the repaired child rests"
