@@ -1,0 +1,52 @@
+"""Faults of workers on a cluster: signals to their engines, deletions and evictions."""
+
+from __future__ import annotations
+
+import json
+
+from harness.endpoint import Endpoint
+from kube import wait_for
+
+# The engine is the child process of the server with the weights in its memory.
+_SIGNAL_ENGINE = """
+import os
+for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        command = open(f"/proc/{name}/cmdline").read()
+        pages = int(open(f"/proc/{name}/statm").read().split()[1])
+    except OSError:
+        continue
+    if "spawn_main" in command and pages > 30000:
+        os.kill(int(name), NUMBER)
+        print("signalled", name)
+"""
+
+
+def signal_engine(endpoint: Endpoint, pod: str, number: int) -> None:
+    """Send a signal to the engine process of a worker."""
+    code = _SIGNAL_ENGINE.replace("NUMBER", str(int(number)))
+    assert "signalled" in endpoint.namespace.exec(pod, "python3", "-c", code)
+
+
+def kill_pod(endpoint: Endpoint, pod: str) -> None:
+    """Delete a pod without any grace period."""
+    endpoint.namespace.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
+
+
+def evict(endpoint: Endpoint, pod: str) -> None:
+    """Evict a pod through the Eviction API, which respects the PodDisruptionBudget."""
+    namespace = endpoint.namespace
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace.name}}
+    path = f"/api/v1/namespaces/{namespace.name}/pods/{pod}/eviction"
+    namespace.kubectl("create", "--raw", path, "--filename", "-", stdin=json.dumps(eviction))
+
+
+def restarts(endpoint: Endpoint, pod: str) -> int:
+    """Return how often the containers of a pod were restarted."""
+    statuses = endpoint.namespace.get("pod", pod)["status"].get("containerStatuses", [])
+    return sum(status["restartCount"] for status in statuses)
+
+
+def wait_for_ready_pods(endpoint: Endpoint, count: int) -> None:
+    """Wait until ``count`` workers are ready."""
+    wait_for(f"{count} workers are ready", lambda: len(endpoint.ready_pods()) == count, timeout_s=180, every_s=1)
