@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import planner_candidate
+
 from specdecode_operator.planning import acceptance, learn, look, moves, options, rows, trials
 from specdecode_operator.simulate.catalogue import TRACES, named
 from specdecode_operator.simulate.policies.registry import SCALERS
@@ -93,6 +95,7 @@ RULES: dict[str, Callable[[], None]] = {
     "only timed depths": lambda: setattr(options.Options, "within_timed", lambda self: list(self.by_shapes)),
     "doubt of deeper rates": lambda: set_everywhere(learn, "_doubted", lambda known, *_: known),
     "change points of rates": lambda: set_everywhere(sys.modules[f"{PLANNING}.change"], "rate_changed", never),
+    "all of them: the candidate": lambda: set_everywhere(rows, "moves", planner_candidate.changes),
     "change points of costs": lambda: set_everywhere(sys.modules[f"{PLANNING}.change"], "cost_changed", never),
 }
 PLANNING = "specdecode_operator.planning"
