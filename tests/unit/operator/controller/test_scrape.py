@@ -1,4 +1,4 @@
-"""Queries of the dashboard and of the alerts, run by a real Prometheus that scrapes an operator and a worker.
+"""Queries of the dashboard and of the alerts, run by a real Prometheus over an operator, a worker and a router.
 
 The tests in tests/e2e run the same queries on a cluster with real traffic.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -23,6 +24,10 @@ from specdecode_operator import metrics
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome
+from specdecode_router.placement.choose import PlacementOutcome
+from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.refusals import RefusalReason
+from specdecode_router.telemetry.metrics import HedgeOutcome, ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import LatencyHistogram, Report
 from specdecode_worker.metrics import ServerCounters, render
 
@@ -64,22 +69,15 @@ def operator() -> Iterator[str]:
     metrics.forget(*loop.deployment.key)
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[str]:
-    """Address of a worker's metrics as its server renders them from a report."""
-    loop = loop_over()
-    loop.polls(4)
-    latency = [
-        LatencyHistogram.model_validate({"name": name, "edges": (0.1, 1.0), "counts": (3, 2, 1), "sum": 2.0})
-        for name in ("ttft", "ttit", "e2e", "queue")
-    ]
-    report: Report = loop.worker.report().model_copy(update={"model": "m", "latency": tuple(latency)})
+@contextmanager
+def served(exposition: Callable[[], bytes]) -> Iterator[str]:
+    """Yield the address at which an exposition is served."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(render(report, ServerCounters(time.monotonic)))
+            self.wfile.write(exposition())
 
         def log_message(self, *_: object) -> None: ...
 
@@ -92,11 +90,50 @@ def worker() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def router() -> Iterator[str]:
+    """Yield the address of a router's metrics. Every scrape finds one more request that went through all stages."""
+    metrics_of_router = RouterMetrics()
+    metrics_of_router.follow_queue(Admission(QueueLimits(), time.monotonic))
+    metrics_of_router.set_workers(ready=2, suspect=0, terminating=0)
+
+    def exposition() -> bytes:
+        for stage in Stage:
+            metrics_of_router.observe_added_latency(stage, 0.001)
+        metrics_of_router.observe_queue_time(0.01)
+        with metrics_of_router.running_request():
+            metrics_of_router.count_request("alice", 200)
+        for outcome in PlacementOutcome:
+            metrics_of_router.count_placement(outcome)
+        metrics_of_router.count_refusal(RefusalReason.queue_full)
+        metrics_of_router.count_resume(ResumeReason.moved, ResumeOutcome.resumed, gap_seconds=0.1)
+        metrics_of_router.count_hedge(HedgeOutcome.won)
+        return metrics_of_router.exposition()
+
+    with served(exposition) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    """Address of a worker's metrics as its server renders them from a report."""
+    loop = loop_over()
+    loop.polls(4)
+    latency = [
+        LatencyHistogram.model_validate({"name": name, "edges": (0.1, 1.0), "counts": (3, 2, 1), "sum": 2.0})
+        for name in ("ttft", "ttit", "e2e", "queue")
+    ]
+    report: Report = loop.worker.report().model_copy(update={"model": "m", "latency": tuple(latency)})
+
+    with served(lambda: render(report, ServerCounters(time.monotonic))) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
 def prometheus(
-    promtool: Promtool, operator: str, worker: str, tmp_path_factory: pytest.TempPathFactory
+    promtool: Promtool, operator: str, worker: str, router: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     labels = {"namespace": "ns", "name": "demo", "pod": "demo-worker-1"}
-    targets = [Target("operator", operator), Target("workers", worker, labels)]
+    targets = [Target("operator", operator), Target("workers", worker, labels), Target("routers", router, labels)]
     with prometheus_over(promtool.folder, tmp_path_factory.mktemp("prometheus"), targets) as server:
         wait_for("two scrapes", lambda: server.query("count_over_time(up[1m]) > 2"), timeout_s=20)
         yield server

@@ -132,7 +132,7 @@ async def test_nudges_without_end_leave_a_gap_between_pushes() -> None:
 
 
 async def test_a_nudge_after_a_round_pushes_without_reading_reports_again() -> None:
-    async with bench_of(period=30.0) as bench:
+    async with bench_of(period=3600.0) as bench:
         worker, silent = GoodWorker(), GoodWorker(tokens={"other"})
         await bench.add(worker, silent)
         await asyncio.sleep(1)
