@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the operator and a worker, and evaluates every dashboard query and every alert.
+"""A real Prometheus scrapes the operator, a router and a worker, and evaluates every dashboard query and every alert.
 
 An earlier file deletes the shared endpoint, so this file deploys its own, after it has restarted the operator. The
 status shows figures only after a minute with 500 drafts in it, so there is traffic until they appear. Padded steps make
@@ -34,6 +34,9 @@ MAY_BE_EMPTY = {
     "specdecode_expected_gain_ratio",
     "specdecode_realised_gain_ratio",  # the gain may not have been measured yet
     "specdecode_objective_seconds",  # this deployment has no objective
+    "specdecode_router_resume",  # no worker fails meanwhile
+    "specdecode_router_hedges",
+    "specdecode_router_requests_refused",
 }
 SPECULATION: Manifest = {
     "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
@@ -48,6 +51,7 @@ def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
     made = resource(NAME, SPECULATION, {"template": with_knobs(EQUAL_STEPS)})
     made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
+    made["spec"]["router"] = {"replicas": 1, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
     watched.apply(made)
     endpoint = Endpoint(watched, NAME)
     endpoint.wait_ready()
@@ -59,7 +63,7 @@ def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
 def prometheus(
     scraped: Endpoint, release: Release, promtool: Promtool, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """Yield a Prometheus that scrapes both with the labels of the chart's monitors.
+    """Yield a Prometheus that scrapes all three with the labels of the chart's monitors.
 
     Traffic runs until the status shows a SPEEDUP.
     """
@@ -67,11 +71,13 @@ def prometheus(
     with ExitStack() as stack:
         operator = stack.enter_context(release.namespace.reach("pod", release.pod(), OPERATOR_METRICS))
         worker = stack.enter_context(scraped.namespace.reach("pod", pod, Port.http))
+        router = stack.enter_context(scraped.namespace.reach("pod", _router_pod(scraped), Port.http))
         url = stack.enter_context(scraped.namespace.reach("service", NAME, 80))
         labels = {"namespace": scraped.namespace.name, "name": NAME, "pod": pod}
         targets = [
             Target("operator", operator.removeprefix("http://")),
             Target("workers", worker.removeprefix("http://"), labels),
+            Target("routers", router.removeprefix("http://"), {**labels, "pod": "router"}),
         ]
         folder = tmp_path_factory.mktemp("prometheus")
         server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
@@ -80,6 +86,11 @@ def prometheus(
             wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=300, every_s=2)
             yield server
         assert not traffic.failures
+
+
+def _router_pod(endpoint: Endpoint) -> str:
+    (pod,) = endpoint.namespace.list("pods", f"{endpoint.labels},specdecode.io/role=router")
+    return str(pod["metadata"]["name"])
 
 
 def queries() -> list[str]:
