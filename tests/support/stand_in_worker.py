@@ -57,7 +57,7 @@ def error_frame(status: int, code: str, *, retryable: bool) -> Error:
 
 @dataclass
 class Script:
-    """What a stand-in does. All fields may change while it runs; counts are tokens of the first choice."""
+    """Behaviour of a stand-in. All fields may change while it runs; counts are tokens of the first choice."""
 
     tokens: int = 20
     per_step: int = 1

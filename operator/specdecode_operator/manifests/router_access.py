@@ -1,4 +1,4 @@
-"""What routers need of the API server: an account, its rights, and the ConfigMap in which they report held requests."""
+"""Access of routers to the API server: an account, its rights, and the ConfigMap in which they report held requests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What is known of a worker at the moment of a choice."""
+    """State of a worker at the moment of a choice."""
 
     endpoint: Endpoint
     in_flight: int

@@ -84,7 +84,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", kw_only=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Sign of life every ``ALIVE_SECONDS`` while the engine process beats. It is not sent if that process stands still.
+    """Sign of life every ``ALIVE_SECONDS`` while the engine process beats. It is not sent while that process hangs.
 
     A router suspects a worker whose frames stop.
     """

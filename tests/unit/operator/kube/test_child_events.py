@@ -1,4 +1,4 @@
-"""Which events of children start a decision, which start a reconcile, and which neither."""
+"""Events of children: those that start a decision, those that start a reconcile, and the others."""
 
 from __future__ import annotations
 

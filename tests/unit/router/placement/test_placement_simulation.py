@@ -204,7 +204,7 @@ def test_affinity_hits_more_prefixes_and_waits_less_than_the_other_policies(cach
 
 @pytest.mark.parametrize("hot_share", [0.0, 0.6])
 def test_no_worker_is_above_its_bound_for_long(hot_share: float) -> None:
-    """Also if most conversations begin alike, and would all meet on one worker."""
+    """Bound the load also if most conversations have the same beginning, and so the same preferred worker."""
     ours = Simulation(by_affinity, hot_share=hot_share).run()
     assert ours.busy_seconds > SECONDS / 2
     assert ours.overloaded < 0.02

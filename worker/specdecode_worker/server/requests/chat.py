@@ -152,7 +152,7 @@ class ChatRequest(GenerationRequest):
         return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
 
     def _check_tool_choice(self) -> None:
-        """Raise BadRequest for a tool_choice without the tool, or for strict functions beside another format."""
+        """Raise BadRequest for a tool_choice without the tool, or for strict functions together with another format."""
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
             raise BadRequest("tool_choice needs a function that tools has", param="tool_choice", code="invalid_value")
         if self.has_strict_tools and not self.forced_tools and self.has_format:
