@@ -78,8 +78,7 @@ def misfit(release: Release, watched: Namespace) -> Iterator[Endpoint]:
 
 def test_misfit_draft_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint, model: str) -> None:
     misfit.wait_ready()
-    condition = misfit.condition("DraftCompatible")
-    assert condition["status"] == "False", condition
+    condition = misfit.wait_condition("DraftCompatible", "False")
     assert WRONG in condition["message"]
     assert WRONG in misfit.status()["reason"], "the REASON column tells"
     with misfit.namespace.reach("service", misfit.name, 80) as url:

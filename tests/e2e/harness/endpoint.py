@@ -96,6 +96,18 @@ class Endpoint:
     def wait_ready(self, timeout_s: float = 180) -> None:
         wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
 
+    def wait_condition(self, kind: str, status: str, timeout_s: float = 60) -> Manifest:
+        """Wait until the condition of this type has the status, and return it.
+
+        Conditions that follow from the workers' reports can come a scrape later than Ready does.
+        """
+
+        def reached() -> bool:
+            return self.condition(kind)["status"] == status
+
+        wait_for(f"{kind} of {self.name} is {status}", reached, timeout_s=timeout_s, every_s=1)
+        return self.condition(kind)
+
     def description(self) -> str:
         """Return a description of the resource for the report of a failed test."""
         try:

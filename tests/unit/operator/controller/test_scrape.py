@@ -91,7 +91,10 @@ def served(exposition: Callable[[], bytes]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[str]:
-    """Yield the address of a router's metrics. Every scrape finds one more request that went through all stages."""
+    """Yield the address of a router's metrics. Every scrape finds one more request that went through all stages.
+
+    The refused request is one that no alert counts: a tenant at its own limit says nothing of the workers.
+    """
     metrics_of_router = RouterMetrics()
     metrics_of_router.follow_queue(Admission(QueueLimits(), time.monotonic))
     metrics_of_router.set_workers(ready=2, suspect=0, terminating=0)
@@ -104,7 +107,7 @@ def router() -> Iterator[str]:
             metrics_of_router.count_request("alice", 200)
         for outcome in PlacementOutcome:
             metrics_of_router.count_placement(outcome)
-        metrics_of_router.count_refusal(RefusalReason.queue_full)
+        metrics_of_router.count_refusal(RefusalReason.tenant_full)
         metrics_of_router.count_resume(ResumeReason.moved, ResumeOutcome.resumed, gap_seconds=0.1)
         metrics_of_router.count_hedge(HedgeOutcome.won)
         return metrics_of_router.exposition()
