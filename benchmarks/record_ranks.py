@@ -22,7 +22,7 @@ from machine import described
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.data.chat_tokens import Chat
 from specdecode_worker.training.data.question_sources import greedy, read_prompts
 from specdecode_worker.training.data.rollout import Rollout, RolloutSettings
@@ -54,7 +54,7 @@ def main() -> None:
     document = {
         "kind": "ranks",
         "target": EMBEDDED_TARGET,
-        "draft": {"uri": EMBEDDED_DRAFT, "hash": weights_hash(draft)},
+        "draft": {"uri": EMBEDDED_DRAFT, "hash": model_hash(draft)},
         "prompts": f"benchmarks/prompts/{PROMPTS.name}",
         "command": "python benchmarks/record_ranks.py",
         **described(),

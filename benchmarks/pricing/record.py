@@ -29,7 +29,7 @@ from specdecode_worker.engine.drafts.calibration_file import read_sharpness
 from specdecode_worker.engine.ipc.messages import Sampling
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.distillation.record_replay import Replayed, replay
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft
@@ -64,7 +64,7 @@ def main() -> None:
         lengths=np.array([len(part["hit"]) for part in parts]),
         domains=np.array([str(part["domain"]) for part in parts]),
         temperatures=np.array([float(part["temperature"]) for part in parts]),
-        draft=weights_hash(folder),
+        draft=model_hash(folder),
     )
 
 

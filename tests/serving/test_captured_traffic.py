@@ -12,7 +12,7 @@ from worker_process import real
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.training.data.shards import read_shard, shard_paths
 from specdecode_worker.training.distillation.record_shards import CaptureSelection, prepare_shards, read_samples
 
@@ -50,7 +50,7 @@ def test_captured_traffic_equals_served_traffic(tmp_path: Path) -> None:
     records = list(read_records([capture], stats))
     assert (len(records), stats.segments, stats.torn) == (25, 1, 0)
     model = load_llama(target, dtype=torch.float32, device=torch.device("cpu"))
-    source = CaptureSelection(folders=(capture,), target=weights_hash(target), positions=256)
+    source = CaptureSelection(folders=(capture,), target=model_hash(target), positions=256)
     summary = prepare_shards(model, source, tmp_path / "data", lambda line: None, lambda: False)
     assert set(summary.dropped) <= {"overlaps", "too_short"}, "whatever the law, the target says it again"
     assert sum(summary.used.values()) + sum(summary.dropped.values()) == 25

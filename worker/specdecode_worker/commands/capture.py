@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from specdecode_worker.capture.errors import CaptureError, FolderUnusable
-from specdecode_worker.capture.retention import delete_expired, stored_retention
+from specdecode_worker.capture.record import Record, user_hash
+from specdecode_worker.capture.retention import RETENTION_FILE, delete_expired, stored_retention
 from specdecode_worker.capture.user_deletion import delete_user_records
 
 
@@ -16,15 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands ``sweep`` and ``delete`` to ``parser``."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="sweep|delete")
     sweep = commands.add_parser("sweep", help="delete the segments whose records exceed their maximum age")
-    sweep.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`")
+    sweep.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
     sweep.add_argument("--max-age", type=float, metavar="S", help="seconds (default: that of the last worker)")
     delete = commands.add_parser(
         "delete",
         help="delete the records of one user; workers may run",
         epilog="Requests that are still running are recorded afterwards: run it when the user's requests have ended. "
-        "Data that `distill` made of the records, and backups, are not changed.",
+        "Name the --out of the runs of `distill` as well: they hold copies of records. Backups are not changed.",
     )
-    delete.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`")
+    delete.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of `serve --capture`, or `distill --out`")
     delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
 
 
@@ -33,11 +34,43 @@ def run(args: argparse.Namespace) -> int:
     codes = []
     for folder in args.folders:
         try:
-            codes.append(_sweep(folder, args.max_age) if args.action == "sweep" else _delete(folder, args.user))
+            if _is_run(folder):
+                codes.append(_delete_from_run(folder, args))
+            else:
+                codes.append(_sweep(folder, args.max_age) if args.action == "sweep" else _delete(folder, args.user))
         except CaptureError as error:
             print(f"specdecode-worker capture: {error}", file=sys.stderr)
             codes.append(1)
     return max(codes)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether the folder is the output of `distill`, which has data of its own."""
+    return (folder / "data").is_dir() and not (folder / RETENTION_FILE).exists()
+
+
+def _delete_from_run(folder: Path, args: argparse.Namespace) -> int:
+    """Delete expired records, or those of a user, from a run of `distill` and return the exit code."""
+    # Imported here, because it needs torch, which the deletion of segments does not.
+    from specdecode_worker.training.distillation.run_deletion import delete_from_run
+    from specdecode_worker.training.errors import TrainingError
+
+    if args.action == "sweep" and args.max_age is None:
+        raise FolderUnusable(f"{folder} is a run of `distill`; give the maximum age of its records with --max-age")
+    oldest = time.time() - args.max_age if args.action == "sweep" else 0.0
+    wanted_user = user_hash(args.user) if args.action == "delete" else None
+
+    def unwanted(record: Record) -> bool:
+        return record.time_seconds < oldest if wanted_user is None else record.user == wanted_user
+
+    try:
+        count = delete_from_run(folder, unwanted)
+    except TrainingError as error:
+        raise FolderUnusable(str(error)) from None
+    except OSError as error:
+        raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
+    print(f"{folder}: {count} records deleted from the data of a distillation run")
+    return 0
 
 
 def _sweep(folder: Path, max_age_seconds: float | None) -> int:

@@ -22,9 +22,9 @@ import torch
 from specdecode_worker.capture import CaptureError
 from specdecode_worker.commands.common.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_shape_flags
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.model_store import resolve
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor
 from specdecode_worker.training.data.chat_tokens import Chat
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="frozen prompts by domain on which no draft may lose")  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="DIR",
                         help="--out of the runs of `train` or `distill` that made the deployed head")  # fmt: skip
+    parser.add_argument("--replay-prompts", type=Path, metavar="FILE.jsonl",
+                        help="prompts by domain whose answers are replayed, for a head made elsewhere")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="everything goes there")
     _add_study_flags(parser)
     parser.add_argument("--min-gain", type=float, default=0.02, help="wanted of the mix (default: %(default)s)")
@@ -130,6 +132,7 @@ def _distill(args: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
         capture=tuple(args.capture),
         golden=args.golden,
         replay=tuple(args.replay),
+        replay_prompts=args.replay_prompts,
         out=args.out,
         settings=_settings(args),
         shape=args.shape or TreeShape.chain(3),
@@ -169,7 +172,7 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
 def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
     """Resolve a model URI and hash its weights."""
     folder = resolve(uri, cache_dir)
-    return Ancestor(uri, folder, weights_hash(folder))
+    return Ancestor(uri, folder, model_hash(folder))
 
 
 def _log(line: str) -> None:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specdecode_worker.contract.wire import TaskName, Written
 
-Share = Annotated[float, Field(ge=0, le=1)]
+LEAST_SHARE = 0.001
+"""Least share of requests that may be captured, other than none.
+
+A record represents 1/share requests. A smaller share would let a single record stand for most of the traffic.
+"""
+
+
+def _checked_share(share: float) -> float:
+    if 0 < share < LEAST_SHARE:
+        raise ValueError(f"a share is 0 or at least {LEAST_SHARE}")
+    return share
+
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(_checked_share)]
 
 
 class CaptureConfig(Written):

@@ -210,7 +210,7 @@ class Report(Received):
     """The worker's monotonic clock: the time base for differences of counters."""
     model: str = ""
     target: str = ""
-    """Hash of the target's weights."""
+    """`model_hash` of the target: config and weights."""
     compatibility_key: str = ""
     """Digest of everything that text depends on besides the request; see ``contract.internal_stream``.
 

@@ -38,8 +38,8 @@ from specdecode_worker.engine.stats.report_builder import WorkerIdentity
 from specdecode_worker.engine.step.device_state import DeviceState
 from specdecode_worker.engine.step.target_pass import Target
 from specdecode_worker.guided.grammar_compiler import GrammarCompiler
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.weights import load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.models.transforms.fusion import fuse
@@ -130,7 +130,7 @@ def assemble(
         host_is_current=not pipelined,
     )
     drafts = DraftRegistry(load_drafts(worker, loader), state, target.config.hidden_size)
-    identity = _identity(weights_hash(folder), worker, budget)
+    identity = _identity(model_hash(folder), worker, budget)
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device)
     passes = Target(target, cache, state) if group is None else LeaderTarget(target, cache, state, group)
     parts = EngineParts(

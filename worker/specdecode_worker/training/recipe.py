@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft, WeightMethod
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts import lineage
@@ -167,8 +167,8 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
     log(f"calibration: logits of sampled drafts times {sharpness} by depth")
     document = lineage.lineage(
         method=draft_settings.method,
-        target=(draft_settings.target[0], weights_hash(draft_settings.target[1])),
-        parent=(draft_settings.parent[0], weights_hash(draft_settings.parent[1])) if draft_settings.parent else None,
+        target=(draft_settings.target[0], model_hash(draft_settings.target[1])),
+        parent=(draft_settings.parent[0], model_hash(draft_settings.parent[1])) if draft_settings.parent else None,
         data=data,
         settings=trainer.settings,
         uncovered=json.loads((out / "uncovered.json").read_text()),

@@ -87,6 +87,20 @@ def test_distilled_draft_can_be_distilled_again(
     assert "frozen" in capsys.readouterr().err
 
 
+def test_head_from_elsewhere_replays_answers_to_prompts(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(flags, tmp_path / "none") == 1
+    assert "--replay-prompts" in capsys.readouterr().err
+    prompts = tmp_path / "replay.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"{i * 7919:x} birds"}], "domain": "r"} for i in range(16)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    assert run(flags, tmp_path / "out", "--replay-prompts", str(prompts)) == 3
+    rounds = json.loads((tmp_path / "out" / "verdict.json").read_text())["training"]["rounds"]
+    assert all(one["replay_share"] >= 0.5 for one in rounds[1:])
+    assert set(rounds[0]["old"]) == {"r"}, "every eighth answer validates"
+
+
 def test_stopped_run_resumes_to_the_same_draft(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

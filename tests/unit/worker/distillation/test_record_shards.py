@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_dropped_records_are_counted_by_reason() -> None:
     assert summary.dropped == {"other_target": 1, "too_short": 1, "malformed": 1, "too_old": 10, "overlaps": 1}
     assert len(chosen) == 104 - 14
     assert summary.window_seconds == (10.0, 103.0)
+
+
+def test_record_from_the_future_does_not_supersede_the_others() -> None:
+    records = [record(i) for i in range(20)] + [record(99, time_seconds=1e12)]
+    few = msgspec.structs.replace(records[0], share=1e-12)
+    selection = dataclasses.replace(source(most_tokens=6000), newest_seconds=1000.0)
+    summary, chosen = select_records([*records, few], selection, SIZE)
+    assert summary.dropped["in_future"] == 1
+    assert summary.dropped["malformed"] == 1
+    assert max(one.time_seconds for one in chosen) < 100
 
 
 def test_copy_of_a_test_text_is_not_used_for_training() -> None:

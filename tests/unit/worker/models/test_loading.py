@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.weights import load_eagle3, load_llama
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.configs.model_config import eagle3_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
@@ -317,9 +317,9 @@ def test_other_formats_are_not_read(target_folder: Path) -> None:
 
 
 def test_hash_covers_every_weight_and_the_config(target_folder: Path) -> None:
-    hashes = {weights_hash(target_folder)}
+    hashes = {model_hash(target_folder)}
     change(target_folder, **{"model.norm.weight": torch.full((32,), 1.5)})
-    hashes.add(weights_hash(target_folder))
+    hashes.add(model_hash(target_folder))
     (target_folder / "config.json").write_text((target_folder / "config.json").read_text() + "\n")
-    hashes.add(weights_hash(target_folder))
+    hashes.add(model_hash(target_folder))
     assert len(hashes) == 3

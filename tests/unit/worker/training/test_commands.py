@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands.common import sampler_comparison
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.configs.model_config import llama_config
 from specdecode_worker.models.networks.llama import Llama
 
@@ -110,7 +110,7 @@ def test_other_methods_train_and_continue_training(method: str, model: Path, tmp
     assert infer_method(read_tensor_headers(head)) == method
     assert train(model, tmp_path / "two", *flags, "--draft", f"file://{head}") == 0
     lineage = json.loads((tmp_path / "two" / "head" / "lineage.json").read_text())
-    assert lineage["parent"] == {"uri": f"file://{head}", "hash": weights_hash(head)}
+    assert lineage["parent"] == {"uri": f"file://{head}", "hash": model_hash(head)}
     assert lineage["method"] == method
 
 
@@ -118,7 +118,7 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
     out = tmp_path / "out"
     assert train(model, out, "--prompts", str(prompts), "--names", "speculators", "--layers", "2") == 0
     document = json.loads((out / "head" / "lineage.json").read_text())
-    assert document["target"] == {"uri": f"file://{model}", "hash": weights_hash(model)}
+    assert document["target"] == {"uri": f"file://{model}", "hash": model_hash(model)}
     assert document["parent"] is None
     data = document["data"]
     assert data["answer_tokens"] == sum(data["by_domain"].values()) >= 300

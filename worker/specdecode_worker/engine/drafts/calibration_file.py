@@ -7,9 +7,9 @@ import math
 import os
 from pathlib import Path
 
+from specdecode_worker.models.checkpoints.model_hash import CALIBRATION_FILE
 from specdecode_worker.models.errors import ModelError
 
-NAME = "calibration.json"
 _MAX_BYTES = 2**20
 """Bound of the file. The evaluation writes some kilobytes."""
 
@@ -23,7 +23,7 @@ def read_sharpness(folder: Path) -> tuple[float, ...]:
     Raises:
         ModelError: The file cannot be read or is malformed.
     """
-    path = folder / NAME
+    path = folder / CALIBRATION_FILE
     if not os.path.lexists(path):  # a link to a missing file is an error
         return ()
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specdecode_worker.contract import DraftConfig
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 
 
 def draft_hash(config: DraftConfig, resolve: Callable[[str], Path]) -> str:
@@ -26,4 +26,4 @@ def draft_hash(config: DraftConfig, resolve: Callable[[str], Path]) -> str:
     """
     if config.uri is None:
         return f"ngram-{config.prompt_lookup_min}-{config.prompt_lookup_max}"
-    return weights_hash(resolve(config.uri))
+    return model_hash(resolve(config.uri))

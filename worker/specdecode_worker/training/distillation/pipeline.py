@@ -2,6 +2,7 @@
 
     OUT/data/                      accepted records by split, with the target's states (record_shards.py)
     OUT/golden/                    answers to the golden prompts
+    OUT/replay/                    answers to the prompts of --replay-prompts
     OUT/checkpoint.pt, OUT/best/   state of the training (student_training.py)
     OUT/head/                      the candidate: weights, calibration.json, lineage.json
     OUT/verdict.json               written once, at the end; a further run returns it unchanged
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +25,8 @@ import torch
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.engine.drafts.calibration_file import read_sharpness
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.weights import load_eagle3
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
 from specdecode_worker.models.networks.eagle3 import Eagle3Head
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.artifacts.distillation_lineage import Ancestor, lineage, read_lineage
@@ -37,7 +39,7 @@ from specdecode_worker.training.distillation.record_shards import (
     prepare_shards,
     read_samples,
 )
-from specdecode_worker.training.distillation.replay_pool import Pool, read_pool
+from specdecode_worker.training.distillation.replay_pool import Pool, merge_pools, read_pool, split_pool
 from specdecode_worker.training.distillation.splits import union_of_runs
 from specdecode_worker.training.distillation.student_training import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import TrainingError
@@ -47,6 +49,8 @@ from specdecode_worker.training.evaluation.golden_set import Golden, exclude_ove
 from specdecode_worker.training.evaluation.paired_steps import CalibratedDraft, Sample
 from specdecode_worker.training.heads.continued_head import prepare_eagle3_head
 
+CLOCK_TOLERANCE_SECONDS = 300.0
+"""Largest difference between the clocks of the workers and of this process. Later records are dropped."""
 VALIDATION_CONVERSATIONS = 64
 """Most conversations of a captured domain used for validation, which runs after every round."""
 
@@ -55,8 +59,10 @@ VALIDATION_CONVERSATIONS = 64
 class DistillationSettings:
     """Parameters of one distillation run. ``parent`` is the deployed draft.
 
-    ``oldest_seconds`` is the Unix time before which records are ignored. ``most_tokens`` limits the training text,
-    captured and replayed each. ``wanted_gain`` is the relative gain in tokens per second that a better candidate must
+    ``replay`` are the runs that made the deployed draft. ``replay_prompts`` is a file of prompts whose answers by the
+    target are replayed as well; a draft from elsewhere has no runs. ``oldest_seconds`` is the Unix time before which
+    records are ignored. ``most_tokens`` limits the training text, captured and replayed each. ``wanted_gain`` is the
+    relative gain in tokens per second that a better candidate must
     exceed.
     """
 
@@ -65,6 +71,7 @@ class DistillationSettings:
     capture: tuple[Path, ...]
     golden: Path
     replay: tuple[Path, ...]
+    replay_prompts: Path | None
     out: Path
     settings: StudentSettings
     shape: TreeShape
@@ -136,6 +143,7 @@ class Distillation:
             target=job.target.hash,
             positions=self._target.config.max_position_embeddings,
             oldest_seconds=job.oldest_seconds,
+            newest_seconds=time.time() + CLOCK_TOLERANCE_SECONDS,
             judged=golden.runs,
             most_tokens=job.most_tokens,
         )
@@ -183,14 +191,27 @@ class Distillation:
         job = self._job
         if not job.settings.replay_share:
             return Pool()
-        if not job.replay:
-            raise TrainingError("nothing to replay: name the --out of the parent's training with --replay, or want "
-                                "none with --replay-share 0")  # fmt: skip
-        pool = read_pool(job.replay, most_tokens=job.most_tokens)
+        if not job.replay and job.replay_prompts is None:
+            raise TrainingError(
+                "nothing to replay: name the --out of the parent's training with --replay, prompts that the target "
+                "answers with --replay-prompts where the draft comes from elsewhere, or want none with --replay-share 0"
+            )
+        pool = read_pool(job.replay, most_tokens=job.most_tokens, oldest_seconds=job.oldest_seconds)
+        if job.replay_prompts is not None:
+            pool = merge_pools(pool, self._answered_pool(job.replay_prompts))
         training = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
         self._log(f"distill: replay of {len(training)} conversations in {len(pool.domains)} domains; "
                    f"{len(pool.training) - len(training)} share a run of tokens with what judges")  # fmt: skip
         return Pool(training, pool.validation)
+
+    def _answered_pool(self, prompts: Path) -> Pool:
+        """Return a pool of the target's greedy answers to a file of prompts; they are stored in OUT/replay."""
+        self._log(f"distill: answering the prompts of {prompts} to replay them")
+        answered = golden_set(
+            self._target, self._chat, prompts, self._job.out / "replay", answer_tokens=self._job.golden_tokens,
+            stopped=self._stopped,
+        )  # fmt: skip
+        return split_pool([sample.conversation for sample in answered.samples])
 
     def _compare_with_deployed(self, golden: Golden, summary: Summary) -> dict[str, Any]:
         """Compare the candidate with the deployed draft and return the document of the verdict."""
@@ -223,7 +244,7 @@ class Distillation:
         lineage_document = lineage(
             target=job.target,
             parent=job.parent,
-            draft=weights_hash(head),
+            draft=model_hash(head),
             summary=summary,
             golden_sha256=golden.sha256,
             settings=settings | {"wanted_gain": job.wanted_gain},

@@ -8,6 +8,7 @@ its acceptance at any temperature.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.capture import Record
+from specdecode_worker.contract.capture import LEAST_SHARE
 from specdecode_worker.engine.ipc.messages import Submit
 from specdecode_worker.engine.sampling_params import check_tokens, sampling_params_of
 from specdecode_worker.models.networks.llama import Llama
@@ -41,6 +43,7 @@ class DropReason(StrEnum):
     other_target = "other_target"
     too_old = "too_old"
     malformed = "malformed"
+    in_future = "in_future"
     too_short = "too_short"
     too_long = "too_long"
     not_reproduced = "not_reproduced"
@@ -64,12 +67,22 @@ def static_drop_reason(record: Record, target: str, vocab_size: int, positions: 
     """Return why a record cannot be used, as far as that is known without a pass of the target, or None."""
     if record.target != target:
         return DropReason.other_target
+    if not _has_valid_weight(record):
+        return DropReason.malformed
     inside = 0 < record.prompt_length < len(record.tokens) and all(0 <= t < vocab_size for t in record.tokens)
     if not inside or not _has_valid_sampling(record, vocab_size):
         return DropReason.malformed
     if record.output_length < SHORTEST_OUTPUT:
         return DropReason.too_short
     return DropReason.too_long if len(record.tokens) > positions else None
+
+
+def _has_valid_weight(record: Record) -> bool:
+    """Return whether the record's share and time are numbers that a worker writes.
+
+    A record weighs 1/share, so one with a tiny share would take all of the mix.
+    """
+    return LEAST_SHARE <= record.share <= 1 and math.isfinite(record.time_seconds)
 
 
 def _has_valid_sampling(record: Record, vocab_size: int) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,8 @@ class CaptureSelection:
     target: str
     positions: int
     oldest_seconds: float = 0.0
+    newest_seconds: float = math.inf
+    """Time after which a record cannot have been served. A record from the future would supersede all others."""
     judged: Runs | None = None
     """Runs of tokens of the golden set, which no captured text may share."""
     most_tokens: int = 400_000
@@ -104,6 +107,8 @@ def prepare_shards(
             log(f"distill: {min((number + 1) * _CHUNK, len(records))} of {len(records)} records replayed")
     _add_up(summary, folder)
     _write_json(path, asdict(summary))
+    # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
+    (folder / "selected.records").unlink(missing_ok=True)
     return summary
 
 
@@ -135,8 +140,9 @@ def select_records(
     newest = {split: _Newest(source.most_tokens * part) for split, part in _LIMITS.items()}
     count = 0
     for count, record in enumerate(records, start=1):
-        old = DropReason.too_old if record.time_seconds < source.oldest_seconds else None
-        unfit = old or static_drop_reason(record, source.target, vocab_size, source.positions)
+        unfit = static_drop_reason(record, source.target, vocab_size, source.positions) or _time_drop_reason(
+            record, source
+        )
         if unfit is None:
             newest[split_of(record.opening)].add(record, count)
         else:
@@ -147,6 +153,12 @@ def select_records(
     dropped[DropReason.overlaps] = sum(overlap)
     chosen = [record for record, drop in zip(fit, overlap, strict=True) if not drop]
     return _summary(count, dropped, chosen), chosen
+
+
+def _time_drop_reason(record: Record, source: CaptureSelection) -> DropReason | None:
+    if record.time_seconds < source.oldest_seconds:
+        return DropReason.too_old
+    return DropReason.in_future if record.time_seconds > source.newest_seconds else None
 
 
 def _summary(count: int, dropped: Counter[str], chosen: Sequence[Record]) -> Summary:

@@ -6,14 +6,21 @@ text that the parent was validated on is used for validation, and text that it w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from specdecode_worker.capture import Record
 from specdecode_worker.training.data.batches import DataSet
 from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
+
+VALIDATION_EVERY = 8
+"""Number of conversations of which one is for validation, where no earlier run has divided them."""
 
 
 @dataclass(slots=True)
@@ -29,8 +36,10 @@ class Pool:
         return sorted({conversation.domain for conversation in self.training})
 
 
-def read_pool(folders: Sequence[Path], *, most_tokens: int) -> Pool:
+def read_pool(folders: Sequence[Path], *, most_tokens: int, oldest_seconds: float = 0.0) -> Pool:
     """Return about ``most_tokens`` tokens of training text, an equal part from each folder.
+
+    Captured text from before the Unix time ``oldest_seconds`` is left out.
 
     Raises:
         TrainingError: A folder is not the output of `train` or `distill`.
@@ -41,11 +50,27 @@ def read_pool(folders: Sequence[Path], *, most_tokens: int) -> Pool:
         if shard_paths(folder / "recorded"):
             _read_recorded(folder / "recorded", pool, most)
         elif shard_paths(folder / "data" / "train"):
-            pool.training += _read(folder / "data" / "train", most)
-            pool.validation += _read(folder / "data" / "validation", most // 8)
+            pool.training += _read(folder / "data" / "train", most, oldest_seconds)
+            pool.validation += _read(folder / "data" / "validation", most // 8, oldest_seconds)
         else:
             raise TrainingError(f"{folder} holds nothing to replay; name the --out of a `train` or `distill` run")
     return pool
+
+
+def split_pool(conversations: Sequence[Conversation]) -> Pool:
+    """Return a pool in which every eighth conversation of a domain is for validation."""
+    pool = Pool()
+    counts: Counter[str] = Counter()
+    for conversation in conversations:
+        counts[conversation.domain] += 1
+        last = counts[conversation.domain] % VALIDATION_EVERY == 0
+        (pool.validation if last else pool.training).append(conversation)
+    return pool
+
+
+def merge_pools(one: Pool, other: Pool) -> Pool:
+    """Return a pool with the conversations of both."""
+    return Pool(one.training + other.training, one.validation + other.validation)
 
 
 def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
@@ -58,14 +83,20 @@ def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
     pool.validation += data.validation
 
 
-def _read(folder: Path, most_tokens: int) -> list[Conversation]:
-    """Return the conversations of the first shards that hold ``most_tokens`` tokens."""
+def _read(folder: Path, most_tokens: int, oldest_seconds: float) -> list[Conversation]:
+    """Return the conversations of the first shards that hold ``most_tokens`` tokens of text that is not expired."""
     conversations: list[Conversation] = []
     for path in shard_paths(folder):
         if _tokens(conversations) >= most_tokens:
             break
-        conversations += read_shard(path)
+        conversations += _unexpired(path, oldest_seconds) if oldest_seconds else read_shard(path)
     return conversations
+
+
+def _unexpired(shard: Path, oldest_seconds: float) -> list[Conversation]:
+    records = msgspec.msgpack.decode(shard.with_suffix(".records").read_bytes(), type=list[Record])
+    pairs = zip(records, read_shard(shard), strict=True)
+    return [conversation for record, conversation in pairs if record.time_seconds >= oldest_seconds]
 
 
 def _tokens(conversations: Sequence[Conversation]) -> int:

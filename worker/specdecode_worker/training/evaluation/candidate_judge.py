@@ -11,6 +11,7 @@ import numpy as np
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.networks.llama import Llama
 from specdecode_worker.training.distillation.record_shards import Interrupted, Stopped
+from specdecode_worker.training.evaluation.domain_pools import PooledDomains, pool_small_domains
 from specdecode_worker.training.evaluation.draft_verdict import Domain, Gain, StepCosts, Verdict, compute_verdict
 from specdecode_worker.training.evaluation.golden_set import by_conversation
 from specdecode_worker.training.evaluation.paired_step_times import step_costs
@@ -46,8 +47,9 @@ def compare_drafts(
     nothing = np.empty(0)
     domains += [Domain(name, comparison.weights[name], nothing, nothing, nothing) for name in missing]
     costs = step_costs(target, comparison.deployed.head, comparison.candidate.head, comparison.shape)
-    verdict = compute_verdict(domains, costs, wanted_gain=comparison.wanted_gain, seed=comparison.seed)
-    return _document(verdict, domains, costs, comparison)
+    pooled = pool_small_domains(domains)
+    verdict = compute_verdict(pooled.domains, costs, wanted_gain=comparison.wanted_gain, seed=comparison.seed)
+    return _document(verdict, domains, pooled, costs, comparison)
 
 
 def _count_domain_steps(
@@ -78,8 +80,10 @@ def _count_domain_steps(
     return domains
 
 
-def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, comparison: Comparison) -> dict[str, Any]:
-    """Return the content of verdict.json."""
+def _document(
+    verdict: Verdict, domains: Sequence[Domain], pooled: PooledDomains, costs: StepCosts, comparison: Comparison
+) -> dict[str, Any]:
+    """Return the content of verdict.json. A pooled domain has counts of its own, and the gain of its pool only."""
     return {
         "verdict": verdict.finding,
         "exit_code": verdict.exit_code,
@@ -87,6 +91,10 @@ def _document(verdict: Verdict, domains: Sequence[Domain], costs: StepCosts, com
         "wanted_gain": comparison.wanted_gain,
         "gain": _gain(verdict.mix),
         "domains": {domain.name: _domain(domain, verdict.domains.get(domain.name)) for domain in domains},
+        "pools": {
+            name: {"domains": list(members), "gain": _gain(verdict.domains.get(name))}
+            for name, members in pooled.members.items()
+        },
         "shape": str(comparison.shape),
         "step_milliseconds": {
             "deployed": round(float(np.median(costs.deployed_R)) * 1e3, 3),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.models.checkpoints.draft_weights import Draft
+from specdecode_worker.models.checkpoints.model_hash import CALIBRATION_FILE
 from specdecode_worker.training.artifacts.atomic_files import write_json
 from specdecode_worker.training.data.shards import Conversation
 from specdecode_worker.training.heads.trainable_drafts import batch_for, logits_of, max_depth, unrolled, vocabulary_of
@@ -70,7 +71,7 @@ def write_calibration(
         "temperatures": list(_POOLED),
         "by_temperature": {str(t): _best(of_one) for t, of_one in zip(TEMPERATURES, agreements, strict=True)},
     }
-    write_json(folder / "calibration.json", document)
+    write_json(folder / CALIBRATION_FILE, document)
     sharpness: list[float] = document["sharpness"]
     return sharpness
 

@@ -29,7 +29,7 @@ _RESAMPLES = 4000
 _AT_ONCE = 250
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Domain:
     """Token and step counts of one domain by conversation (C).
 

@@ -8,7 +8,7 @@ from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.common.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine.ipc.messages import Sampling
-from specdecode_worker.models.checkpoints.weights_hash import weights_hash
+from specdecode_worker.models.checkpoints.model_hash import model_hash
 
 SAMPLING_PARAMS = (
     {"temperature": 0.0},
@@ -44,7 +44,7 @@ def records_of(model: Path, draft: Path, count: int) -> list[Record]:
             tokens=(*prompts[i].tokens, *answers[i].tokens),
             prompt_length=len(prompts[i].tokens),
             sampling=samplings[i],
-            target=weights_hash(model),
+            target=model_hash(model),
             task="alpha" if i % 2 else "beta",
             time_seconds=1000.0 + i,
             opening=opening_hash(texts[i]),

@@ -1,0 +1,98 @@
+"""Deletion from the data of a distillation run, by user and by age."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import Record, opening_hash, user_hash
+from specdecode_worker.engine.ipc.messages import Sampling
+from specdecode_worker.training.data.shards import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.replay_pool import read_pool
+
+
+def record(number: int) -> Record:
+    return Record(
+        tokens=tuple(range(number, number + 8)), prompt_length=4, sampling=Sampling(max_tokens=4, seed=0),
+        target="t", task="a", time_seconds=float(number), opening=opening_hash(str(number)),
+        user=user_hash("alice" if number % 2 else "bob"),
+    )  # fmt: skip
+
+
+def conversation(one: Record) -> Conversation:
+    states = torch.zeros(7, 4)
+    return Conversation(torch.tensor(one.tokens[:-1]).int(), torch.zeros(7, 12), states, 4, 0.0, one.task)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run with two shards of four records, of which every second is alice's."""
+    train = tmp_path / "run" / "data" / "train"
+    train.mkdir(parents=True)
+    for index in range(2):
+        records = [record(10 * index + i) for i in range(4)]
+        path = write_shard(train, index, [conversation(one) for one in records])
+        path.with_suffix(".records").write_bytes(msgspec.msgpack.encode(records))
+    (tmp_path / "run" / "data" / "summary.json").write_text(json.dumps({}))
+    return tmp_path / "run"
+
+
+def left(run: Path) -> list[int]:
+    """Return the first tokens of the records that are left, and check that shards and records agree."""
+    firsts: list[int] = []
+    for shard in shard_paths(run / "data" / "train"):
+        records = msgspec.msgpack.decode(shard.with_suffix(".records").read_bytes(), type=list[Record])
+        texts = [one.tokens_N.tolist() for one in read_shard(shard)]
+        assert texts == [list(one.tokens[:-1]) for one in records]
+        firsts += [text[0] for text in texts]
+    return firsts
+
+
+def test_records_of_a_user_are_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", "delete", "--user", "alice", str(run)]) == 0
+    assert left(run) == [0, 2, 10, 12]
+    assert "4 records deleted" in capsys.readouterr().out
+
+
+def test_expired_records_are_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_worker.commands.capture.time.time", lambda: 112.0)
+    assert main(["capture", "sweep", "--max-age", "100", str(run)]) == 0
+    assert left(run) == [12, 13]
+    assert len(shard_paths(run / "data" / "train")) == 1, "an empty shard is deleted"
+
+
+def test_sweep_of_a_run_asks_for_the_age(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", "sweep", str(run)]) == 1
+    assert "--max-age" in capsys.readouterr().err
+    assert len(left(run)) == 8
+
+
+def test_expired_text_is_not_replayed(run: Path) -> None:
+    pool = read_pool([run], most_tokens=10**6, oldest_seconds=12.0)
+    assert [int(one.tokens_N[0]) for one in pool.training] == [12, 13]
+
+
+def test_interrupted_deletion_leaves_no_text_behind(run: Path) -> None:
+    shard = shard_paths(run / "data" / "train")[0]
+    write_shard(shard.parent, 0, list(read_shard(shard))[:2])  # as if stopped between shard and records
+    assert main(["capture", "delete", "--user", "nobody-at-all", str(run)]) == 0
+    assert left(run) == [10, 11, 12, 13]
+
+
+def test_deletion_from_a_run_in_progress_starts_the_replay_again(run: Path) -> None:
+    data = run / "data"
+    (data / "summary.json").unlink()
+    (data / "selected.json").write_text("{}")
+    records = [record(i) for i in range(6)]
+    (data / "selected.records").write_bytes(msgspec.msgpack.encode(records))
+    (data / "done-00000.json").write_text("{}")
+    assert main(["capture", "delete", "--user", "bob", str(run)]) == 0
+    remaining = msgspec.msgpack.decode((data / "selected.records").read_bytes(), type=list[Record])
+    assert [one.tokens[0] for one in remaining] == [1, 3, 5]
+    assert left(run) == []
+    assert not list(data.glob("done-*.json"))
