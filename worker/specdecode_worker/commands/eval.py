@@ -1,6 +1,7 @@
-"""Command ``eval``: measure the acceptance of a draft by domain and depth, by replay of the target's greedy text.
+"""Command ``eval``: measure the acceptance of a draft by domain and depth, before it is deployed.
 
-With ``--sampler`` it compares the acceptance of samplers instead; see common/sampler_comparison.py.
+An EAGLE-3 head is evaluated by replay of the target's greedy text on a CPU. Every other method, sampled text and a GPU
+take the engine (common/engine_evaluation.py). ``--sampler`` compares samplers instead (common/sampler_comparison.py).
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdecode_worker.commands.common import sampler_comparison
+from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
 from specdecode_worker.commands.common.flags import add_model_flags, add_output_flags, add_shape_flags, method_and_draft
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.checkpoints.model_store import resolve
@@ -44,10 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=sampler_comparison.temperatures,
-        default=sampler_comparison.TEMPERATURES,
         metavar="T,T",
-        help="with --sampler (default: 0.3 to 1.2)",
+        help="of the answers (default: greedy; with --sampler 0.3 to 1.2)",
     )
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N",
+        help="run the engine with so many requests at once, also for an EAGLE-3 head "
+        f"(default: {engine_evaluation.DEFAULT_CONCURRENCY} where the engine is needed)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,17 +62,32 @@ def run(args: argparse.Namespace) -> int:
         method, draft = method_and_draft(args)
         if method == "none" or not args.prompts:
             raise ValueError("eval needs a draft and --prompts FILE.jsonl")
+        if args.concurrency is not None and args.concurrency < 1:
+            raise ValueError(f"--concurrency is {args.concurrency}; it must be at least 1")
     except ValueError as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
     try:
-        document = sampler_comparison.compare(args) if args.sampler else _evaluate(args, str(draft))
+        document, table = _run_evaluation(args, method, draft)
     except (TrainingError, ModelError, TokenizerProblem, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
-    table = sampler_comparison.table if args.sampler else _table
     print(json.dumps(document, indent=2) if args.json else table(document))
     return 0
+
+
+def _run_evaluation(
+    args: argparse.Namespace, method: str, draft: str | None
+) -> tuple[dict[str, Any], Callable[[dict[str, Any]], str]]:
+    """Return the results and the function that formats them."""
+    if args.sampler:
+        args.temperature = args.temperature or sampler_comparison.TEMPERATURES
+        return sampler_comparison.compare(args), sampler_comparison.table
+    if method != "eagle3" or args.temperature or args.concurrency or args.device == "cuda":
+        args.temperature = args.temperature or (0.0,)
+        args.concurrency = args.concurrency or engine_evaluation.DEFAULT_CONCURRENCY
+        return engine_evaluation.evaluate_on_engine(args), engine_evaluation.table
+    return _evaluate(args, str(draft)), _table
 
 
 def _evaluate(args: argparse.Namespace, draft: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.commands.common import sampler_comparison
+from specdecode_worker.commands.common import engine_evaluation, sampler_comparison
 from specdecode_worker.models.checkpoints.model_hash import model_hash
 from specdecode_worker.models.checkpoints.safetensors_headers import infer_method, read_tensor_headers
 from specdecode_worker.models.configs.model_config import llama_config
@@ -165,6 +165,35 @@ def test_train_fails_if_the_target_only_loops(
 def test_eval_without_prompts_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     assert "--prompts" in capsys.readouterr().err
+
+
+def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target drafts for itself, so that every draft is accepted at every temperature."""
+    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
+    flags += ["--dtype", "float32", "--max-tokens", "9", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
+    assert main(["eval", *flags, "--temperature", "0,0.8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [run["temperature"] for run in document["runs"]] == [0.0, 0.8]
+    for run in document["runs"]:
+        assert run["overall"]["acceptance"] == [1.0, 1.0, 1.0]
+        assert run["overall"]["tokens_per_drafted_step"] == run["overall"]["tokens_per_step"] == 4.0
+        assert run["overall"]["drafted_steps"] == 1.0
+        assert run["overall"]["identical_texts"] == 1.0
+    assert len(engine_evaluation.table(document).splitlines()) > 3
+
+
+def test_eval_of_prompt_lookup_needs_no_draft(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", f"file://{model}", "--method", "ngram", "--dtype", "float32", "--max-tokens", "6"]
+    assert main(["eval", *flags, "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["method"], document["draft"]) == ("ngram", None)
+    overall = document["runs"][0]["overall"]
+    assert overall["identical_texts"] == 1.0
+    assert 1.0 <= overall["tokens_per_step"] <= overall["tokens_per_drafted_step"] or not overall["drafted_steps"]
 
 
 def test_eval_compares_samplers(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
