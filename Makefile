@@ -85,10 +85,10 @@ gpu-report: venv ## tables and plots of benchmarks/results/gpu-*.json
 
 SIMULATE ?= --seeds 10 --hours 4 --jobs 2
 # Stopped, it goes on where it was; runs of another operator are in a folder of their own.
-SIMULATED = build/simulate-$$(git rev-parse --short HEAD:operator)
+SIMULATED = build/simulate-$$(git rev-parse --short HEAD:operator)-$$(git rev-parse --short HEAD:simulator)
 simulate: venv ## the operator's decisions beside other systems' rules and oracles, into benchmarks/results (hours)
 	@mkdir -p benchmarks/results
-	$(BIN)/specdecode-operator simulate $(SIMULATE) --keep $(SIMULATED) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
+	$(BIN)/specdecode-simulate $(SIMULATE) --keep $(SIMULATED) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
 	@mv benchmarks/results/simulate.json.part benchmarks/results/simulate-$$(date -u +%F).json
 
 requirements: venv ## pin the dependencies of pyproject.toml anew

@@ -27,10 +27,10 @@ from typing import Any
 import planner_candidate
 
 from specdecode_operator.planning import acceptance, learn, look, moves, options, rows, trials
-from specdecode_operator.simulate.catalogue import TRACES, named
-from specdecode_operator.simulate.policies.registry import SCALERS
-from specdecode_operator.simulate.recordings import library, nearest, tuned
-from specdecode_operator.simulate.run import as_json, run_trace
+from specdecode_simulator.policies.registry import SCALERS
+from specdecode_simulator.records.recordings import library, nearest, tuned
+from specdecode_simulator.scoring.run import as_json, run_trace
+from specdecode_simulator.traces.catalogue import TRACES, named
 
 SIX_TRACES = ("steady-cpu-quiet", "acceptance-step", "task-mix", "load-swings", "steady-gpu-tasks", "mislabelled")
 BASE = "as it is"

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from specdecode_operator.simulate.steptimes import StepTable, published, recorded
+from specdecode_simulator.records.step_times import StepTable, published, recorded
 
 DEPTH = 7
 BINS = 8

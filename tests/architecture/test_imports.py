@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ FORBIDDEN_INIT = (
     "router",
     "worker",
     "kernels",
+    "simulator",
     "tests",
     "tests/unit",
     "tests/kernels",
@@ -54,9 +56,7 @@ def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
         """
         import pkgutil, importlib, specdecode_operator
         for module in pkgutil.walk_packages(specdecode_operator.__path__, "specdecode_operator."):
-            # The simulator is an extra of its own, for machines that have numpy.
-            if not module.name.startswith("specdecode_operator.simulate."):
-                importlib.import_module(module.name)
+            importlib.import_module(module.name)
         """,
     )
     assert done.returncode == 0, done.stderr
@@ -89,6 +89,22 @@ def test_the_standard_library_is_not_shadowed() -> None:
 @pytest.mark.parametrize("folder", FORBIDDEN_INIT)
 def test_folder_has_no_init_that_would_shadow_a_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_images_do_not_contain_the_simulator() -> None:
+    """Both images install the wheel of the root project, built from the files that their ignore files admit."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {Path(package).name for package in packages} == {
+        "specdecode_operator",
+        "specdecode_router",
+        "specdecode_worker",
+        "specdecode_kernels",
+    }
+    for name in (".dockerignore", "operator/Dockerfile.dockerignore"):
+        lines = (ROOT / name).read_text().splitlines()
+        assert "*" in lines, name
+        assert not any("simulator" in line for line in lines if line.startswith("!")), name
 
 
 def test_layers() -> None:

@@ -66,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
     add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
     simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
-    simulate.add_argument(
-        "rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-operator simulate`"
-    )
+    simulate.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-simulate`")
     return parser
 
 

@@ -55,15 +55,15 @@ class Exploration:
     burst: Burst | None = None
     shadow: TimeBudget = field(default_factory=TimeBudget)
     bursts: TimeBudget = field(default_factory=TimeBudget)
+    total_seconds: float = 0.0
     _rested: bool = True  # True if the previous step drafted no shadow nodes.
     _since_burst: int = BURST_STEPS
-    _total_seconds: float = 0.0
     _baseline: dict[int, TimePerToken] = field(default_factory=dict)
     _counts: Counter[tuple[int, TreeShape]] = field(default_factory=Counter)
 
     def shadows(self, share: float) -> bool:
         """Return whether the next step may draft shadow nodes. At most every second step may."""
-        due = self._rested and self.shadow.affords(share / 2, self._total_seconds)
+        due = self._rested and self.shadow.affords(share / 2, self.total_seconds)
         self._rested = not due
         return due
 
@@ -84,7 +84,7 @@ class Exploration:
         record = self._baseline.get(concurrency)
         baseline = record.seconds if record else None
         price = EXPECTED_LOSS * BURST_STEPS * (baseline or 0.0)
-        if due and baseline is not None and self.bursts.affords(share / 2, self._total_seconds, price):
+        if due and baseline is not None and self.bursts.affords(share / 2, self.total_seconds, price):
             near = (0, running.depth - 1, running.depth + 1, planned.depth, max_depth)
             depths = {min(max(depth, 0), max_depth) for depth in near} - {running.depth}
             shapes = [TreeShape.chain(depth) for depth in sorted(depths)]
@@ -95,7 +95,14 @@ class Exploration:
         return self.burst
 
     def passed(
-        self, concurrency: int, seconds: float, tokens: float, *, explores: bool, shadow_seconds: float = 0.0
+        self,
+        concurrency: int,
+        seconds: float,
+        tokens: float,
+        *,
+        explores: bool,
+        shadow_seconds: float = 0.0,
+        steps: int = 1,
     ) -> None:
         """Record a step without prefill.
 
@@ -105,12 +112,13 @@ class Exploration:
             tokens: Emitted tokens per sequence.
             explores: The step belongs to a burst or a guard probe, and pays its loss against the usual time per token.
             shadow_seconds: Part of ``seconds`` that was spent on shadow passes.
+            steps: Number of equal steps that the other arguments are the sums of.
         """
-        self._total_seconds += seconds
+        self.total_seconds += seconds
         self.shadow.pay(shadow_seconds)
         baseline = self._baseline.setdefault(concurrency, TimePerToken())
         if not explores:
-            self._since_burst += 1
-            baseline.add(seconds - shadow_seconds, tokens)
+            self._since_burst += steps
+            baseline.add(seconds - shadow_seconds, tokens, steps)
         elif baseline.seconds is not None:
             self.bursts.pay(seconds - tokens * baseline.seconds)

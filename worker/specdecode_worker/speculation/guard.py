@@ -51,11 +51,17 @@ class TimePerToken:
     _seconds: float = 0.0
     _tokens: float = 0.0
 
-    def add(self, seconds: float, tokens_per_sequence: float) -> None:
-        """Add a step of ``seconds`` that emitted ``tokens_per_sequence`` tokens per sequence."""
-        self.steps += 1
-        self._seconds = self.decay * self._seconds + seconds
-        self._tokens = self.decay * self._tokens + tokens_per_sequence
+    def add(self, seconds: float, tokens_per_sequence: float, steps: int = 1) -> None:
+        """Add steps that took ``seconds`` and emitted ``tokens_per_sequence`` tokens per sequence, all together.
+
+        Several steps count as equal steps one after the other. The engine adds each step alone; the simulator adds
+        many at once.
+        """
+        decay = self.decay**steps
+        weight = (1 - decay) / (1 - self.decay) / steps
+        self.steps += steps
+        self._seconds = decay * self._seconds + weight * seconds
+        self._tokens = decay * self._tokens + weight * tokens_per_sequence
 
     @property
     def seconds(self) -> float | None:
@@ -103,13 +109,13 @@ class ShapeState:
         """True if the shape is stopped and plain decoding confirmed that the machine itself is not slower."""
         return self.suppressed and self.check is None
 
-    def add(self, seconds: float, tokens: float) -> None:
-        """Add a speculative step to the averages, and to the probe if one is due."""
+    def add(self, seconds: float, tokens: float, steps: int) -> None:
+        """Add speculative steps to the averages, and to the probe if one is due."""
         if self.probe_due:
             self.probe = self.probe or TimePerToken()
-            self.probe.add(seconds, tokens)
-        self.speculative.add(seconds, tokens)
-        self.recent.add(seconds, tokens)
+            self.probe.add(seconds, tokens, steps)
+        self.speculative.add(seconds, tokens, steps)
+        self.recent.add(seconds, tokens, steps)
 
     def judge(self, plain: TimePerToken) -> None:
         """Stop, confirm, probe or resume the shape. Do nothing until the time per token of plain decoding is known."""
@@ -198,7 +204,13 @@ class Guard:
         if time_per_token.seconds is None:
             time_per_token.assume(plain_seconds)
 
-    def record_step(self, concurrency: int, context: int, shape: TreeShape, seconds: float, tokens: float) -> None:
+    def states_at(self, concurrency: int, context: int) -> list[ShapeState]:
+        """Return the states of the shapes at this load."""
+        return [state for (cell, _), state in self._states.items() if cell == (concurrency, context)]
+
+    def record_step(
+        self, concurrency: int, context: int, shape: TreeShape, seconds: float, tokens: float, steps: int = 1
+    ) -> None:
         """Record a step without prefill, and update the state of every shape at this load.
 
         Steps of a shape for which `allows` was never called belong to exploration and are ignored.
@@ -209,19 +221,20 @@ class Guard:
             shape: Draft shape of all requests of the step.
             seconds: Duration of the step.
             tokens: Emitted tokens per sequence.
+            steps: Number of equal steps that ``seconds`` and ``tokens`` are the sums of. No decision may be due
+                before the last of them.
         """
         cell = (concurrency, context)
         plain = self._plain.setdefault(cell, TimePerToken())
         if shape.nodes == 0:
-            plain.add(seconds, tokens)
+            plain.add(seconds, tokens, steps)
         elif state := self._states.get((cell, shape)):
-            state.add(seconds, tokens)
-        for (where, _), state in self._states.items():
-            if where == cell:
-                state.steps_since_decision += 1
-                if state.check is not None and shape.nodes == 0:
-                    state.check.add(seconds, tokens)
-                state.judge(plain)
+            state.add(seconds, tokens, steps)
+        for state in self.states_at(concurrency, context):
+            state.steps_since_decision += steps
+            if state.check is not None and shape.nodes == 0:
+                state.check.add(seconds, tokens, steps)
+            state.judge(plain)
 
     def cells(self) -> tuple[GuardCell, ...]:
         """Return one report entry per load and shape, in the order of the loads."""

@@ -24,12 +24,15 @@ class PlainStepTimes:
         others = [point for point in self._points if point[0] != sequences]
         self._points = sorted([*others, (sequences, seconds)])
 
-    def scaled(self, seconds: float, sequences: int, edge: int) -> float:
-        """Scale the ``seconds`` of a step of ``sequences`` to a step of ``edge`` sequences."""
+    def scaled(self, seconds: float, sequences: float, edge: int) -> float:
+        """Scale the ``seconds`` of a step of ``sequences`` to a step of ``edge`` sequences.
+
+        ``sequences`` may be the mean of several steps.
+        """
         before, after = self._at(sequences), self._at(edge)
         return seconds * after / before if before > 0 and after > 0 else seconds
 
-    def _at(self, sequences: int) -> float:
+    def _at(self, sequences: float) -> float:
         points = self._points
         if len(points) < 2:
             return 1.0

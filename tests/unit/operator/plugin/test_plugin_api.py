@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -229,15 +230,24 @@ def test_pin_of_a_paused_deployment_says_that_it_waits(
 def test_simulate_hands_the_deployment_over(
     server: Server, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "specdecode-operator"
-    program.write_text(f'#!/bin/sh\necho --deployment; cp "$3" {tmp_path}/got 2>/dev/null; echo $4 > {tmp_path}/rest\n')
+    program = tmp_path / "specdecode-simulate"
+    program.write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/got; echo $3 > {tmp_path}/rest\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(simulation, "_program", lambda: str(program))
+    monkeypatch.setattr(simulation, "simulator_command", lambda: [str(program)])
     assert server.run("simulate", "demo", "--seeds=3") == 0
     exported = json.loads((tmp_path / "got").read_text())
     assert exported["metadata"]["name"] == "demo"
     assert exported["memory"]["load"]
     assert (tmp_path / "rest").read_text() == "--seeds=3\n"
+
+
+def test_simulate_without_the_simulator_says_what_to_install(
+    server: Server, demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "specdecode_simulator", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert server.run("simulate", "demo") == 1
+    assert "pip install . ./simulator" in said(capsys)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Simulation of the operator: its decisions on modelled workers, compared with other rules and with oracles."""

@@ -1,0 +1,144 @@
+"""Command line of the simulator: flags, files and processes around the pure simulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_simulator.errors import SimulatorError
+from specdecode_simulator.policies.registry import ALL
+from specdecode_simulator.records.recordings import library, nearest
+from specdecode_simulator.scoring.matrix import Cell, Matrix, by_trace
+from specdecode_simulator.scoring.plots import plot, prepare
+from specdecode_simulator.scoring.table import markdown, text
+from specdecode_simulator.scoring.tune import HOURS, SEED, tuned
+from specdecode_simulator.traces.catalogue import TRACES
+
+PROGRAM = "specdecode-simulate"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return 0 with figures on standard output, 1 for missing input, 2 for wrong names or flags."""
+    args = _parser().parse_args(argv)
+    if args.list:
+        print("traces:  ", *TRACES, "\npolicies:", *ALL)
+        return 0
+    problem = _problem(args)
+    if problem:
+        print(f"{PROGRAM}: {problem}; see --list", file=sys.stderr)
+        return 2
+    try:
+        return _tune(args) if args.tune else _simulate(args)
+    except (SimulatorError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        PROGRAM, description="Compare the operator with other rules and with oracles on modelled workers"
+    )
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="repeat for more (default: rules of scaling on traces that are scaled, rules of depth on the others)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs of every trace (default: %(default)s)")
+    parser.add_argument("--hours", type=float, default=4.0, help="simulated, of every trace (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument(
+        "--decisions", action="store_true", help="with --json: the operator's plan changes of the first seed, too"
+    )
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="write every run there as it ends, and do not repeat what is there"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--recordings", type=Path, metavar="DIR", help="default: benchmarks/recordings of a checkout")
+    parser.add_argument(
+        "--deployment",
+        type=Path,
+        metavar="FILE",
+        help="a SpecDecodeDeployment as JSON: its spec.speculation (bounds, hysteresis, ...) instead of defaults",
+    )
+    parser.add_argument("--list", action="store_true", help="names of traces and policies")
+    parser.add_argument("--tune", action="store_true", help="tune the other rules; prints tuned-baselines.json")
+    return parser
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    """Return the problem of the flags' values, or None."""
+    unknown = [name for name in args.trace if name not in TRACES] + [name for name in args.policy if name not in ALL]
+    if unknown:
+        return f"no such trace or policy: {', '.join(unknown)}"
+    if args.seeds < 1 or args.hours <= 0 or args.jobs < 1:
+        return "--seeds, --hours, --jobs are positive"
+    return None
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    """Run traces and policies, and print their scores."""
+    matrix = Matrix(
+        traces=tuple(args.trace or TRACES),
+        policies=tuple(args.policy),
+        seeds=args.seeds,
+        hours=args.hours,
+        recordings=args.recordings or nearest(),
+        speculation=_speculation(args.deployment) if args.deployment else None,
+        keep=args.keep,
+    )
+    if args.plot:
+        prepare(args.plot)
+    document = matrix.document(by_trace(_run_with_progress(matrix, args.jobs)), decisions=args.decisions)
+    if args.plot:
+        _write(document, args.plot)
+    print(json.dumps(document, indent=1) if args.json else text(document))
+    return 0
+
+
+def _run_with_progress(matrix: Matrix, jobs: int) -> Iterator[Cell]:
+    """Run the matrix with a line for each finished run on standard error."""
+    count = len(matrix.cells())
+    for done, cell in enumerate(matrix.run(jobs), start=1):
+        print(f"simulate: {cell[0]}, seed {cell[1]} ({done} of {count})", file=sys.stderr, flush=True)
+        yield cell
+
+
+def _speculation(path: Path) -> Mapping[str, Any]:
+    """Read spec.speculation of a deployment's JSON.
+
+    Raises:
+        SimulatorError: The file is missing or is no SpecDecodeDeployment.
+    """
+    try:
+        spec = Spec.model_validate(json.loads(path.read_text())["spec"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise SimulatorError(f"--deployment: {path} is no SpecDecodeDeployment as JSON: {error}") from error
+    return spec.speculation.model_dump(mode="json", by_alias=True, exclude={"method", "draft", "tasks"})
+
+
+def _tune(args: argparse.Namespace) -> int:
+    """Tune the other systems' rules and print the document of tuned-baselines.json."""
+    policies = tuned(
+        library(args.recordings or nearest()), lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+    )
+    print(json.dumps({"command": f"{PROGRAM} --tune", "seed": SEED, "hours": HOURS, "policies": policies}, indent=1))
+    return 0
+
+
+def _write(document: Mapping[str, Any], folder: Path) -> None:
+    """Write plots and the Markdown table."""
+    for path in plot(document, folder):
+        print(f"simulate: {path}", file=sys.stderr)
+    (folder / "simulate-table.md").write_text(markdown(document))

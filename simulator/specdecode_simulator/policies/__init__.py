@@ -1,0 +1,1 @@
+"""Policies: the operator itself, rules of other systems, and oracles."""

@@ -1,0 +1,171 @@
+"""Our operator: decide() as it is, every poll, on the reports of modelled workers; they run its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
+from specdecode_operator.types import Worker as Seen
+from specdecode_simulator.traces.trace import Trace
+from specdecode_simulator.world.counters import DRAFT
+from specdecode_simulator.world.fleet import Fleet, Pod
+from specdecode_simulator.world.plan_pilot import PlanPilot
+from specdecode_simulator.world.worker import CALIBRATION_CONTEXT
+from specdecode_worker.contract import Plan
+
+START = 1_800_000_000.0
+"""The operator's clock at the start of a trace."""
+DEEPEST = 7
+DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
+
+
+def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | None = None) -> Deployment:
+    """What a user would write for this trace, with ``given`` fields of spec.speculation instead of ours; everything
+    else is as the operator's defaults have it. The trace says model, draft and tasks. Raises pydantic's
+    ValidationError for a field that is none.
+    """
+    speculation: dict[str, Any] = {
+        "depth": {"min": 0, "max": DEEPEST, "initial": 3},
+        **(given or {}),
+        "method": "eagle3",
+        "draft": {"uri": "embedded://recorded"},
+        "tasks": [{"name": name} for name in trace.labels[:-1]],
+    }
+    if "objective" in SpeculationSpec.model_fields and "objective" not in speculation:
+        speculation["objective"] = {
+            "itlMilliseconds": max(1, round(1000 * trace.ttit_seconds)),
+            "ttftMilliseconds": max(1, round(1000 * trace.ttft_seconds)),
+        }
+    spec: dict[str, Any] = {
+        "model": {"uri": "embedded://simulated"},
+        "speculation": speculation,
+        "replicas": trace.replicas,
+        "workers": {
+            "gpu": False,
+            "maxNumSeqs": trace.limits.max_num_seqs,
+            "kvCacheTokens": trace.limits.kv_tokens,
+        },
+    }
+    if scaled:
+        scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": trace.most_replicas}
+        spec["scaling"] = ScalingSpec.model_validate(scaling).model_dump(by_alias=True)
+    found = Spec.model_validate(spec)
+    return Deployment(
+        namespace="simulated", name=trace.name[:40], uid="simulated", generation=1, spec=found, status=Status()
+    )
+
+
+@dataclass(slots=True)
+class Ours:
+    """``log`` keeps every decision with its time; ``versions`` counts plans that went out."""
+
+    trace: Trace
+    seed: int
+    scaled: bool
+    given: Mapping[str, Any] | None = None
+    memory: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="simulated")))
+    versions: int = 0
+    log: list[tuple[float, Any]] = field(default_factory=list)
+    depths: list[tuple[float, int | None, int]] = field(default_factory=list)
+    """Time, depth in use at the present load, drafts so far."""
+    decision: Decision | None = None
+    _deployment: Deployment | None = None
+    _coins: Any = None
+    _was_away: bool = False
+
+    def __post_init__(self) -> None:
+        self._deployment = deployment_for(self.trace, scaled=self.scaled, given=self.given)
+        self._coins = np.random.default_rng([self.seed, 80])
+
+    def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
+        """A new pod mounts the plan that is out."""
+        table = fleet.truth(index).table
+        last = len(table.pass_seconds) - 1
+
+        def pass_seconds(running: int) -> float:
+            return table.pass_seconds[min(running.bit_length() - 1, last)]
+
+        found = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds, DRAFT)
+        found.calibrate(
+            lambda count: table.seconds(count, count, 0, CALIBRATION_CONTEXT * count), self.trace.limits.max_num_seqs
+        )
+        return found
+
+    def poll(self, fleet: Fleet, now: float) -> int | None:
+        if self.trace.away(now):
+            self._was_away = True
+            return None
+        if self._was_away:
+            self._restarted()
+        assert self._deployment is not None
+        observed = self._observed(fleet, now)
+        decision, self.memory = decide(self._deployment, observed, DEFAULTS, now=START + now)
+        before = self.decision.plan.version if self.decision else None
+        self.versions += before is not None and decision.plan.version != before
+        self.log += [(now, change) for change in decision.changes]
+        drafts = sum(worker.counters.drafts for worker in fleet.workers)
+        self.depths.append((now, decision.depth, drafts))
+        self.decision = decision
+        for pod in fleet.pods:
+            if f"10.0.0.{pod.index}" in decision.pushes:
+                pilot = pod.worker.pilot
+                assert isinstance(pilot, PlanPilot)
+                pilot.take(decision.plan)
+        return decision.replicas if self.scaled else None
+
+    def _plan(self) -> Plan:
+        """The plan that is out. The first is written before the first pod is: it says depth.initial."""
+        if self.memory.learned.plan is None:
+            assert self._deployment is not None
+            observed = Observation(workload=None, workers=(), session=self.memory)
+            self.decision, self.memory = decide(self._deployment, observed, DEFAULTS, now=START)
+        assert self.memory.learned.plan is not None
+        return self.memory.learned.plan
+
+    def _restarted(self) -> None:
+        """All that the process knew is gone but what the ConfigMap has."""
+        self._was_away = False
+        learned = parse_state(render_state(self.memory.learned), "simulated")
+        self.memory = Session(learned=learned or LearnedState(uid="simulated"))
+
+    def _observed(self, fleet: Fleet, now: float) -> Observation:
+        ready = len(fleet.ready)
+        count = len(fleet.staying)
+        workload = Workload(
+            generation=1,
+            observed_generation=1,
+            wanted=fleet.wanted,
+            replicas=count,
+            updated=count,
+            ready=ready,
+            available=ready,
+        )
+        return Observation(
+            workload=workload, workers=tuple(self._seen(pod, now) for pod in fleet.pods), session=self.memory
+        )
+
+    def _seen(self, pod: Pod, now: float) -> Seen:
+        is_ready = pod.ready_at <= now
+        lost = self._coins.random() < self.trace.lost(pod.index, now)
+        report = None
+        if is_ready and not lost:
+            pilot = pod.worker.pilot
+            assert isinstance(pilot, PlanPilot)
+            report = pod.worker.report(f"boot-{pod.index}", pilot.state, pilot.guard.cells())
+        return Seen(
+            name=pod.uid,
+            uid=pod.uid,
+            address=f"10.0.0.{pod.index}",
+            ready=is_ready,
+            leaving=pod.leaving,
+            report=report,
+            report_problem="no answer" if is_ready and lost else None,
+        )

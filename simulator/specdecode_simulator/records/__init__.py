@@ -1,0 +1,1 @@
+"""Recorded step times and acceptance, and the tables made from them."""

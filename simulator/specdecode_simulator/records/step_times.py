@@ -1,0 +1,184 @@
+"""What a step takes in the simulated world: tables recorded of the real worker, or composed of published figures.
+
+Not the planner's model: a table over (sequences, depth, context) with interpolation in logarithms, and noise that is
+replayed from recorded steps, in the order in which it came.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+DEPTHS = 8
+"""Depths 0 to 7 are recorded."""
+_CONTEXTS = (128.0, 512.0, 1024.0, 4096.0, 8192.0, 16384.0)
+_SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+
+
+@dataclass(slots=True)
+class StepTable:
+    """Seconds of a step. ``grid`` is [sequences, depth, context]; the axes of sequences and context are logarithmic."""
+
+    name: str
+    sequences: tuple[float, ...]
+    contexts: tuple[float, ...]
+    grid: list[list[list[float]]]
+    pass_seconds: tuple[float, ...]
+    """One draft pass, by the axis of sequences."""
+    chunk_tokens: tuple[float, ...]
+    chunk_seconds: tuple[float, ...]
+    """A prompt chunk of so many tokens, beside nothing else."""
+    noise: tuple[float, ...]
+    """Seconds over typical seconds of steps in a row, of mean 1."""
+    _sums: Any = field(init=False)
+    _squares: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        looped = np.array(self.noise * (1 + 256 // len(self.noise)) + self.noise)
+        self._sums = np.concatenate(([0.0], np.cumsum(looped))).tolist()
+        self._squares = np.concatenate(([0.0], np.cumsum(looped**2))).tolist()
+
+    def seconds(self, sequences: float, verify_tokens: float, passes: float, kv_tokens: float) -> float:
+        """A decoding step without noise. ``verify_tokens`` counts roots; ``passes`` may exceed the deepest shape."""
+        sequences = max(sequences, 0.5)
+        depth = min(max(verify_tokens / sequences - 1.0, 0.0), DEPTHS - 1.0)
+        b, v = _place(self.sequences, sequences)
+        c, w = _place(self.contexts, kv_tokens / sequences)
+        d = min(int(depth), DEPTHS - 2)
+        u = depth - d
+        low, high = self.grid[b], self.grid[b + 1]
+        near = (1 - v) * _blend(low[d], c, w) + v * _blend(high[d], c, w)
+        deep = (1 - v) * _blend(low[d + 1], c, w) + v * _blend(high[d + 1], c, w)
+        found = (1 - u) * near + u * deep
+        if abs(passes - depth) > 1e-9:
+            found += (passes - depth) * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
+        return max(found, 1e-5)
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """What a chunk of so many prompt tokens adds to a step."""
+        at = max(0, min(len(self.chunk_tokens) - 2, bisect_right(self.chunk_tokens, tokens) - 1))
+        x0, x1 = self.chunk_tokens[at], self.chunk_tokens[at + 1]
+        y0, y1 = self.chunk_seconds[at], self.chunk_seconds[at + 1]
+        return max(0.0, y0 + (y1 - y0) * (tokens - x0) / (x1 - x0))
+
+    def noisy(self, offset: int, steps: int) -> tuple[float, float]:
+        """(mean, mean of squares) of the noise of ``steps`` (at most 256) steps in a row, from ``offset`` on."""
+        at = offset % len(self.noise)
+        total = self._sums[at + steps] - self._sums[at]
+        squares = self._squares[at + steps] - self._squares[at]
+        return total / steps, squares / steps
+
+
+def _place(axis: tuple[float, ...], value: float) -> tuple[int, float]:
+    """Index of the cell that holds ``value`` and where in it, on a logarithmic axis; beyond the ends it is clamped."""
+    value = min(max(value, axis[0]), axis[-1])
+    at = min(bisect_right(axis, value) - 1, len(axis) - 2)
+    return at, math.log(value / axis[at]) / math.log(axis[at + 1] / axis[at]) if value > axis[at] else 0.0
+
+
+def _blend(row: list[float], at: int, share: float) -> float:
+    return (1 - share) * row[at] + share * row[at + 1]
+
+
+def recorded(document: Mapping[str, Any]) -> StepTable:
+    """Of benchmarks/record_steps.py. Cells that were too large to record are carried along the recorded slope."""
+    cells = {(c["sequences"], c["context"], c["depth"]): c["seconds"] for c in document["cells"]}
+    sequences = sorted({key[0] for key in cells})
+    contexts = sorted({key[1] for key in cells})
+    grid = [
+        _rising([[_cell(cells, sequences, b, contexts, c, d) for c in contexts] for d in range(DEPTHS)])
+        for b in sequences
+    ]
+    passes = _passes(cells, sequences, contexts[0])
+    chunks: dict[float, list[float]] = {}
+    for chunk in document["chunks"]:
+        if chunk["sequences"] <= 1:
+            chunks.setdefault(float(chunk["tokens"]), []).append(chunk["seconds"])
+    tokens = sorted(chunks)
+    noise = np.clip(np.array(document["series"]), 0.5, 4.0)
+    return StepTable(
+        name="smollm2-cpu",
+        sequences=tuple(map(float, sequences)),
+        contexts=tuple(map(float, contexts)),
+        grid=grid,
+        pass_seconds=passes,
+        chunk_tokens=(0.0, *tokens),
+        chunk_seconds=(0.0, *(float(np.median(chunks[t])) for t in tokens)),
+        noise=tuple((noise / noise.mean()).tolist()),
+    )
+
+
+def _cell(
+    cells: Mapping[tuple[int, int, int], float], sequences: list[int], b: int, contexts: list[int], c: int, d: int
+) -> float:
+    """Recorded; else what the longest recorded context of as many sequences has, and the slope of fewer for the rest.
+
+    A short context that was left out lies between its neighbours in sequences.
+    """
+    if (b, c, d) in cells:
+        return cells[b, c, d]
+    longer = [other for other in contexts if other > c and (b, other, d) in cells]
+    if longer:
+        return cells[b, longer[0], d]
+    known = max(other for other in contexts if (b, other, d) in cells)
+    fewer = max(n for n in sequences if (n, c, d) in cells and (n, known, d) in cells)
+    slope = max(0.0, cells[fewer, c, d] - cells[fewer, known, d]) / fewer
+    return cells[b, known, d] + slope * b
+
+
+def _rising(rows: list[list[float]]) -> list[list[float]]:
+    """A longer context never makes a step cheaper, whatever a busy minute did to a median."""
+    return [np.maximum.accumulate(row).tolist() for row in rows]
+
+
+def _passes(cells: Mapping[tuple[int, int, int], float], sequences: list[int], context: int) -> tuple[float, ...]:
+    """One draft pass: a chain's step less a plain step of as many tokens, by pass; carried where there is no such."""
+    found: list[float] = []
+    for b in sequences:
+        own = [
+            (cells[b, context, d] - cells[b * (d + 1), context, 0]) / d
+            for d in range(1, DEPTHS)
+            if (b * (d + 1), context, 0) in cells
+        ]
+        previous = found[-1] if found else 1e-4
+        found.append(max(float(np.median(own)), 1e-4) if own else 1.5 * previous)
+    return tuple(found)
+
+
+def published(document: Mapping[str, Any]) -> dict[str, StepTable]:
+    """Of benchmarks/recordings/steps-published.json: one table a device, composed of its figures as that file says."""
+    return {name: _composed(name, device) for name, device in document["devices"].items()}
+
+
+def _composed(name: str, device: Mapping[str, Any]) -> StepTable:
+    weights, token = device["weights_seconds"], device["token_seconds"]
+
+    def step(sequences: float, depth: int, context: float) -> float:
+        tokens = sequences * (depth + 1)
+        networks = (weights**3 + (token * tokens) ** 3) ** (1 / 3)
+        speculation = device["speculation_seconds"] + depth * draft(sequences) if depth else 0.0
+        kv = device["kv_token_seconds"] * sequences * context
+        return float(device["overhead_seconds"] + networks + kv + speculation)
+
+    def draft(sequences: float) -> float:
+        return float(device["pass_seconds"] + device["pass_sequence_seconds"] * sequences)
+
+    grid = [[[step(b, d, c) for c in _CONTEXTS] for d in range(DEPTHS)] for b in _SEQUENCES]
+    chunk = (0.0, 128.0, 512.0, 2048.0, 8192.0)
+    generator = np.random.default_rng(0)
+    noise = 1 + device["noise"] * generator.standard_normal(512) + (generator.random(512) < 0.01)
+    return StepTable(
+        name=name,
+        sequences=_SEQUENCES,
+        contexts=_CONTEXTS,
+        grid=grid,
+        pass_seconds=tuple(draft(b) for b in _SEQUENCES),
+        chunk_tokens=chunk,
+        chunk_seconds=tuple(token * tokens for tokens in chunk),
+        noise=tuple((noise / noise.mean()).tolist()),
+    )

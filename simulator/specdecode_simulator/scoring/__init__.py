@@ -1,0 +1,1 @@
+"""Runs of traces with policies, their scores, tables and plots."""

@@ -1,0 +1,95 @@
+"""Traces x seeds x policies, in as many processes as are given, and the document that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdecode_simulator.policies.registry import judged_on
+from specdecode_simulator.records.recordings import library, tuned
+from specdecode_simulator.scoring.run import Run, run_trace
+from specdecode_simulator.scoring.run_store import file_of, keep, kept
+from specdecode_simulator.scoring.score import CLAIRVOYANT, ORACLE, by_policy, scored, targets
+from specdecode_simulator.traces.catalogue import TRACES, named
+
+Cell = tuple[str, int, Mapping[str, Run]]
+"""Trace, seed, and the runs by policy."""
+Found = Mapping[int, Mapping[str, Run]]
+"""Of one trace: by seed, by policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """What to simulate. Without ``policies`` those run that a trace is there to judge, and the oracles always."""
+
+    traces: tuple[str, ...]
+    policies: tuple[str, ...] = ()
+    seeds: int
+    hours: float
+    recordings: Path
+    speculation: Mapping[str, Any] | None = None
+    """Fields of spec.speculation for ours; None: defaults."""
+    keep: Path | None = None
+    """Folder of runs that ended, of this code, length and fields."""
+
+    @property
+    def command(self) -> str:
+        which = "" if set(self.traces) == set(TRACES) else "".join(f" --trace {name}" for name in self.traces)
+        which += "".join(f" --policy {name}" for name in self.policies)
+        return f"specdecode-simulate{which} --seeds {self.seeds} --hours {self.hours:g}"
+
+    def family(self, trace: str) -> str:
+        return named(trace, self.hours).family
+
+    def policies_of(self, trace: str) -> tuple[str, ...]:
+        asked = self.policies or judged_on(self.family(trace))
+        return tuple(dict.fromkeys((*asked, ORACLE, CLAIRVOYANT)))
+
+    def cells(self) -> list[tuple[str, int]]:
+        """Seed by seed: what was kept when somebody stopped it is whole for fewer seeds, and not for fewer traces."""
+        return [(trace, seed) for seed in range(self.seeds) for trace in self.traces]
+
+    def run(self, jobs: int = 1) -> Iterator[Cell]:
+        """(trace, seed, runs by policy) as they end."""
+        cells = self.cells()
+        if jobs == 1:
+            yield from (self.cell(*cell) for cell in cells)
+            return
+        with ProcessPoolExecutor(jobs) as pool:
+            for future in as_completed([pool.submit(self.cell, *cell) for cell in cells]):
+                yield future.result()
+
+    def cell(self, trace: str, seed: int) -> Cell:
+        file = None if self.keep is None else file_of(self.keep, trace, self.hours, seed)
+        known = {} if file is None else kept(file)
+        settings = tuned(self.recordings)
+        settings = {**settings, "ours": self.speculation} if self.speculation else settings
+        policies, found = self.policies_of(trace), {}
+        for policy, run in run_trace(trace, self.hours, seed, policies, library(self.recordings), settings, known):
+            if file is not None and policy not in known:
+                keep(file, policy, run)
+            found[policy] = run
+        return trace, seed, found
+
+    def document(self, runs: Mapping[str, Found], *, decisions: bool = False) -> dict[str, Any]:
+        """Scores and targets; with ``decisions`` ours' plan changes of the first seed, too."""
+        traces = {name: self._trace(name, runs[name], decisions) for name in self.traces}
+        head = {"command": self.command, "hours": self.hours, "seeds": list(range(self.seeds))}
+        return {**head, "traces": traces, "policies": by_policy(traces), "targets": targets(traces)}
+
+    def _trace(self, trace: str, found: Found, decisions: bool) -> dict[str, Any]:
+        runs = {seed: found[seed] for seed in sorted(found)}
+        ours = [policies["ours"] for policies in runs.values() if "ours" in policies]
+        answers = [answer for run in ours for answer in run.answers]
+        document = {"family": self.family(trace), "policies": scored(runs), "answers": answers}
+        return {**document, "decisions": list(ours[0].decisions)} if ours and decisions else document
+
+
+def by_trace(ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
+    found: dict[str, dict[int, Mapping[str, Run]]] = {}
+    for trace, seed, runs in ended:
+        found.setdefault(trace, {})[seed] = runs
+    return found

@@ -1,0 +1,165 @@
+"""One trace, one seed, some policies: runs them on the same arrivals and says what each cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from specdecode_simulator.policies.operator_loop import Ours
+from specdecode_simulator.policies.oracle import accepted_tokens
+from specdecode_simulator.policies.registry import SCALERS, Tuned, controller
+from specdecode_simulator.records.recordings import Library
+from specdecode_simulator.traces.catalogue import named
+from specdecode_simulator.traces.job import Job
+from specdecode_simulator.traces.trace import Trace
+from specdecode_simulator.world.fleet import Fleet
+
+ANSWERED = (1.03, 1.06)
+"""A step is answered once the depth in use costs at most this much over the best: what hysteresis asks of a move, and
+twice that, since nobody is soon nine-tenths sure to gain 3 % where no more than 5 are to be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one run cost. ``time_per_token`` is mean decode seconds of a request per token, over the whole trace."""
+
+    time_per_token: float
+    plan_changes_per_hour: float
+    """Plans that went out; of rules inside an engine, changes of depth for requests that are alike, by worker."""
+    slo_misses: float
+    """Share of requests whose first token or whose mean time between tokens was late."""
+    replica_hours: float
+    ttft_p95: float
+    arrivals: int
+    finished: int
+    in_flight: int
+    given_up: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    figures: Figures
+    decisions: tuple[Mapping[str, Any], ...] = ()
+    answers: tuple[Mapping[str, float], ...] = ()
+    """Of every step of acceptance: seconds and drafts until the plan's depth was ``within`` so much of the best."""
+    replicas: tuple[int, ...] = ()
+
+
+def run_trace(
+    trace_name: str,
+    hours: float,
+    seed: int,
+    policies: Iterable[str],
+    library: Library,
+    tuned: Tuned,
+    known: Mapping[str, Run] = MappingProxyType({}),
+) -> Iterator[tuple[str, Run]]:
+    """Ours runs first on scaled traces: depth policies are compared at its replicas. What is ``known`` runs no more."""
+    trace = named(trace_name, hours)
+    wanted = list(dict.fromkeys(policies))
+    trajectory: tuple[int, ...] | None = None
+    if trace.family == "scaling":
+        ours = known.get("ours") or one("ours", trace, library, seed, tuned, None)
+        trajectory = ours.replicas
+        if "ours" in wanted:
+            yield "ours", ours
+            wanted.remove("ours")
+    for name in wanted:
+        if name in SCALERS and trace.family != "scaling":
+            continue
+        yield name, known.get(name) or one(name, trace, library, seed, tuned, trajectory)
+
+
+def one(name: str, trace: Trace, library: Library, seed: int, tuned: Tuned, trajectory: tuple[int, ...] | None) -> Run:
+    decides = controller(name, trace, library, seed, tuned, trajectory)
+    fleet = Fleet(trace, library, seed)
+    fleet.run(decides)
+    ours = decides if isinstance(decides, Ours) else None
+    return Run(
+        figures=_figures(fleet, _changes(fleet, decides)),
+        decisions=tuple({"seconds": at, **change.model_dump()} for at, change in ours.log) if ours else (),
+        answers=tuple(_answers(fleet, ours)) if ours else (),
+        replicas=tuple(fleet.trajectory),
+    )
+
+
+def _changes(fleet: Fleet, decides: Any) -> float:
+    inner = getattr(decides, "inner", decides)
+    versions = getattr(inner, "versions", None)
+    if versions is not None:
+        return float(versions)
+    return sum(worker.switches for worker in fleet.workers) / max(1, len(fleet.workers))
+
+
+def _figures(fleet: Fleet, changes: float) -> Figures:
+    trace, arrived = fleet.trace, fleet.jobs[: fleet.arrivals]
+    seconds = sum(worker.decode_seconds for worker in fleet.workers)
+    tokens = sum(worker.tokens for worker in fleet.workers)
+    firsts = sorted(job.first - job.arrived for job in arrived if job.first is not None)
+    finished = sum(job.done is not None for job in arrived)
+    return Figures(
+        time_per_token=seconds / max(tokens, 1.0),
+        plan_changes_per_hour=3600 * changes / trace.seconds,
+        slo_misses=sum(_missed(job, trace) for job in arrived) / max(1, len(arrived)),
+        replica_hours=fleet.replica_seconds / 3600,
+        ttft_p95=firsts[int(0.95 * len(firsts))] if firsts else 0.0,
+        arrivals=len(arrived),
+        finished=finished,
+        in_flight=fleet.in_flight,
+        given_up=fleet.given_up,
+        tokens=int(tokens),
+    )
+
+
+def _missed(job: Job, trace: Trace) -> bool:
+    if job.first is None:
+        return trace.seconds - job.arrived > trace.ttft_seconds
+    late = job.first - job.arrived > trace.ttft_seconds
+    return late or (job.done is not None and job.done - job.first > trace.ttit_seconds * (job.output - 1))
+
+
+def _answers(fleet: Fleet, ours: Ours) -> Iterator[Mapping[str, float]]:
+    """Only the first kind steps; the load is the trace's mean one."""
+    trace = fleet.trace
+    ends = [*trace.steps_at[1:], trace.seconds]
+    for begin, end in zip(trace.steps_at, ends, strict=False):
+        looks = [look for look in ours.depths if begin < look[0] <= end and look[1] is not None]
+        before = [drafts for at, _, drafts in ours.depths if at <= begin]
+        if not looks or not before:
+            continue
+        costs = _costs(fleet, begin + 1.0)
+        for within in ANSWERED:
+            good = next((look for look in looks if costs[look[1] or 0] <= within * min(costs)), None)
+            at, _, drafts = good or looks[-1]
+            taken = {"seconds": at - begin, "drafts": drafts - before[-1]}
+            yield {"at": begin, "within": within, **taken, "answered": float(good is not None)}
+
+
+def _costs(fleet: Fleet, at: float) -> list[float]:
+    """Seconds per token of every depth, at the mean batch of this run and the acceptance at ``at``."""
+    trace, kind = fleet.trace, fleet.trace.kinds[0]
+    tokens = accepted_tokens(fleet.library.records, kind.domain, kind.quality(at))
+    busy = sum(worker.decode_seconds for worker in fleet.workers) / trace.seconds / max(1, len(fleet.pods))
+    batch = max(1.0, round(busy))
+    table, context = fleet.library.tables[trace.table], kind.prompt + kind.output / 2
+    return [
+        table.seconds(batch, batch * (depth + 1), depth, batch * context) / (1 + tokens[depth])
+        for depth in range(len(tokens))
+    ]
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    return asdict(run)
+
+
+def of_json(document: Mapping[str, Any]) -> Run:
+    """``as_json`` read back. Raises KeyError or TypeError on what is none."""
+    return Run(
+        figures=Figures(**document["figures"]),
+        decisions=tuple(document["decisions"]),
+        answers=tuple(document["answers"]),
+        replicas=tuple(document["replicas"]),
+    )

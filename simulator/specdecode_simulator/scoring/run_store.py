@@ -1,0 +1,33 @@
+"""Runs that ended, on disk: a file a trace, length and seed, a line a policy, so that a stopped simulation goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from specdecode_simulator.errors import SimulatorError
+from specdecode_simulator.scoring.run import Run, as_json, of_json
+
+
+def file_of(folder: Path, trace: str, hours: float, seed: int) -> Path:
+    return folder / f"{trace}-{hours:g}h-{seed}.jsonl"
+
+
+def kept(file: Path) -> dict[str, Run]:
+    """By policy. A last line that was cut off is dropped. Raises SimulatorError."""
+    if not file.exists():
+        return {}
+    text = file.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
+    try:
+        return {document["policy"]: of_json(document) for document in map(json.loads, whole.splitlines())}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SimulatorError(f"--keep: {file} holds no runs of this version; remove it: {error}") from error
+
+
+def keep(file: Path, policy: str, run: Run) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps({"policy": policy, **as_json(run)}) + "\n")

@@ -1,0 +1,1 @@
+"""Simulated requests and what happens to a fleet over time."""

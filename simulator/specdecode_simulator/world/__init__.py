@@ -1,0 +1,1 @@
+"""Modelled workers and the fleet that they form."""

@@ -1,0 +1,256 @@
+"""The monotonic counters of one modelled worker, and the contract.Report made of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdecode_simulator.records.acceptance_walks import DEPTH
+from specdecode_simulator.world.segment import Group, Outcome, Segment
+from specdecode_worker.contract import (
+    FEATURES,
+    MAX_RANKS,
+    AcceptanceCell,
+    DraftState,
+    GuardCell,
+    LatencyHistogram,
+    PlanState,
+    Report,
+    RequestCell,
+    StepCell,
+    TrafficCell,
+)
+
+Array = Any
+DRAFT = "recorded-draft"
+MOST_STEP_CELLS = 64
+K = len(FEATURES)
+TTIT_EDGES = tuple(
+    edge / 1000
+    for edge in (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000)
+)
+TTFT_EDGES = tuple(
+    edge / 1000 for edge in (1, 2, 5, 10, 20, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2000, 5000, 10000, 30000)
+)
+QUEUE_EDGES = tuple(edge / 1000 for edge in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000))
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What indices of groups stand for. ``tails`` are Records.tail_ranks by kind."""
+
+    labels: tuple[str, ...]
+    kinds: tuple[str, ...]
+    tails: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One step's x, as means over a segment."""
+
+    sequences: float
+    verify_tokens: float
+    kv_tokens: float
+    draft_passes: int
+    prefill_tokens: float
+
+
+@dataclass(slots=True)
+class Counters:
+    names: Names
+    generator: Any
+    """Of numpy; spreads misses over ranks."""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    plain_steps: int = 0
+    running_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    _runs: Array = field(init=False)
+    """[labels, kinds, DEPTH, 2]: depths reached, and right there, on the main path."""
+    _told: Array = field(init=False)
+    """[labels, kinds, DEPTH] misses that are spread over ranks already."""
+    _ranks: Array = field(init=False)
+    _requests: Array = field(init=False)
+    _traffic: Array = field(init=False)
+    """[labels, 4]: arrivals, finished, prompt and output tokens."""
+    _steps: dict[tuple[int, int, bool, int], list[float]] = field(default_factory=dict)
+    _histograms: dict[str, tuple[tuple[float, ...], list[int], list[float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        labels, kinds = len(self.names.labels), len(self.names.kinds)
+        self._runs = np.zeros((labels, kinds, DEPTH, 2), dtype=np.int64)
+        self._told = np.zeros((labels, kinds, DEPTH), dtype=np.int64)
+        self._ranks = np.zeros((labels, DEPTH, MAX_RANKS + 1), dtype=np.int64)
+        self._requests = np.zeros((labels, 6), dtype=np.int64)
+        self._traffic = np.zeros((labels, 4))
+        for name, edges in (("ttft", TTFT_EDGES), ("ttit", TTIT_EDGES), ("queue", QUEUE_EDGES)):
+            self._histograms[name] = (edges, [0] * (len(edges) + 1), [0.0])
+
+    def arrived(self, label: int, prompt_tokens: int) -> None:
+        self._traffic[label] += (1, 0, prompt_tokens, 0)
+
+    def finished(self, label: int, accepted: int, drafts: int) -> None:
+        self._traffic[label, 1] += 1
+        sums = (1, accepted, drafts, accepted * accepted, accepted * drafts, drafts * drafts)
+        self._requests[label] += sums
+
+    def latency(self, name: str, seconds: float, times: int = 1) -> None:
+        edges, counts, total = self._histograms[name]
+        counts[bisect_left(edges, seconds)] += times
+        total[0] += seconds * times
+
+    def emitted(self, label: int, tokens: float) -> None:
+        self._traffic[label, 3] += tokens
+
+    def ran(self, group: Group, count: float, segment: Segment, outcome: Outcome) -> None:
+        """``count`` sequences of a group ran the steps of a segment."""
+        form = segment.forms[group]
+        steps = round(count * outcome.steps)
+        sums = outcome.runs[group]
+        if form.nodes:
+            self.drafts += steps
+            self.draft_tokens += steps * form.nodes
+            self.accepted_tokens += int(sums[8])
+        else:
+            self.plain_steps += steps
+        deep = max(form.depth, segment.drafted_depth if segment.shadow else 0)
+        deep = min(deep, DEPTH)
+        if deep:
+            reached = np.empty(deep, dtype=np.int64)
+            reached[0], reached[1:] = steps, sums[: deep - 1]
+            cell = self._runs[group.label, group.kind]
+            cell[:deep, 0] += reached
+            cell[:deep, 1] += np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
+
+    def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
+        """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""
+        packed = max(1, round(x.verify_tokens + x.prefill_tokens))
+        kind = (1 << (packed - 1).bit_length(), x.draft_passes, x.prefill_tokens > 0, context)
+        vector = (1.0, x.sequences, x.verify_tokens, x.kv_tokens, float(x.draft_passes), x.prefill_tokens)
+        products = [a * b * steps for i, a in enumerate(vector) for b in vector[i:]]
+        values = [
+            steps,
+            seconds,
+            squares,
+            emitted,
+            *(value * steps for value in vector),
+            *(value * seconds for value in vector),
+            *products,
+        ]
+        known = self._steps.get(kind)
+        self._steps[kind] = values if known is None else [a + b for a, b in zip(known, values, strict=True)]
+
+    def report(self, moment: Moment) -> Report:
+        return Report(
+            boot_id=moment.boot_id,
+            worker=moment.worker,
+            clock_seconds=moment.clock_seconds,
+            draft=DraftState(method="eagle3", hash=DRAFT),
+            plan=moment.plan,
+            max_num_seqs=moment.max_num_seqs,
+            running=moment.running,
+            waiting=moment.waiting,
+            running_request_seconds=self.running_seconds,
+            waiting_request_seconds=self.waiting_seconds + moment.pending_seconds,
+            kv_tokens_total=moment.kv_tokens_total,
+            kv_tokens_used=moment.kv_tokens_used,
+            preemptions=self.preemptions,
+            prefill_chunks=self.prefill_chunks,
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+            plain_steps=self.plain_steps,
+            acceptance=tuple(self._acceptance()),
+            requests=tuple(self._request_cells()),
+            steps=tuple(self._step_cells()),
+            traffic=tuple(self._traffic_cells()),
+            latency=tuple(self._latency_cells()),
+            guard=moment.guard,
+        )
+
+    def _acceptance(self) -> Iterator[AcceptanceCell]:
+        self._spread()
+        for label, task in enumerate(self.names.labels):
+            hits = self._runs[label, :, :, 1].sum(axis=0)
+            for depth in range(DEPTH):
+                ranks = self._ranks[label, depth].tolist()
+                ranks[0] = int(hits[depth])
+                if sum(ranks):
+                    yield AcceptanceCell(
+                        draft=DRAFT, task=task, sampled=False, depth=depth + 1, parent="main", ranks=tuple(ranks)
+                    )
+
+    def _spread(self) -> None:
+        """New misses get ranks as the records have them: what was counted is whether the first choice was right."""
+        missed = self._runs[..., 0] - self._runs[..., 1]
+        for label, kind, depth in np.argwhere(missed > self._told).tolist():
+            new = missed[label, kind, depth] - self._told[label, kind, depth]
+            self._ranks[label, depth] += self.generator.multinomial(new, self.names.tails[kind][depth])
+        self._told = missed
+
+    def _request_cells(self) -> Iterator[RequestCell]:
+        for task, sums in zip(self.names.labels, self._requests.tolist(), strict=True):
+            if sums[0]:
+                n, a, d, aa, ad, dd = sums
+                yield RequestCell(draft=DRAFT, task=task, sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
+
+    def _step_cells(self) -> Iterator[StepCell]:
+        most = sorted(self._steps.items(), key=lambda item: -item[1][0])[:MOST_STEP_CELLS]
+        for (bucket, passes, prefill, context), values in sorted(most):
+            yield StepCell(
+                tokens_bucket=bucket,
+                draft_passes=passes,
+                prefill=prefill,
+                context_bucket=context,
+                count=int(values[0]),
+                t=values[1],
+                tt=values[2],
+                emitted=int(values[3]),
+                x=tuple(values[4 : 4 + K]),
+                xt=tuple(values[4 + K : 4 + 2 * K]),
+                xx=tuple(values[4 + 2 * K :]),
+                device_seconds=values[1],
+                wall_seconds=values[1],
+                clipped=0,
+            )
+
+    def _traffic_cells(self) -> Iterator[TrafficCell]:
+        for task, (arrivals, finished, prompt, output) in zip(self.names.labels, self._traffic.tolist(), strict=True):
+            if arrivals:
+                yield TrafficCell(
+                    task=task,
+                    arrivals=int(arrivals),
+                    finished=int(finished),
+                    prompt_tokens=int(prompt),
+                    cached_tokens=0,
+                    output_tokens=int(output),
+                )
+
+    def _latency_cells(self) -> Iterator[LatencyHistogram]:
+        for name, (edges, counts, total) in self._histograms.items():
+            yield LatencyHistogram.model_validate({"name": name, "edges": edges, "counts": counts, "sum": total[0]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What holds at the time of a report."""
+
+    boot_id: str
+    worker: str
+    clock_seconds: float
+    plan: PlanState
+    guard: tuple[GuardCell, ...]
+    max_num_seqs: int
+    running: int
+    waiting: int
+    pending_seconds: float
+    """Request-seconds of those that wait now."""
+    kv_tokens_total: int
+    kv_tokens_used: int

@@ -1,0 +1,283 @@
+"""One modelled worker: queue, slots, KV tokens, chunked prefill, and decoding in segments of alike steps.
+
+What the batch does within a segment is exact for every request (it walks its record); the step time is that of the
+mean batch, and what arrives meanwhile waits for the segment's end, a quarter of a second at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from specdecode_simulator.records.acceptance_walks import MOST_STEPS, Form
+from specdecode_simulator.traces.job import Job, Limits
+from specdecode_simulator.world.batch import Batch
+from specdecode_simulator.world.counters import Counters, Features, Moment
+from specdecode_simulator.world.segment import Calibrates, Group, Load, Outcome, Pilot, Segment
+from specdecode_simulator.world.truth import Truth
+
+Array = Any
+LEAST_SECONDS = 0.25
+"""A segment is not cut shorter than this for an arrival."""
+CALIBRATION_STEPS, CALIBRATION_CONTEXT = 6, 20.0
+
+
+class Worker:
+    """``clock`` is the world's; a report tells it less ``born``."""
+
+    def __init__(
+        self, index: int, truth: Truth, limits: Limits, pilot: Pilot, counters: Counters, born: float, offset: int
+    ) -> None:
+        self.index, self.truth, self.limits, self.pilot, self.counters = index, truth, limits, pilot, counters
+        self.born = self.clock = born
+        self.queue: deque[Job] = deque()
+        self.prefilling: list[Job] = []
+        self.decode_seconds = 0.0
+        self.tokens = 0.0
+        self.switches = 0
+        self._offset = offset
+        self.batch = Batch(limits.max_num_seqs, truth.context_edges)
+        self._last: dict[Group, Form] = {}
+
+    @property
+    def running(self) -> int:
+        return self.batch.count + len(self.prefilling)
+
+    @property
+    def in_flight(self) -> int:
+        return self.running + len(self.queue)
+
+    @property
+    def kv_used(self) -> int:
+        return int(self.batch.contexts.sum()) + sum(job.context for job in self.prefilling)
+
+    def calibrate(self) -> None:
+        """As the engine does before it serves: steps of a few shapes at the loads of the plan, timed on made-up
+        requests. They are told as steps, and nothing else of them is.
+        """
+        if not isinstance(self.pilot, Calibrates):
+            return
+        table, factor = self.truth.table, self.truth.factor(self.born)
+        for count, depth in self.pilot.calibration(self.limits.max_num_seqs):
+            x = Features(float(count), float(count * (depth + 1)), CALIBRATION_CONTEXT * count, depth, 0.0)
+            seconds = table.seconds(count, x.verify_tokens, depth, x.kv_tokens) * factor
+            mean, squares = table.noisy(self._next_offset(CALIBRATION_STEPS), CALIBRATION_STEPS)
+            total, of_squares = seconds * mean * CALIBRATION_STEPS, seconds**2 * squares * CALIBRATION_STEPS
+            self.counters.timed(x, 0, CALIBRATION_STEPS, total, of_squares, CALIBRATION_STEPS * count)
+
+    def offer(self, job: Job) -> None:
+        job.queued = job.arrived if job.tries == 0 else self.clock
+        job.context = job.todo = job.prompt
+        self.counters.arrived(job.label, job.prompt)
+        self.queue.append(job)
+
+    def run(self, until: float) -> None:
+        while self.clock < until:
+            self._admit()
+            if self.prefilling:
+                self._prefill(until)
+            elif self.batch.count:
+                self._decode(until)
+            else:
+                due = max(self.queue[0].queued, self.clock) if self.queue else until
+                self.clock = min(max(due, self.clock), until) if due > self.clock else until
+
+    def give_up(self, patience: float) -> list[Job]:
+        """Jobs that waited longer than their clients do; they leave the queue."""
+        gone = [job for job in self.queue if self.clock - job.queued > patience]
+        for job in gone:
+            self.queue.remove(job)
+            self.counters.waiting_seconds += self.clock - job.queued
+        return gone
+
+    def report(self, boot_id: str, plan: Any, guard: Any) -> Any:
+        pending = sum(max(0.0, self.clock - job.queued) for job in self.queue)
+        return self.counters.report(
+            Moment(
+                boot_id=boot_id,
+                worker=boot_id,
+                clock_seconds=self.clock - self.born,
+                plan=plan,
+                guard=guard,
+                max_num_seqs=self.limits.max_num_seqs,
+                running=self.running,
+                waiting=sum(job.queued <= self.clock for job in self.queue),
+                pending_seconds=pending,
+                kv_tokens_total=self.limits.kv_tokens,
+                kv_tokens_used=self.kv_used,
+            )
+        )
+
+    # --- admission and prompts ---------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if not self.queue:
+            return
+        used = self.kv_used
+        while self.queue and self.queue[0].queued <= self.clock and self.running < self.limits.max_num_seqs:
+            if used + self.queue[0].context + 1 > self.limits.kv_tokens and self.running:
+                break
+            job = self.queue.popleft()
+            used += job.context
+            self.counters.waiting_seconds += self.clock - job.queued
+            if job.first is None:
+                self.counters.latency("queue", self.clock - job.queued)
+            self.prefilling.append(job)
+
+    def _prefill(self, until: float) -> None:
+        """Steps that carry prompt chunks; what decodes goes on in them."""
+        load, members = self._load(prefill=True)
+        segment = self.pilot.next(load) if self.batch.count else Segment({})
+        verify = sum(count * (segment.forms[group].nodes + 1) for group, count in load.groups.items())
+        budget = max(16, self.limits.max_num_batched_tokens - verify)
+        total = sum(job.todo for job in self.prefilling)
+        typical = self._seconds(load, segment) + self.truth.table.prefill_seconds(min(total, budget))
+        most = max(1, int((until - self.clock) / max(typical, 1e-6)))
+        steps = min(math.ceil(total / budget), most, MOST_STEPS)
+        each = min(total, steps * budget) / steps
+        before, counted = self.clock, self.truth.table.prefill_seconds(each) * self.truth.factor(self.clock)
+        if self.batch.count:
+            self._steps(load, members, segment, steps, chunk_tokens=each, chunk_seconds=counted)
+        else:
+            mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
+            features = Features(0.0, 0.0, 0.0, 0, each)
+            self.counters.timed(features, 0, steps, counted * mean * steps, counted**2 * squares * steps, 0)
+            self.clock += counted * mean * steps
+        self.counters.prefill_chunks += steps
+        self.counters.running_seconds += (self.clock - before) * len(self.prefilling)
+        self._prefilled(before, each * steps)
+
+    def _prefilled(self, began: float, tokens: float) -> None:
+        """First come first served; the first token of a prompt leaves with its last chunk."""
+        done, seconds = 0.0, self.clock - began
+        while self.prefilling and tokens - done >= self.prefilling[0].todo - 0.5:
+            job = self.prefilling.pop(0)
+            done += job.todo
+            at = began + seconds * min(1.0, done / tokens)
+            if job.first is None:
+                job.first, job.left = at, job.output - 1
+                self.counters.latency("ttft", at - job.arrived)
+                self.counters.emitted(job.label, 1)
+            if job.left <= 0:
+                self._finish(job, at)
+            else:
+                self.batch.add(job)
+        if self.prefilling:
+            self.prefilling[0].todo -= round(tokens - done)
+
+    def _finish(self, job: Job, at: float) -> None:
+        job.done, job.left = at, 0
+        if job.first is not None and job.output > 1:
+            self.counters.latency("ttit", (at - job.first) / (job.output - 1), job.output - 1)
+        self.counters.finished(job.label, job.accepted, job.drafts)
+
+    # --- decoding ----------------------------------------------------------------------------------------------
+
+    def _decode(self, until: float) -> None:
+        load, members = self._load()
+        segment = self.pilot.next(load)
+        if segment.in_burst or segment.shadow:
+            self._steps(load, members, segment, segment.most_steps)
+            return
+        horizon = until
+        if self.queue and self.batch.count < self.limits.max_num_seqs:
+            horizon = min(until, max(self.queue[0].queued, self.clock + LEAST_SECONDS))
+        typical = self._seconds(load, segment)
+        fits = math.ceil((horizon - self.clock) / typical - 1e-6)
+        self._steps(load, members, segment, max(1, min(fits, segment.most_steps, MOST_STEPS)))
+
+    def _load(self, *, prefill: bool = False) -> tuple[Load, dict[Group, Array]]:
+        """Return the batch as a load, and the columns of each group."""
+        groups, members = self.batch.groups()
+        contexts = float(self.batch.contexts.sum())
+        return Load(self.clock, self.index, self.batch.count, groups, contexts, prefill), members
+
+    def _seconds(self, load: Load, segment: Segment) -> float:
+        if not load.groups:
+            return 0.0
+        verify = sum(count * (segment.forms[group].nodes + 1) for group, count in load.groups.items())
+        passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
+        seconds = self.truth.table.seconds(load.sequences, verify, passes, load.kv_tokens)
+        return seconds * self.truth.factor(self.clock)
+
+    def _steps(
+        self,
+        load: Load,
+        members: dict[Group, Array],
+        segment: Segment,
+        steps: int,
+        *,
+        chunk_tokens: float = 0.0,
+        chunk_seconds: float = 0.0,
+    ) -> None:
+        qualities = {group: self.truth.quality(group.kind, self.clock) for group in members}
+        walked = self.batch.walk(self.truth.records, qualities, dict(segment.forms), members, steps)
+        tokens, shares, verify = walked.tokens, walked.shares, walked.verify
+        if walked.some_end:
+            # Nobody runs steps without requests: a segment that all of them end in is shorter.
+            steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
+            shares, verify = shares * planned / steps, verify * planned / steps
+        left, context = self.batch.lefts, self.batch.contexts
+        sequences, emitted = float(shares.sum()), float(tokens.sum())
+        kv = float((context * shares).sum()) + 0.5 * emitted
+        passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
+        typical = self.truth.table.seconds(sequences, verify, passes, kv) * self.truth.factor(self.clock)
+        typical += chunk_seconds
+        mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
+        seconds = typical * mean * steps
+        left -= tokens
+        context += tokens
+        outcome = Outcome(steps, seconds, sequences, emitted, walked.runs, prefill=chunk_tokens > 0)
+        features = Features(sequences, verify, kv, passes, chunk_tokens)
+        counted = max(steps - segment.dropped, 0)
+        share = counted / steps
+        self.counters.timed(
+            features, load.context, counted, share * seconds, counted * typical**2 * squares, share * emitted
+        )
+        self._count(members, segment, outcome, shares, tokens)
+        began, self.clock = self.clock, self.clock + seconds
+        self.decode_seconds += seconds * sequences
+        self.counters.running_seconds += seconds * sequences
+        self.tokens += emitted
+        self.pilot.measured(load, segment, outcome)
+        self._retire(began, seconds, shares)
+        self._preempt()
+
+    def _count(
+        self, members: dict[Group, Array], segment: Segment, outcome: Outcome, shares: Array, tokens: Array
+    ) -> None:
+        for group, columns in members.items():
+            self.counters.ran(group, float(shares[columns].sum()), segment, outcome)
+            self.counters.emitted(group.label, float(tokens[columns].sum()))
+            form = segment.forms[group]
+            if not segment.in_burst:
+                self.switches += self._last.get(group, form) is not form
+                self._last[group] = form
+
+    def _retire(self, began: float, seconds: float, shares: Array) -> None:
+        ended = self.batch.lefts <= 0
+        if not ended.any():
+            return
+        for column in np.flatnonzero(ended).tolist():
+            job = self.batch.pop(column)
+            self._finish(job, began + seconds * float(shares[column]))
+        self.batch.keep(~ended)
+
+    def _preempt(self) -> None:
+        """The youngest gives its tokens back and starts again from them, when there is no room for all."""
+        while self.batch.count > 1 and self.kv_used > self.limits.kv_tokens:
+            column = self.batch.count - 1
+            context = int(self.batch.contexts[column])
+            job = self.batch.pop(column)
+            job.context = job.todo = context
+            job.queued = self.clock
+            self.queue.appendleft(job)
+            self.batch.keep(np.arange(self.batch.count) != column)
+            self.counters.preemptions += 1
+
+    def _next_offset(self, steps: int) -> int:
+        self._offset += steps
+        return self._offset

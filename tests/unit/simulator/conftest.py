@@ -1,0 +1,24 @@
+"""Recordings of the checkout, read once, and small traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdecode_simulator.records.recordings import Library
+from specdecode_simulator.records.recordings import library as library_of
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+RECORDINGS = Path(__file__).parents[3] / "benchmarks" / "recordings"
+
+
+@pytest.fixture(scope="session")
+def recordings() -> Path:
+    return RECORDINGS
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return library_of(RECORDINGS)

@@ -1,0 +1,225 @@
+"""The command: one JSON document, a table, plots, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdecode_simulator.command import main
+from specdecode_simulator.policies.registry import DEPTH_POLICIES, ORACLES, SCALERS
+from specdecode_simulator.scoring import run
+from specdecode_simulator.scoring.score import Interval, by_policy, dominated, targets
+
+SHORT = ["--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
+
+
+def test_json_is_one_document_with_the_figures_of_every_policy(
+    recordings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--json", "--recordings", str(recordings)]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    which = "--trace steady-cpu-quiet --policy fixed-2 --seeds 2 --hours 0.1"
+    assert document["command"] == f"specdecode-simulate {which}"
+    found = document["traces"]["steady-cpu-quiet"]["policies"]
+    assert set(found) == {"fixed-2", "constrained", "clairvoyant"}
+    assert found["constrained"]["time_per_token"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert {"plan_changes_per_hour", "slo_misses", "replica_hours"} <= set(found["fixed-2"])
+    assert "steady-cpu-quiet, seed 1" in err
+
+
+def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(
+    recordings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trace", "steady-gpu", "--trace", "ramp", "--seeds", "1", "--hours", "0.01", "--json"]
+    assert main([*flags, "--recordings", str(recordings)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    flat, scaled = (set(document["traces"][trace]["policies"]) for trace in ("steady-gpu", "ramp"))
+    assert flat == {"ours", *DEPTH_POLICIES, *ORACLES}
+    assert scaled == {"ours", *SCALERS, *ORACLES}
+    assert document["policies"]["traces"] == ["steady-gpu"]
+    assert "decisions" not in document["traces"]["ramp"]
+
+
+def test_what_was_kept_of_others_is_not_told(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
+    assert main([*SHORT, "--policy", "fixed-3", *flags]) == 0
+    assert '"fixed-3"' in capsys.readouterr().out
+    assert main([*SHORT, *flags]) == 0
+    assert '"fixed-3"' not in capsys.readouterr().out
+
+
+def test_decisions_are_told_when_asked_for(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", "steady-cpu-full", "--policy", "ours", "--seeds", "1", "--hours", "0.5"]
+    assert main([*flags, "--json", "--decisions", "--recordings", str(recordings)]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-full"]["decisions"]
+    assert {"seconds", "reason"} <= set(first)
+
+
+def test_two_processes_find_what_one_finds(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for jobs in ("1", "2"):
+        assert main([*SHORT, "--jobs", jobs, "--recordings", str(recordings)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "over oracle" in texts[0]
+
+
+def test_runs_that_ended_are_not_run_again(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*SHORT, "--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    file = tmp_path / "steady-cpu-quiet-0.1h-1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 3, "a policy and two oracles"
+    file.write_text(lines[0] + lines[1][:40])
+    asked: list[str] = []
+    original = run.one
+
+    def counting(name: str, *rest: Any) -> run.Run:
+        asked.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(run, "one", counting)
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
+
+
+def test_runs_of_another_version_are_refused(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "steady-cpu-quiet-0.1h-0.jsonl").write_text('{"policy": "ours"}\n')
+    assert main([*SHORT, "--keep", str(tmp_path), "--recordings", str(recordings)]) == 1
+    assert "remove it" in capsys.readouterr().err
+
+
+def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
+    assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "simulate-policies.png").read_bytes().startswith(b"\x89PNG")
+    assert "| fixed-2 |" in (tmp_path / "simulate-table.md").read_text()
+
+
+def test_the_table_begins_with_ours_on_every_trace(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trace", "steady-gpu", "--policy", "ours", "--seeds", "1", "--hours", "0.02"]
+    assert main([*flags, "--json", "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
+    found = json.loads(capsys.readouterr().out)["traces"]["steady-gpu"]["policies"]["ours"]
+    lines = (tmp_path / "simulate-table.md").read_text().splitlines()
+    overview = [cell.strip() for cell in next(line for line in lines if line.startswith("| steady-gpu ")).split("|")]
+    assert overview[1:4] == ["steady-gpu", "stationary", f"{found['time_per_token']['mean']:.3f}"]
+    assert overview[6] == f"{found['plan_changes_per_hour']['mean']:.1f}"
+
+
+def test_plots_without_matplotlib_say_what_to_install(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 1
+    err = capsys.readouterr().err
+    assert "pip install matplotlib" in err
+    assert "steady-cpu-quiet" not in err, "before anything was simulated"
+
+
+@pytest.mark.parametrize("flags", [["--trace", "no-such"], ["--policy", "no-such"], ["--seeds", "0"]])
+def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    assert "--list" in capsys.readouterr().err
+
+
+def test_a_deployment_brings_its_bounds(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Depth 0 alone: the same as the fixed depth 0, but for exploration, of which there is none."""
+    depth = {"min": 0, "max": 0, "initial": 0}
+    draft = {"method": "eagle3", "draft": {"uri": "embedded://d"}, "depth": depth, "explorePercent": 0}
+    file = tmp_path / "deployment.json"
+    file.write_text(json.dumps({"spec": {"model": {"uri": "embedded://m"}, "speculation": draft}}))
+    flags = ["--policy", "ours", "--policy", "fixed-0", "--recordings", str(recordings), "--json"]
+    assert main([*SHORT, *flags, "--deployment", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-quiet"]["policies"]
+    assert found["fixed-0"]["time_per_token_over_ours"]["mean"] == pytest.approx(1.0, abs=0.02)
+    file.write_text("{}")
+    assert main([*SHORT, *flags, "--deployment", str(file)]) == 1
+    assert "deployment.json" in capsys.readouterr().err
+
+
+def test_missing_recordings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--recordings", str(tmp_path)]) == 1
+    assert "ranks-smollm2.json" in capsys.readouterr().err
+
+
+def test_intervals_are_students() -> None:
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.high - found.mean == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_rules_are_summed_up_over_the_traces_that_all_of_them_ran() -> None:
+    def trace(**over: float) -> dict[str, object]:
+        policies = {name: {"time_per_token": {"mean": value}} for name, value in over.items()}
+        return {"family": "shifting", "policies": {**policies, "wva": {"time_per_token": None}}}
+
+    traces = {"a": trace(ours=1.1, trtllm=1.0), "b": trace(ours=1.0, trtllm=1.4), "c": trace(ours=5.0)}
+    found = by_policy(traces)
+    assert found["traces"] == ["a", "b"]
+    over = found["over_constrained_oracle"]
+    assert list(over) == ["ours", "trtllm"]
+    assert over["trtllm"] == {"mean": 1.2, "worst": 1.4, "trace": "b"}
+    assert by_policy({"c": traces["c"], "d": trace(trtllm=1.0)}) == {}
+
+
+def test_targets_name_who_beats_ours_and_who_dominates_it() -> None:
+    def policy(over: float, misses: float = 0.1, hours: float = 4.0) -> dict[str, object]:
+        interval = {"mean": over, "low": over, "high": over}
+        plain = {"plan_changes_per_hour": {"mean": 2.0}, "slo_misses": {"mean": misses}}
+        relative = {"time_per_token_over_ours": {"mean": over / 1.05, "low": over / 1.05, "high": over / 1.05}}
+        return {"time_per_token": interval, **plain, **relative, "replica_hours": {"mean": hours}}
+
+    traces = {
+        "a": {"family": "stationary", "policies": {"ours": policy(1.05), "fixed-2": policy(1.04)}},
+        "b": {
+            "family": "scaling",
+            "policies": {"ours": policy(1.05), "fixed-1": policy(1.0), "wva": policy(1.2, 0.05, 3.0)},
+        },
+    }
+    found = targets(traces)
+    assert found["mean_over_constrained_oracle"] == 1.05
+    assert set(found["beaten_by"]) == {"b"}
+    assert set(found["beaten_by"]["b"]) == {"fixed-1"}
+    assert found["dominated_by"] == {"b": ["wva"]}
+
+
+def test_steps_are_in_time_by_seconds_or_by_drafts_and_only_where_they_were_answered() -> None:
+    def answer(within: float, seconds: float, drafts: int, *, answered: bool = True) -> dict[str, float]:
+        return {"at": 0.0, "within": within, "seconds": seconds, "drafts": drafts, "answered": float(answered)}
+
+    strict = [answer(1.03, 20, 5000), answer(1.03, 400, 900), answer(1.03, 400, 5000)]
+    ours = {"time_per_token": {"mean": 1.0}, "plan_changes_per_hour": {"mean": 1.0}}
+    never = [answer(1.06, 10, 10, answered=False)]
+    trace = {"family": "shifting", "policies": {"ours": ours}, "answers": [*strict, *never]}
+    found = targets({"a": trace})["answers"]
+    assert found["1.03"] == {"steps": 3, "within_30_s_or_1000_drafts": 2, "median_seconds": 400, "never": 0}
+    assert found["1.06"] == {"steps": 1, "within_30_s_or_1000_drafts": 0, "median_seconds": 10, "never": 1}
+
+
+@pytest.mark.parametrize(
+    ("misses", "hours", "dominates"),
+    [(0.1, 4.0, False), (0.1, 3.9, True), (0.0, 4.0, True), (0.0, 4.1, False), (0.2, 3.0, False)],
+)
+def test_a_rule_dominates_that_is_no_worse_in_both_and_better_in_one(
+    misses: float, hours: float, dominates: bool
+) -> None:
+    def policy(misses: float, hours: float) -> dict[str, object]:
+        return {"slo_misses": {"mean": misses}, "replica_hours": {"mean": hours}}
+
+    found = dominated({"family": "scaling", "policies": {"ours": policy(0.1, 4.0), "dynamo": policy(misses, hours)}})
+    assert found == (["dynamo"] if dominates else [])

@@ -1,0 +1,135 @@
+"""Rules of other engines and autoscalers, each on loads made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small import depths_over, load_of, table_of
+
+from specdecode_simulator.policies.engine_rules import (
+    AdaptiveVerification,
+    BatchTable,
+    Fixed,
+    Goodput,
+    OneWayGate,
+    Tiers,
+)
+from specdecode_simulator.policies.scalers import Hpa, Saturation, Throughput
+
+GOOD, BAD = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45], [0.1, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_fixed_depth_stays() -> None:
+    assert depths_over(Fixed(4), load_of(3), BAD, 3) == [4, 4, 4]
+
+
+def test_the_batch_table_reads_inclusive_edges() -> None:
+    rule = BatchTable((4, 16), (3, 2, 0))
+    assert [depths_over(rule, load_of(n), GOOD, 1)[0] for n in (1, 4, 5, 16, 17)] == [3, 3, 2, 2, 0]
+
+
+def test_tiers_climb_on_good_acceptance_and_fall_on_bad() -> None:
+    rule = Tiers((1, 3, 7), alpha=0.2)
+    assert depths_over(rule, load_of(2), [0.98] * 7, 20)[-1] == 7
+    assert depths_over(rule, load_of(2), BAD, 40)[-1] == 1
+
+
+def test_the_one_way_gate_closes_and_never_opens() -> None:
+    rule = OneWayGate(3, window=5, threshold=0.5)
+    assert depths_over(rule, load_of(2), GOOD, 20)[-1] == 3
+    assert depths_over(rule, load_of(2), BAD, 20)[-1] == 0
+    assert set(depths_over(rule, load_of(2), GOOD, 50)) == {0}
+
+
+def test_goodput_weighs_acceptance_against_cost() -> None:
+    cheap, dear = table_of(0.00001), table_of(0.004)
+    for table, acceptance, wanted in ((cheap, GOOD, (5, 6, 7)), (dear, BAD, (0,)), (cheap, BAD, (0, 1))):
+        rule = Goodput(table.seconds, alpha=0.1, interval=16)
+        assert depths_over(rule, load_of(8), acceptance, 40)[-1] in wanted
+
+
+def test_adaptive_verification_drafts_all_and_verifies_fewer_when_full() -> None:
+    rule = AdaptiveVerification(table_of(0.002), drafted=5, alpha=0.8)
+    alone, full = load_of(1), load_of(16)
+    depths_over(rule, alone, GOOD, 20)
+    few, many = rule.next(alone), rule.next(full)
+    assert few.drafted_depth == many.drafted_depth == 5
+    assert max(form.depth for form in many.forms.values()) < max(form.depth for form in few.forms.values())
+
+
+# --- replicas -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FleetOf:
+    """As much of a Fleet as scaling rules read."""
+
+    wanted: int = 2
+    kv_used: int = 100
+    queue: int = 0
+    now: float = 0.0
+    jobs: tuple[Any, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> list[Any]:
+        limits = SimpleNamespace(kv_tokens=1000, max_num_seqs=16)
+        worker = SimpleNamespace(
+            kv_used=self.kv_used, queue=[0] * self.queue, limits=limits, decode_seconds=0.0, tokens=0.0
+        )
+        return [SimpleNamespace(worker=worker)] * self.wanted
+
+    @property
+    def staying(self) -> list[Any]:
+        return self.ready
+
+    @property
+    def workers(self) -> list[Any]:
+        return [pod.worker for pod in self.ready]
+
+    @property
+    def arrivals(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def trace(self) -> Any:
+        limits = SimpleNamespace(max_num_seqs=16)
+        return SimpleNamespace(ttit_seconds=0.05, limits=limits)
+
+
+@pytest.mark.parametrize(("metric", "wanted"), [(20.0, 2), (21.9, 2), (40.0, 4), (200.0, 6)])
+def test_hpa_scales_up_by_the_ratio_within_tolerance_and_speed(metric: float, wanted: int) -> None:
+    """Up at most double or by four pods at a time."""
+    assert Hpa(lambda fleet: metric, target=10.0).wanted(FleetOf(), 0.0) == wanted  # type: ignore[arg-type]
+
+
+def test_hpa_goes_down_only_after_its_window() -> None:
+    wishes = [40.0]
+    rule = Hpa(lambda fleet: wishes[-1], target=10.0, down_seconds=60.0)
+    assert rule.wanted(FleetOf(wanted=2), 0.0) == 4  # type: ignore[arg-type]
+    wishes.append(5.0)
+    found = [rule.wanted(FleetOf(wanted=4), 15.0 * look) for look in range(1, 7)]  # type: ignore[arg-type]
+    assert found == [4, 4, 4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kv_used", "queue", "wanted"), [(100, 0, 1), (750, 0, 3), (100, 6, 3), (450, 0, 2), (900, 9, 3)]
+)
+def test_saturation_looks_at_what_is_spare(kv_used: int, queue: int, wanted: int) -> None:
+    assert Saturation().wanted(FleetOf(kv_used=kv_used, queue=queue), 60.0) == wanted  # type: ignore[arg-type]
+
+
+def test_throughput_planning_follows_the_last_interval() -> None:
+    rule = Throughput(table_of(0.0001), accepted=1.5, interval=60.0, correction=False)
+    fleet = FleetOf()
+    assert rule.wanted(fleet, 0.0) == 2  # type: ignore[arg-type]
+    fleet.jobs = (SimpleNamespace(prompt=100, output=500),) * 30
+    few = rule.wanted(fleet, 60.0)  # type: ignore[arg-type]
+    fleet.jobs += (SimpleNamespace(prompt=100, output=500),) * 600
+    many = rule.wanted(fleet, 120.0)  # type: ignore[arg-type]
+    assert few is not None
+    assert many is not None
+    assert many >= 5 * few

@@ -1,0 +1,159 @@
+"""Whole runs: the same seed is the same run, no request is lost, and a planner that errs costs time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from specdecode_simulator.policies import operator_loop as ours_module
+from specdecode_simulator.policies.engine_rules import Fixed
+from specdecode_simulator.policies.operator_loop import DEEPEST, Ours
+from specdecode_simulator.policies.registry import InEngine, controller
+from specdecode_simulator.records.recordings import Library
+from specdecode_simulator.scoring.run import ANSWERED, one
+from specdecode_simulator.traces.catalogue import TRACES, named
+from specdecode_simulator.traces.job import Limits
+from specdecode_simulator.traces.trace import Kind, Trace, flat, square
+from specdecode_simulator.world.fleet import Fleet
+from specdecode_worker.contract import TreeShape
+
+
+def small(**fields: Any) -> Trace:
+    given: dict[str, Any] = {
+        "name": "small",
+        "family": "stationary",
+        "seconds": 600.0,
+        "table": "smollm2-cpu",
+        "kinds": (Kind(domain="qa", prompt=64, output=64),),
+        "rate": flat(0.4),
+        **fields,
+    }
+    return Trace(**given)
+
+
+@pytest.mark.parametrize("policy", ["ours", "turbospec", "constrained"])
+def test_the_same_seed_is_the_same_run(policy: str, library: Library) -> None:
+    trace = small(seconds=240.0)
+    one_run, again = (one(policy, trace, library, 1, {}, None) for _ in range(2))
+    other = one(policy, trace, library, 2, {}, None)
+    assert one_run == again
+    assert one_run.figures != other.figures
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        small(),
+        small(rate=flat(3.0), limits=Limits(max_num_seqs=4)),
+        small(limits=Limits(max_num_seqs=16, kv_tokens=700), rate=flat(1.5)),
+        small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_seconds=5.0),
+        replace(named("burst", 0.15), patience_seconds=3.0),
+    ],
+    ids=["quiet", "flooded", "short of KV", "impatient", "scaled"],
+)
+def test_no_request_is_lost(trace: Trace, library: Library) -> None:
+    fleet = Fleet(trace, library, 0)
+    fleet.run(controller("hpa-requests" if trace.is_scaled else "fixed-3", trace, library, 0, {}))
+    finished = sum(job.done is not None for job in fleet.jobs[: fleet.arrivals])
+    assert fleet.arrivals > 50
+    assert fleet.arrivals == finished + fleet.in_flight + fleet.given_up
+    assert fleet.arrivals == len(fleet.jobs)
+    done = [job for job in fleet.jobs if job.done is not None]
+    assert all(job.first is not None and job.arrived <= job.first <= job.done for job in done if job.done)
+
+
+def test_what_is_short_of_kv_is_preempted_and_patience_runs_out(library: Library) -> None:
+    tight = small(limits=Limits(max_num_seqs=16, kv_tokens=700), rate=flat(1.5))
+    fleet = Fleet(tight, library, 0)
+    fleet.run(InEngine(lambda table: Fixed(2)))
+    assert sum(worker.counters.preemptions for worker in fleet.workers) > 0
+    impatient = small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_seconds=5.0)
+    fleet = Fleet(impatient, library, 0)
+    fleet.run(InEngine(lambda table: Fixed(2)))
+    assert fleet.retried > 0
+    assert fleet.given_up > 0
+
+
+def test_counters_only_rise_and_hold_together(library: Library) -> None:
+    trace = small(seconds=300.0)
+    decides = Ours(trace, 0, scaled=False)
+    fleet = Fleet(trace, library, 0)
+    reports = []
+    poll = decides.poll
+
+    class Watched:
+        def pilot(self, fleet: Fleet, index: int) -> Any:
+            return decides.pilot(fleet, index)
+
+        def poll(self, fleet: Fleet, now: float) -> int | None:
+            worker = fleet.pods[0].worker
+            reports.append(worker.report("b", worker.pilot.state, ()))  # type: ignore[attr-defined]
+            return poll(fleet, now)
+
+    fleet.run(Watched())
+    for before, after in pairwise(reports):
+        assert after.drafts >= before.drafts
+        assert after.running_request_seconds >= before.running_request_seconds
+        assert after.waiting_request_seconds >= before.waiting_request_seconds - 1e-9
+        ranks = {(cell.task, cell.depth): cell.ranks for cell in after.acceptance}
+        for cell in before.acceptance:
+            assert all(new >= old for new, old in zip(ranks[cell.task, cell.depth], cell.ranks, strict=True))
+    last = reports[-1]
+    by_depth = {cell.depth: cell for cell in last.acceptance}
+    assert by_depth[1].total >= last.drafts
+    assert all(by_depth[d].ranks[0] >= by_depth[d + 1].total for d in range(1, len(by_depth)))
+    emitted = sum(cell.output_tokens for cell in last.traffic)
+    assert emitted == pytest.approx(last.drafts + last.plain_steps + last.accepted_tokens, rel=0.05)
+    assert sum(cell.t for cell in last.steps) <= 300.0
+
+
+def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the plan that goes out has every depth mirrored, as an inverted gain would, and no guard stops it."""
+    trace = small(seconds=600.0, kinds=(Kind(domain="qa", quality=flat(-0.3), prompt=64, output=96),), rate=flat(0.3))
+    right = one("ours", trace, library, 0, {}, None).figures.time_per_token
+    decide = ours_module.decide
+
+    def inverted(*given: Any, **named_ones: Any) -> Any:
+        decision, memory = decide(*given, **named_ones)
+        rows = tuple(
+            row.model_copy(update={"shape": TreeShape.chain(DEEPEST - row.shape.depth)}) for row in decision.plan.rows
+        )
+        return replace(decision, plan=decision.plan.model_copy(update={"rows": rows, "guard": False})), memory
+
+    monkeypatch.setattr(ours_module, "decide", inverted)
+    wrong = one("ours", trace, library, 0, {}, None).figures.time_per_token
+    assert wrong > 1.3 * right
+
+
+def test_every_trace_is_drawn_and_runs(library: Library) -> None:
+    for name in TRACES:
+        trace = named(name, 0.02)
+        assert trace.name == name
+        fleet = Fleet(trace, library, 0)
+        fleet.run(InEngine(lambda table: Fixed(1)))
+        assert fleet.now == pytest.approx(trace.seconds)
+
+
+def test_an_operator_that_is_away_decides_nothing_and_remembers(library: Library) -> None:
+    trace = small(seconds=400.0, away=lambda t: 100 <= t < 300)
+    decides = Ours(trace, 0, scaled=False)
+    Fleet(trace, library, 0).run(decides)
+    looks = [at for at, _, _ in decides.depths]
+    assert not [at for at in looks if 100 <= at < 300]
+    assert looks[-1] > 390
+    plans = decides.memory.learned.plan
+    assert plans is not None
+    assert plans.version >= 1
+
+
+def test_a_step_is_answered_and_no_later_where_more_is_allowed(library: Library) -> None:
+    kind = Kind(domain="qa", quality=square(1200.0, 0.6, -0.6), prompt=64, output=64)
+    found = one("ours", small(seconds=1200.0, kinds=(kind,), steps_at=(600.0,)), library, 3, {}, None).answers
+    strict, near = found
+    assert (strict["at"], strict["within"], near["within"]) == (600.0, *ANSWERED)
+    assert strict["answered"]
+    assert 0 < near["seconds"] <= strict["seconds"] < 300
+    assert 0 <= near["drafts"] <= strict["drafts"]
