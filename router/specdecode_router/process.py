@@ -21,10 +21,9 @@ from typing import Any
 
 from aiohttp import web
 
-from specdecode_router.discovery.api_server import ApiServer
 from specdecode_router.discovery.demand import DemandWriter
-from specdecode_router.discovery.endpoint_slices import Discovery, EndpointSliceDiscovery
-from specdecode_router.discovery.static import StaticDiscovery
+from specdecode_router.discovery.endpoint_slices import Discovery
+from specdecode_router.discovery.sources import open_sources
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.bodies import BodyBudget
@@ -32,6 +31,7 @@ from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
+from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
@@ -68,33 +68,12 @@ async def serve(settings: RouterSettings) -> int:
     gc.collect()
     gc.freeze()
     async with (
-        _sources(settings) as (discovery, demand),
+        open_sources(settings) as (discovery, demand),
         running_router(settings, token, discovery, listener, demand) as state,
     ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
         return await _shut_down(state, stop_now)
-
-
-@contextlib.asynccontextmanager
-async def _sources(settings: RouterSettings) -> AsyncIterator[tuple[Discovery, DemandWriter | None]]:
-    """Yield the source of workers, and the writer of held requests where there is an operator.
-
-    Raises:
-        CannotStart: The API server is not known.
-    """
-    if settings.namespace is None or settings.service is None:
-        yield StaticDiscovery(settings.workers), None
-        return
-    api = await ApiServer.connect()
-    try:
-        demand = None
-        if settings.demand_config_map is not None:
-            name = os.environ.get(Env.pod_name) or socket.gethostname()
-            demand = DemandWriter(api, settings.namespace, settings.demand_config_map, name)
-        yield EndpointSliceDiscovery(api, settings.namespace, settings.service), demand
-    finally:
-        await api.close()
 
 
 @contextlib.asynccontextmanager
@@ -104,6 +83,7 @@ async def running_router(
     discovery: Discovery,
     listener: socket.socket,
     demand: DemandWriter | None = None,
+    policy: Policy = place,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
 
@@ -113,6 +93,7 @@ async def running_router(
         discovery: Source of workers.
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
+        policy: Way of choosing among the workers.
 
     Raises:
         CannotStart: A file of certificates is unusable.
@@ -122,7 +103,7 @@ async def running_router(
     certificate = None
     if settings.tls_cert_file is not None and settings.tls_key_file is not None:
         certificate = ServerCertificate(settings.tls_cert_file, settings.tls_key_file)
-    state = _state(settings, registry, client)
+    state = _state(settings, registry, client, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     loops = [
         discovery.run(registry.update),
@@ -154,7 +135,7 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RouterState:
+def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, policy: Policy) -> RouterState:
     limits = RelayLimits(
         open_seconds=settings.open_seconds,
         no_worker_seconds=settings.no_worker_seconds,
@@ -179,6 +160,7 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,
+        policy=policy,
     )
 
 

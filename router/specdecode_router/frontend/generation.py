@@ -100,7 +100,13 @@ def _understand(
         cache_salt=tenant.name,
     )
     return stream, WorkerChoice(
-        state.prefixes, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
+        state.prefixes,
+        state.relay.metrics,
+        request.path,
+        fields,
+        tenant=tenant.name,
+        task=stream.task,
+        policy=state.policy,
     )
 
 

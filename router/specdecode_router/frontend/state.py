@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from specdecode_router.frontend.bodies import BodyBudget
 from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
@@ -27,3 +28,4 @@ class RouterState:
     bodies: BodyBudget
     clock: Callable[[], float]
     """Monotonic clock in seconds."""
+    policy: Policy = place

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Protocol
 
 from specdecode_router.placement.affinity import Affinity
 from specdecode_router.placement.rendezvous import rendezvous_score
@@ -42,6 +43,21 @@ class Placement:
 
     worker: WorkerView
     outcome: PlacementOutcome
+
+
+class Policy(Protocol):
+    """Way of choosing the worker of a request. Routers use ``place``; benchmarks compare it with others."""
+
+    def __call__(
+        self,
+        workers: Sequence[WorkerView],
+        affinity: Affinity,
+        *,
+        compatibility_key: str,
+        exclude: frozenset[str],
+        expected: Mapping[str, float],
+    ) -> Placement | None:
+        """Choose the worker for a request. The arguments are those of ``place``."""
 
 
 def choose(
@@ -75,7 +91,7 @@ def place(
         exclude: Names of workers that are not chosen, for example because they failed this request.
         expected: Tokens of the prefix that each worker is expected to have cached, by name (``PrefixTable``).
     """
-    eligible = _eligible(workers, compatibility_key, exclude)
+    eligible = eligible_workers(workers, compatibility_key, exclude)
     if not eligible:
         return None
     tiers = _by_task(eligible, affinity.task)
@@ -92,7 +108,7 @@ def load_of(worker: WorkerView) -> int:
     return max(worker.in_flight, worker.reported_requests)
 
 
-def _eligible(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:
+def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> list[WorkerView]:
     """Return the workers that may be chosen, without those that are a last resort while there are better ones."""
     allowed = [w for w in workers if not w.endpoint.terminating and w.endpoint.name not in exclude]
     if key:

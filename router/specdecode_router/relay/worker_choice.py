@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdecode_router.placement.affinity import affinity_of
-from specdecode_router.placement.choose import place
+from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.worker import WorkerView
@@ -25,6 +25,7 @@ class WorkerChoice:
         *,
         tenant: str,
         task: str | None,
+        policy: Policy = place,
     ) -> None:
         """Prepare the choice for a request.
 
@@ -35,14 +36,15 @@ class WorkerChoice:
             fields: Body of the request; empty if it is no object.
             tenant: Name of the client.
             task: Task of the request's header; None without one.
+            policy: Way of choosing among the workers.
         """
-        self._prefixes, self._metrics = prefixes, metrics
+        self._prefixes, self._metrics, self._policy = prefixes, metrics, policy
         self._affinity = affinity_of(route, fields, tenant=tenant, task=task)
 
     def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
         """Return a worker with the compatibility key (empty for any) that is not excluded; None without one."""
         expected = self._prefixes.expected(self._affinity)
-        placement = place(views, self._affinity, compatibility_key=key, exclude=exclude, expected=expected)
+        placement = self._policy(views, self._affinity, compatibility_key=key, exclude=exclude, expected=expected)
         if placement is None:
             return None
         self._metrics.count_placement(placement.outcome)
