@@ -32,7 +32,7 @@ from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.tls import ServerCertificate
 from specdecode_router.placement.choose import Policy, place
-from specdecode_router.placement.prefix_table import PrefixTable
+from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.tenants import TenantTable
 from specdecode_router.relay.context import RelayContext, RelayLimits
@@ -156,11 +156,10 @@ def _state(settings: RouterSettings, registry: WorkerRegistry, client: WorkerCli
         relay=RelayContext(registry, client, SilenceMonitor(time.monotonic), limits, metrics, time.monotonic),
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
-        prefixes=PrefixTable(),
+        placement=PlacementState(policy=policy),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,
-        policy=policy,
     )
 
 

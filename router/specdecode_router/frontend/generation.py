@@ -100,13 +100,7 @@ def _understand(
         cache_salt=tenant.name,
     )
     return stream, WorkerChoice(
-        state.prefixes,
-        state.relay.metrics,
-        request.path,
-        fields,
-        tenant=tenant.name,
-        task=stream.task,
-        policy=state.policy,
+        state.placement, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
     )
 
 

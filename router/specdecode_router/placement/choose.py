@@ -119,13 +119,10 @@ def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset
 
 
 def _by_task(workers: list[WorkerView], task: str) -> list[list[WorkerView]]:
-    """Return tiers of workers: those that the plan assigns to the task, then those of all tasks.
-
-    Workers of other tasks follow only if there are no others: their drafts fit worse, but they serve the request.
-    """
+    """Return tiers of workers: those at which the task is gathered, those of all tasks, and those of other tasks."""
     labelled = [w for w in workers if task in w.tasks]
     general = [w for w in workers if not w.tasks]
-    return [labelled, general] if labelled or general else [workers]
+    return [labelled, general, [w for w in workers if w.tasks and task not in w.tasks]]
 
 
 def _rank(workers: list[WorkerView], affinity: Affinity, expected: Mapping[str, float]) -> list[WorkerView]:
@@ -153,5 +150,5 @@ def _preferred(workers: list[WorkerView], wanted: Callable[[WorkerView], bool]) 
 
 
 def _weight(worker: WorkerView) -> float:
-    """Return the weight of a worker. Workers without weight are only chosen together, and then share equally."""
-    return worker.endpoint.weight if worker.endpoint.weight > 0 else 1.0
+    """Return the weight of a worker. Workers without weight are only chosen together, and then share by speed."""
+    return worker.speed * (worker.endpoint.weight if worker.endpoint.weight > 0 else 1.0)

@@ -20,6 +20,17 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanTask:
+    """Task of a worker's plan."""
+
+    name: str
+    match: str | None = None
+    """Text in the prompt of requests that belong to the task."""
+    draft: str = ""
+    """Name of its own draft, if the worker has loaded it; empty for the first draft."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """State of a worker at the moment of a choice."""
 
@@ -32,7 +43,11 @@ class WorkerView:
     """Largest batch of the worker; 0 while unknown."""
     compatibility_key: str = ""
     """Key of the last stream's ``Open``; empty while unknown."""
+    plan_tasks: tuple[PlanTask, ...] = ()
+    """Tasks of the plan in the worker's last report."""
     tasks: frozenset[str] = frozenset()
-    """Tasks that the plan assigns to this worker; empty for all."""
+    """Tasks whose requests are gathered on this worker (``DraftHomes``); empty for all others."""
+    speed: float = 1.0
+    """Speed of the worker's steps relative to the other workers' (``step_speeds``)."""
     suspect: bool = False
     """True while the worker's frames have stopped, or right after a failed connection."""
